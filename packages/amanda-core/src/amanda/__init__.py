@@ -1,0 +1,30 @@
+"""Amanda: operator-level instrumentation of neural networks."""
+
+__path__ = __import__("pkgutil").extend_path(__path__, __name__)
+
+import importlib
+
+from amanda._api import *  # noqa: F403
+from amanda._api import __all__ as __all__
+
+
+def _resolve_lazily(package: str) -> None:
+    """Let `amanda.tools.mapping` work after `import amanda` alone."""
+    try:
+        namespace = importlib.import_module(package)
+    except ModuleNotFoundError:
+        return
+
+    def member(name: str) -> object:
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{package}.{name}":
+                raise
+            raise AttributeError(f"no distribution that is installed has {package}.{name}") from None
+
+    namespace.__getattr__ = member  # type: ignore[method-assign]
+
+
+_resolve_lazily("amanda.tools")
+_resolve_lazily("amanda.drivers")

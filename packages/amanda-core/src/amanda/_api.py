@@ -1,0 +1,55 @@
+"""The public names of `amanda`."""
+
+from amanda._plugins import list_drivers, list_tools, load_tool
+from amanda._report import Report, Uninstrumented
+from amanda._scope import Scope, apply
+from amanda._state import (
+    autodiff_disabled,
+    autodiff_enabled,
+    cache_disabled,
+    cache_enabled,
+    disabled,
+    enabled,
+    is_cache_enabled,
+    is_enabled,
+)
+from amanda.action import (
+    Action,
+    ActionType,
+    InstrumentationPoint,
+    differentiable,
+    observer,
+    traceable,
+)
+from amanda.context import OpContext
+from amanda.errors import AmandaError
+from amanda.namespace import Namespace
+from amanda.tool import Tool
+
+__all__ = [
+    "Action",
+    "ActionType",
+    "AmandaError",
+    "InstrumentationPoint",
+    "Namespace",
+    "OpContext",
+    "Report",
+    "Scope",
+    "Tool",
+    "Uninstrumented",
+    "apply",
+    "autodiff_disabled",
+    "autodiff_enabled",
+    "cache_disabled",
+    "cache_enabled",
+    "differentiable",
+    "disabled",
+    "enabled",
+    "is_cache_enabled",
+    "is_enabled",
+    "list_drivers",
+    "list_tools",
+    "load_tool",
+    "observer",
+    "traceable",
+]

@@ -1,0 +1,91 @@
+"""Which drivers are attached: all that have their framework loaded, while any scope is open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from amanda import _imports, _plugins
+from amanda.errors import DriverError
+
+if TYPE_CHECKING:
+    from amanda._scope import Scope
+    from amanda.backend import Driver
+
+
+class Attachment:
+    """Attaches drivers when the first scope of the process opens, detaches them after the last closes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._scopes: list[Scope] = []
+        self._drivers: dict[type[Driver], Driver] = {}
+        self._attached: list[Driver] = []
+        self._broken: dict[type[Driver], str] = {}
+        self._awaited: list[Callable[[], None]] = []
+
+    def open(self, scope: Scope) -> None:
+        """Count a scope in."""
+        with self._lock:
+            self._scopes.append(scope)
+            if len(self._scopes) == 1:
+                self._attach_loaded()
+                self._await_others()
+            for kind, reason in self._broken.items():
+                scope.report.add(kind.__name__, reason)
+
+    def close(self, scope: Scope) -> None:
+        """Count a scope out."""
+        with self._lock:
+            if scope in self._scopes:
+                self._scopes.remove(scope)
+            if not self._scopes:
+                self._detach_all()
+
+    def abandon(self) -> list[Scope]:
+        """Let go of everything in a forked child; the scopes that were open."""
+        self._lock = threading.RLock()
+        scopes, self._scopes = self._scopes, []
+        self._detach_all()
+        return scopes
+
+    def driver(self, kind: type[Driver]) -> Driver:
+        """The process's one instance of a driver class."""
+        return self._drivers.setdefault(kind, kind())
+
+    def attach(self, kind: type[Driver]) -> None:
+        """Attach a driver now; one that fails is told of in the scopes' reports."""
+        with self._lock:
+            driver = self.driver(kind)
+            if driver in self._attached or not self._scopes:
+                return
+            try:
+                driver.attach()
+            except DriverError as error:
+                self._broken[kind] = str(error)
+                for scope in self._scopes:
+                    scope.report.add(kind.__name__, str(error))
+                return
+            self._attached.append(driver)
+            _plugins.plugin_manager().hook.amanda_driver_attached(driver=driver)
+
+    def _attach_loaded(self) -> None:
+        self._broken.clear()
+        for kind in _plugins.loaded_drivers():
+            self.attach(kind)
+
+    def _await_others(self) -> None:
+        for framework in _plugins.absent_frameworks():
+            self._awaited.append(_imports.when_imported(framework, self._attach_loaded))
+
+    def _detach_all(self) -> None:
+        while self._awaited:
+            self._awaited.pop()()
+        while self._attached:
+            driver = self._attached.pop()
+            driver.detach()
+            _plugins.plugin_manager().hook.amanda_driver_detached(driver=driver)
+
+
+attachment = Attachment()

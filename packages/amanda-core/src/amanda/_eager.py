@@ -1,0 +1,244 @@
+"""How an eager op is analysed and executed, in terms of the tensor primitives of a driver."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda._plan import Combined, Plan, bind_to_subjects, guard_key
+from amanda._routine import TensorOps, run_replacement, run_routine
+from amanda._source import user_source
+from amanda.action import InstrumentationPoint
+from amanda.context import OpContext, OpFacts
+
+if TYPE_CHECKING:
+    from amanda._plan import Layer
+    from amanda._state import State
+
+
+class Call:
+    """One call of an op: its inputs in schema order, and how to make the call with others.
+
+    mutable: positions of the inputs that the op writes into.
+    targets: positions of those that it returns: `self` of an in-place op, `out=`.
+    """
+
+    __slots__ = ("inputs", "mutable", "names", "targets")
+
+    inputs: list[Any]
+    names: Sequence[str]
+    mutable: Sequence[int]
+    targets: Sequence[int]
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the op itself on these inputs."""
+        raise NotImplementedError
+
+    def attributes(self) -> dict[str, Any]:
+        """The non-tensor arguments by name."""
+        return {}
+
+
+class Trace:
+    """What an execution leaves for its backward ops; it lives as long as their graph."""
+
+    __slots__ = ("facts", "key", "layer", "op_id", "pending", "plans", "run")
+
+    def __init__(self, op_id: int, key: Hashable, layer: Layer, combined: Combined, run: dict[str, Any]) -> None:
+        self.op_id = op_id
+        self.key = key
+        self.layer = layer
+        self.plans = combined.plans
+        self.run = run
+        self.facts: OpFacts | None = None
+        self.pending: set[int] = set()
+
+
+class EagerExecution(TensorOps):
+    """Analyses an op the first time that it executes, and runs its plan every time."""
+
+    identity_types: tuple[type, ...] = ()
+
+    @property
+    @abstractmethod
+    def namespace(self) -> Any:
+        """Tags of the ops."""
+
+    @abstractmethod
+    def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call as the tools see it."""
+
+    @abstractmethod
+    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's result as a list of outputs, and how to put such a list back into its form."""
+
+    @abstractmethod
+    def signature(self, inputs: Sequence[Any]) -> Hashable:
+        """dtype, rank and device of every tensor among the inputs."""
+
+    @abstractmethod
+    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+        """Shape of every tensor among the inputs."""
+
+    def scope_name(self, subjects: Sequence[Any]) -> str:
+        """Path of the innermost enclosing call's object within the outermost's."""
+        return ""
+
+    def obstacle(self, call: Call) -> str | None:
+        """Why this call cannot be instrumented; None if it can."""
+        return None
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Context around the op that finds the backward ops which it makes."""
+        raise NotImplementedError
+
+    def attach_trace(self, trace: Trace, made: Any, call: Call, outputs: list[Any]) -> None:
+        """Leave the trace with the backward ops that the context `made` has found."""
+        raise NotImplementedError
+
+    # ---- execution ----
+
+    def handle(
+        self,
+        state: State,
+        known: dict[Hashable, Combined] | None,
+        op_id: int,
+        site: interceptor.Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What the interceptor calls for an op that has, or may have, a plan with actions."""
+        layer = state.layer
+        assert layer is not None
+        call = self.bind(site, args, kwargs)
+        reason = self.obstacle(call)
+        if reason is not None:
+            state.report(site.key, reason)
+            return site.invoke(args, kwargs)
+        key = guard_key(layer, call.inputs, self.signature, self.shapes)
+        if known is not None and key in known:
+            return self._execute(known[key], call, state, op_id, key)
+        return self._first(call, state, op_id, key, site)
+
+    def _first(
+        self, call: Call, state: State, op_id: int, key: Hashable, site: interceptor.Site
+    ) -> Any:
+        layer = state.layer
+        assert layer is not None
+        subjects = interceptor.subjects()
+        facts = OpFacts(
+            site.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
+            scope=self.scope_name(subjects), source=user_source(),
+        )  # fmt: skip
+        fresh: list[tuple[Layer, Hashable, Plan]] = []
+        pairs: list[tuple[Layer, Plan]] = []
+        inherited: OpContext | None = None
+        for one in layer.chain:
+            own = key if one is layer else guard_key(one, call.inputs, self.signature, self.shapes)
+            plan = one.plans.get(op_id, {}).get(own) if state.cache else None
+            if plan is None:
+                context = OpContext(facts, one.analyse, inherited)
+                plan = Plan(context, complete=not one.wants_backward)
+                plan.add(context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP))
+                fresh.append((one, own, plan))
+            inherited = plan.context
+            pairs.append((one, plan))
+        result = self._execute(Combined(pairs), call, state, op_id, key, facts, [plan for *_, plan in fresh])
+        if state.cache:
+            for one, own, plan in fresh:
+                one.plans.setdefault(op_id, {})[own] = plan
+            self._keep(layer, op_id, key, Combined(pairs))
+            bind_to_subjects(op_id, [*subjects, *self._identities(call.inputs)])
+        facts.drop_values()
+        return result
+
+    def _execute(
+        self,
+        combined: Combined,
+        call: Call,
+        state: State,
+        op_id: int,
+        key: Hashable,
+        facts: OpFacts | None = None,
+        fresh: Sequence[Plan] = (),
+    ) -> Any:
+        run: dict[str, Any] = {}
+        told = facts or combined.plans[0][1].context._facts
+        given = call.inputs
+        inputs = given
+        for action in combined.before:
+            inputs = run_routine(self, action, inputs, told, run, state, call.mutable)
+        trace = Trace(op_id, key, state.layer, combined, run) if combined.traced and state.layer else None
+        if trace is None:
+            outputs = self._compute(combined, call, inputs, told, run)
+        else:
+            with self.tracing() as made:
+                outputs = self._compute(combined, call, inputs, told, run)
+        values, rebuild = self.flatten(outputs)
+        if facts is not None:
+            facts.inputs, facts.outputs = list(inputs), list(values)
+            for plan in fresh:
+                plan.add(plan.context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP))
+            combined = Combined(combined.plans)
+        if trace is not None:
+            trace.facts = self._kept_facts(told, inputs, values, combined)
+            self.attach_trace(trace, made, call, values)
+        changed = values
+        written = [inputs[i] for i in call.mutable]
+        for action in combined.after:
+            mutable = [i for i, value in enumerate(changed) if any(value is one for one in written)]
+            changed = run_routine(self, action, changed, told, run, state, mutable)
+        return outputs if changed is values else rebuild(changed)
+
+    def _compute(
+        self, combined: Combined, call: Call, inputs: list[Any], told: OpFacts, run: dict[str, Any]
+    ) -> Any:
+        if combined.replace is None:
+            return call.invoke(inputs)
+        return run_replacement(self, combined.replace, inputs, told, run, call.targets)
+
+    def _kept_facts(
+        self, told: OpFacts, inputs: list[Any], outputs: list[Any], combined: Combined
+    ) -> OpFacts:
+        facts = told.at_backward(None, 0, True)
+        if any(not plan.complete for _, plan in combined.plans):
+            facts.inputs = [self.kept(value) for value in inputs]
+            facts.outputs = [self.kept(value) for value in outputs]
+        else:
+            facts.drop_values()
+        return facts
+
+    def _identities(self, inputs: Sequence[Any]) -> list[Any]:
+        spread = [
+            item for value in inputs for item in (value if isinstance(value, (list, tuple)) else (value,))
+        ]
+        return [value for value in spread if isinstance(value, self.identity_types)]
+
+    def _keep(self, layer: Layer, op_id: int, key: Hashable, combined: Combined) -> None:
+        known = layer.table.get(op_id)
+        if known is None:
+            return
+        if isinstance(known, dict):
+            known[key] = combined
+            if layer.guards or any(known.values()):
+                return
+        elif combined or layer.guards:
+            layer.table.set(op_id, {key: combined})
+            return
+        layer.table.set(op_id, None)
+
+    # ---- backward ----
+
+    def finish(self, trace: Trace) -> None:
+        """Hear that every backward op of an execution has been analysed: its plan is complete."""
+        if all(plan.complete for _, plan in trace.plans):
+            return
+        for _, plan in trace.plans:
+            plan.complete = True
+        if trace.facts is not None:
+            trace.facts.drop_values()
+        if trace.layer.plans.get(trace.op_id):
+            self._keep(trace.layer, trace.op_id, trace.key, Combined(trace.plans))

@@ -1,0 +1,186 @@
+"""Layers and plans: what the analysis of an op came to, kept until tool, model or parameter dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import _plugins, interceptor
+from amanda._notes import explained
+from amanda._order import routines_at
+from amanda._source import codes
+from amanda.action import Action, InstrumentationPoint
+from amanda.context import OpContext
+from amanda.errors import ReplaceConflictError
+
+if TYPE_CHECKING:
+    from amanda.tool import Tool
+
+LAYERS_PER_TOOL = 16
+
+
+class BackwardPlan:
+    """What the tools of one layer do at one backward op."""
+
+    __slots__ = ("after", "before", "replace")
+
+    def __init__(self) -> None:
+        self.before: list[Action] = []
+        self.replace: Action | None = None
+        self.after: list[Action] = []
+
+    def add(self, actions: Iterable[Action]) -> None:
+        """Sort actions into their places."""
+        for action in actions:
+            if action.type.is_replacement:
+                self.replace = action
+            else:
+                (self.after if action.type.is_after else self.before).append(action)
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.replace or self.after)
+
+
+class Plan(BackwardPlan):
+    """What the tools of one layer do at one op, forward and backward.
+
+    context: what the forward analyses put in; backward contexts start from it.
+    complete: no backward op is left to be analysed.
+    """
+
+    __slots__ = ("backward", "complete", "context")
+
+    def __init__(self, context: OpContext, complete: bool) -> None:
+        super().__init__()
+        self.context = context
+        self.complete = complete
+        self.backward: dict[int, BackwardPlan] = {}
+
+    @property
+    def traced(self) -> bool:
+        """Whether the backward ops of an execution are wanted."""
+        return not self.complete or any(self.backward.values())
+
+    def __bool__(self) -> bool:
+        return super().__bool__() or self.traced
+
+
+class Layer:
+    """The tools of one scope, in order, above the layers of the scopes around it."""
+
+    def __init__(self, tools: Sequence[Tool], parent: Layer | None) -> None:
+        self.tools = tuple(tools)
+        self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
+        applied = [tool for layer in self.chain for tool in layer.tools]
+        self.applied = tuple(applied)
+        self.routines = {
+            point: routines_at(point, self.tools, applied) for point in InstrumentationPoint
+        }
+        self.guards: list[Any] = [*(parent.guards if parent else ())]
+        for routines in self.routines.values():
+            self.guards += [one.guard for one in routines if one.guard is not None]
+        self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
+        self.plans: dict[int, dict[Hashable, Plan]] = {}
+        self.table = interceptor.PlanTable()
+        _mortality.layers.add(self)
+
+    def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
+        """Run this layer's analysis routines of a point on a context."""
+        for routine in self.routines[point]:
+            context._tool = routine.tool
+            with explained(context._facts, routine.tool, point.value), routine.tool._amanda.lock:
+                routine.callback(context)
+        _plugins.plugin_manager().hook.amanda_op_analysed(context=context)
+
+    def forget(self, op_id: int) -> None:
+        """Drop every plan of an op."""
+        self.plans.pop(op_id, None)
+        self.table.discard(op_id)
+
+
+def layer_of(tools: Sequence[Tool], parent: Layer | None) -> Layer:
+    """The layer of these tools above `parent`, with the plans of earlier scopes like it.
+
+    It lives with the tool that comes last, which is the one that depends on the others.
+    """
+    chain = parent.chain if parent else ()
+    key = tuple(
+        tuple((tool._amanda.number, tool._amanda.version) for tool in group)
+        for group in (*(layer.tools for layer in chain), tuple(tools))
+    )
+    layers = tools[-1]._amanda.layers if tools else {}
+    if key not in layers:
+        layers[key] = Layer(tools, parent)
+    layer: Layer = layers[key]
+    if tools:
+        tools[-1]._amanda.layers.move_to_end(key)
+        while len(layers) > LAYERS_PER_TOOL:
+            tools[-1]._amanda.layers.popitem(last=False)
+    return layer
+
+
+class _Mortality:
+    """Which op ids die with which module instance or parameter."""
+
+    def __init__(self) -> None:
+        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
+        self.ops: dict[int, set[int]] = {}
+
+    def bind(self, op_id: int, subjects: Iterable[Any]) -> None:
+        """Let plans under an op id die with any of the subjects."""
+        for subject in subjects:
+            self.ops.setdefault(interceptor.ordinal(subject), set()).add(op_id)
+
+    def on_death(self, ordinal: int) -> None:
+        """Forget the plans that belonged to an object that died."""
+        for op_id in self.ops.pop(ordinal, ()):
+            for layer in list(self.layers):
+                layer.forget(op_id)
+
+
+_mortality = _Mortality()
+bind_to_subjects = _mortality.bind
+interceptor.configure(codes.describe, _mortality.on_death)
+
+
+def only_replacement(replacements: Iterable[Action | None]) -> Action | None:
+    """The one replacement among these, if any.
+
+    Raises ReplaceConflictError when tools of nested scopes replace one op.
+    """
+    found = [one for one in replacements if one is not None]
+    if len(found) > 1:
+        first, second = (type(action.tool).__name__ for action in found[:2])
+        raise ReplaceConflictError(
+            f"{second} wants to replace an op that {first}, of a scope around, replaces already; one op "
+            "has one replacement: apply one of the two, or let one use insert_before_op or insert_after_op"
+        )
+    return found[0] if found else None
+
+
+class Combined:
+    """The plans of a chain of layers for one op, laid out for execution."""
+
+    __slots__ = ("after", "before", "plans", "replace", "runs", "traced")
+
+    def __init__(self, plans: Sequence[tuple[Layer, Plan]]) -> None:
+        self.plans = tuple(plans)
+        self.before = tuple(action for _, plan in plans for action in plan.before)
+        self.after = tuple(action for _, plan in plans for action in plan.after)
+        self.replace = only_replacement(plan.replace for _, plan in plans)
+        self.traced = any(plan.traced for _, plan in plans)
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.replace or self.after or self.traced)
+
+
+def guard_key(
+    layer: Layer, inputs: Sequence[Any], signature: Callable[[Any], Hashable], shape: Callable[[Any], Hashable]
+) -> Hashable:
+    """What a plan of this layer was made for: the signature of its inputs, and its guards' answers."""
+    key: list[Hashable] = [signature(inputs)]
+    for guard in layer.guards:
+        key.append(shape(inputs) if guard == "shape" else guard(list(inputs)))
+    return tuple(key)
+

@@ -1,0 +1,156 @@
+"""Scopes: the dynamic extent in which tools are applied."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from amanda import _plugins, interceptor
+from amanda._attachment import attachment
+from amanda._order import in_order
+from amanda._plan import layer_of
+from amanda._report import Report
+from amanda._state import current_state, in_force, restore
+from amanda.errors import ScopeError, ToolError
+
+if TYPE_CHECKING:
+    from amanda.tool import Tool
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Scope:
+    """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
+
+    It may be entered again after it was left. `report` lists what could not be instrumented.
+    """
+
+    def __init__(self, *tools: Tool) -> None:
+        from amanda.tool import Tool
+
+        for tool in tools:
+            if not isinstance(tool, Tool):
+                hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
+                raise ToolError(f"apply wants tools, not {tool!r}{hint}")
+        self._tools = tools
+        self._entries: list[tuple[int, object]] = []
+        self._activations: list[interceptor.Activation] = []
+        self.report = Report()
+        in_order(tools)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the scope is not open anywhere."""
+        return not self._entries
+
+    def __enter__(self) -> Scope:
+        if self._entries:
+            raise ScopeError(
+                "this scope is open already; amanda.apply(...) makes another, and a decorated function "
+                "gets one per call"
+            )
+        outer = current_state()
+        tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
+        layer = layer_of(tools, outer.layer) if tools or outer.layer is None else outer.layer
+        state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
+        attachment.open(self)
+        token = interceptor.ACTIVATION.set(state.activation())
+        interceptor.reset_root()
+        self._entries.append((threading.get_ident(), token))
+        _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._entries:
+            raise ScopeError("this scope is not open; start() or a with statement opens it")
+        _, token = self._entries.pop()
+        for activation in self._activations:
+            activation.active = False
+        self._activations.clear()
+        restore(interceptor.ACTIVATION, token)
+        attachment.close(self)
+        _plugins.plugin_manager().hook.amanda_scope_left(scope=self)
+
+    def start(self) -> Scope:
+        """Open the scope until `stop`, across the cells of a notebook."""
+        return self.__enter__()
+
+    def stop(self) -> None:
+        """Close a scope that `start` opened."""
+        self.__exit__(None, None, None)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorate a function: each call runs in a scope with these tools."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self._again():
+                    return await function(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._again():
+                return function(*args, **kwargs)
+
+        return called
+
+    def _again(self) -> Scope:
+        scope = Scope(*self._tools)
+        scope.report = self.report
+        return scope
+
+    def bind(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function`, to be called on another thread with this scope in force there."""
+        state = current_state()
+        if self not in state.scopes:
+            raise ScopeError("bind carries an open scope to another thread; open it first")
+
+        @functools.wraps(function)
+        def bound(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self.closed:
+                return function(*args, **kwargs)
+            with in_force(state.activation()):
+                return function(*args, **kwargs)
+
+        return bound
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(tool).__name__ for tool in self._tools)
+        return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
+
+
+def apply(*tools: Tool) -> Scope:
+    """Apply tools to what runs in a scope: every op of every supported framework, forward and backward.
+
+    Tools that they depend on join by themselves. Raises ToolError for what is no tool, and
+    DependencyCycleError.
+
+    >>> import amanda
+    >>> with amanda.apply(amanda.Tool()) as scope:
+    ...     pass
+    """
+    return Scope(*tools)
+
+
+def _forked() -> None:
+    for scope in attachment.abandon():
+        for activation in scope._activations:
+            activation.active = False
+        scope._entries.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+

@@ -1,0 +1,22 @@
+"""Where in the user's program an op is called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import amanda.interceptor as interceptor
+from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, CodeRegistry
+
+codes = CodeRegistry(lambda: interceptor.forget_code())
+codes.add_root(str(Path(__file__).parent) + "/", SKIPPED)
+
+
+def user_source() -> str:
+    """ "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not codes.kind(frame.f_code) & (FRAMEWORK | BOUNDARY | SKIPPED):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

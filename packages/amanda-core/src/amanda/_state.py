@@ -1,0 +1,130 @@
+"""What is in force in an execution context: layers of tools, and the switches of the control API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from amanda import interceptor
+from amanda.errors import ScopeError
+
+if TYPE_CHECKING:
+    from amanda._plan import Layer
+    from amanda._scope import Scope
+    from amanda.tool import Tool
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Immutable; a scope or a switch puts another in force for its extent."""
+
+    layer: Layer | None = None
+    scopes: tuple[Scope, ...] = ()
+    enabled: bool = True
+    cache: bool = True
+    autodiff: bool = False
+
+    def is_open(self, tool: Tool) -> bool:
+        """Whether a scope with that tool is open."""
+        return self.layer is not None and any(one is tool for one in self.layer.applied)
+
+    def report(self, what: str, reason: str, where: str = "") -> None:
+        """Tell the open scopes what could not be instrumented and why."""
+        for scope in self.scopes:
+            scope.report.add(what, reason, where)
+
+    def activation(self) -> interceptor.Activation:
+        """What the interceptor consults while this state is in force."""
+        table = self.layer.table if self.layer is not None and self.cache else None
+        active = self.enabled and self.layer is not None
+        activation = interceptor.Activation(table, self, active)
+        if self.scopes:
+            self.scopes[-1]._activations.append(activation)
+        return activation
+
+
+_OUTSIDE = State()
+
+
+def current_state() -> State:
+    """The state of this execution context."""
+    activation = interceptor.ACTIVATION.get(None)
+    state: State = _OUTSIDE if activation is None else activation.state
+    if any(scope.closed for scope in state.scopes):
+        return _OUTSIDE
+    return state
+
+
+@contextmanager
+def in_force(activation: interceptor.Activation) -> Iterator[None]:
+    """Put an activation in force, also on a thread that the framework started."""
+    token = interceptor.ACTIVATION.set(activation)
+    try:
+        yield
+    finally:
+        restore(interceptor.ACTIVATION, token)
+
+
+def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
+    """Undo a `set`, also where a notebook or an event loop has changed contexts meanwhile."""
+    try:
+        variable.reset(token)  # type: ignore[arg-type]
+    except ValueError:
+        old = token.old_value  # type: ignore[attr-defined]
+        variable.set(old if isinstance(old, interceptor.Activation) else _OUTSIDE.activation())
+    except RuntimeError as error:
+        raise ScopeError("this switch was left already") from error
+
+
+def _switched(**changes: bool) -> Iterator[None]:
+    with in_force(replace(current_state(), **changes).activation()):
+        yield
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """Instrument inside this context, also within `disabled`."""
+    yield from _switched(enabled=True)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Instrument nothing inside this context."""
+    yield from _switched(enabled=False)
+
+
+@contextmanager
+def cache_enabled() -> Iterator[None]:
+    """Keep plans: an op's analysis runs once."""
+    yield from _switched(cache=True)
+
+
+@contextmanager
+def cache_disabled() -> Iterator[None]:
+    """Keep no plans: an op's analysis runs at each execution."""
+    yield from _switched(cache=False)
+
+
+@contextmanager
+def autodiff_enabled() -> Iterator[None]:
+    """Let every routine take part in the backward pass, as if marked `@differentiable`."""
+    yield from _switched(autodiff=True)
+
+
+@contextmanager
+def autodiff_disabled() -> Iterator[None]:
+    """Keep routines outside the backward pass, unless they are marked `@differentiable`."""
+    yield from _switched(autodiff=False)
+
+
+def is_enabled() -> bool:
+    """Whether scopes instrument here."""
+    return current_state().enabled
+
+
+def is_cache_enabled() -> bool:
+    """Whether plans are kept here."""
+    return current_state().cache

@@ -1,0 +1,146 @@
+"""Instrumentation points, the six actions, and the marks that a routine may carry."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from amanda.tool import Tool
+
+Routine = Callable[..., Any]
+RoutineT = TypeVar("RoutineT", bound=Routine)
+
+_MARKS = "__amanda_marks__"
+
+
+class InstrumentationPoint(enum.Enum):
+    """Where analysis routines run."""
+
+    BEFORE_FORWARD_OP = "before_forward_op"
+    AFTER_FORWARD_OP = "after_forward_op"
+    BEFORE_BACKWARD_OP = "before_backward_op"
+    AFTER_BACKWARD_OP = "after_backward_op"
+
+    @classmethod
+    def of(cls, backward: bool, require_outputs: bool) -> InstrumentationPoint:
+        """The point that the arguments of `Tool.add_inst_for_op` name."""
+        side, phase = ("after" if require_outputs else "before"), ("backward" if backward else "forward")
+        return cls(f"{side}_{phase}_op")
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it lies in the backward pass."""
+        return self in (self.BEFORE_BACKWARD_OP, self.AFTER_BACKWARD_OP)
+
+    @property
+    def is_after(self) -> bool:
+        """Whether the op has run there."""
+        return self in (self.AFTER_FORWARD_OP, self.AFTER_BACKWARD_OP)
+
+
+class ActionType(enum.Enum):
+    """What an action does; the value is the name of the method of `OpContext` that records it."""
+
+    INSERT_BEFORE_OP = "insert_before_op"
+    INSERT_AFTER_OP = "insert_after_op"
+    INSERT_BEFORE_BACKWARD_OP = "insert_before_backward_op"
+    INSERT_AFTER_BACKWARD_OP = "insert_after_backward_op"
+    REPLACE_OP = "replace_op"
+    REPLACE_BACKWARD_OP = "replace_backward_op"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it concerns a backward op."""
+        return "backward" in self.value
+
+    @property
+    def is_after(self) -> bool:
+        """Whether its routine runs after the op."""
+        return "after" in self.value
+
+    @property
+    def is_replacement(self) -> bool:
+        """Whether its routine runs instead of the op."""
+        return "replace" in self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Action:
+    """One instrumentation routine at one op.
+
+    select: positions or names of the values that the routine is given; None for all of them.
+    kwargs: what the tool injects into every call of the routine.
+    takes_run: whether the routine has a parameter `run`, for what one execution hands on.
+    """
+
+    type: ActionType
+    func: Routine
+    tool: Tool
+    select: tuple[int | str, ...] | None
+    kwargs: Mapping[str, Any]
+
+    differentiable: bool = field(init=False)
+    traceable: bool = field(init=False)
+    observer: bool = field(init=False)
+    takes_run: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        for mark in ("differentiable", "traceable", "observer"):
+            object.__setattr__(self, mark, mark in marks(self.func))
+        object.__setattr__(self, "takes_run", "run" not in self.kwargs and _has_run(self.func))
+
+    def __str__(self) -> str:
+        return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"
+
+
+def _has_run(func: Routine) -> bool:
+    try:
+        return "run" in inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def marks(func: Routine) -> frozenset[str]:
+    """Names of the decorators that a routine carries."""
+    found: frozenset[str] = getattr(func, _MARKS, frozenset())
+    return found
+
+
+def _marked(func: RoutineT, mark: str) -> RoutineT:
+    carried = marks(func) | {mark}
+    try:
+        setattr(func, _MARKS, carried)
+    except (AttributeError, TypeError):
+
+        @wraps(func)
+        def routine(*values: Any, **kwargs: Any) -> Any:
+            return func(*values, **kwargs)
+
+        setattr(routine, _MARKS, carried)
+        return routine  # type: ignore[return-value]
+    return func
+
+
+def differentiable(func: RoutineT) -> RoutineT:
+    """Let an instrumentation routine take part in the backward pass, free in shape.
+
+    >>> @differentiable
+    ... def scale(weight):
+    ...     return weight * 2
+    """
+    return _marked(func, "differentiable")
+
+
+def traceable(func: RoutineT) -> RoutineT:
+    """Promise that a routine is pure tensor code, which a graph backend inlines as native ops."""
+    return _marked(func, "traceable")
+
+
+def observer(func: RoutineT) -> RoutineT:
+    """Promise that a routine never changes a value, so that a driver may batch its calls."""
+    return _marked(func, "observer")

@@ -1,0 +1,67 @@
+"""The backend interface: what a driver implements to make a framework instrumentable.
+
+A driver attaches to its framework while at least one scope is open. Between `attach` and
+`detach` it brings every op to the core: it builds an `OpContext` for an op met for the first
+time, triggers the analysis routines on it, and runs the `Action`s that they recorded.
+Drivers of eager frameworks subclass `EagerDriver`, which leaves only tensor primitives to write.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from amanda._backward import BackwardStep
+from amanda._eager import Call, EagerExecution, Trace
+from amanda._source import codes
+from amanda.action import Action, ActionType, InstrumentationPoint
+from amanda.context import OpContext
+from amanda.namespace import Namespace
+
+__all__ = [
+    "DRIVER_API",
+    "Action",
+    "ActionType",
+    "BackwardStep",
+    "Call",
+    "Driver",
+    "EagerDriver",
+    "InstrumentationPoint",
+    "Namespace",
+    "OpContext",
+    "Trace",
+    "codes",
+]
+
+DRIVER_API = 1
+"""Number of this interface; it grows when a driver written for the last one would break."""
+
+
+class Driver(ABC):
+    """One framework, in one or more modes.
+
+    api: the `DRIVER_API` that the driver was written for.
+    framework: import name of the framework.
+    modes: what the driver serves, e.g. ("eager",).
+    """
+
+    api: ClassVar[int]
+    framework: ClassVar[str]
+    modes: ClassVar[tuple[str, ...]]
+
+    @property
+    @abstractmethod
+    def namespace(self) -> Namespace:
+        """Tags of the ops that this driver brings, e.g. `pytorch/2.13.0/eager`."""
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Start to intercept; called when the first scope of the process opens."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave the framework as it was found; called after the last scope has closed."""
+
+
+class EagerDriver(EagerExecution, Driver):
+    """A driver that instruments calls as they happen; a subclass adds primitives of its tensors."""

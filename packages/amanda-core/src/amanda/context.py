@@ -1,0 +1,282 @@
+"""OpContext: what an analysis routine sees of one op, and where it records actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from amanda.action import Action, ActionType, InstrumentationPoint, Routine
+from amanda.errors import ActionError, AmandaError, ReplaceConflictError
+from amanda.namespace import Namespace
+
+if TYPE_CHECKING:
+    from amanda.tool import Tool
+
+Selection = int | str | Sequence[int | str] | None
+
+
+@dataclass(slots=True)
+class OpFacts:
+    """What a driver tells of one execution of an op; the contexts of all tools read it."""
+
+    op: Any
+    op_id: int
+    namespace: Namespace
+    names: Sequence[str] = ()
+    inputs: list[Any] | None = None
+    outputs: list[Any] | None = None
+    attributes: Mapping[str, Any] | None = None
+    scope: str = ""
+    source: str = ""
+    backward_op: Any = None
+    backward_op_id: int | None = None
+    grad_outputs: list[Any] | None = None
+    grad_inputs: list[Any] | None = None
+    replaceable: bool = True
+    dropped: bool = False
+    read_value: Callable[[Any], Any] = field(default=lambda value: value)
+
+    def drop_values(self) -> None:
+        """Let go of every tensor; a context that lives on knows the op alone."""
+        self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
+        self.dropped = True
+
+    def at_backward(self, op: Any, op_id: int, replaceable: bool) -> OpFacts:
+        """Facts of a backward op of this op."""
+        return OpFacts(
+            self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
+            self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
+            read_value=self.read_value,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """Name of the op that runs, for messages."""
+        op = self.op if self.backward_op is None else self.backward_op
+        return str(getattr(op, "__name__", op))
+
+
+class OpContext(dict[str, Any]):
+    """One op as its tools see it: a dict that they share, and what the driver knows of the op.
+
+    A backward op has a context of its own, which starts as a copy of its forward op's.
+    """
+
+    __slots__ = ("_actions", "_analyse", "_facts", "_point", "_tool")
+
+    def __init__(
+        self,
+        facts: OpFacts,
+        analyse: Callable[[OpContext, InstrumentationPoint], None],
+        inherited: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(inherited or {})
+        self._facts = facts
+        self._analyse = analyse
+        self._actions: list[Action] = []
+        self._point: InstrumentationPoint | None = None
+        self._tool: Tool | None = None
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
+
+    # ---- inspection ----
+
+    def get_op(self) -> Any:
+        """The forward op: PyTorch's callable, TensorFlow's operation; it has a `__name__`."""
+        return self._facts.op
+
+    def get_op_id(self) -> int:
+        """64 bits that name the op's place in the program."""
+        return self._facts.op_id
+
+    def get_inputs(self) -> list[Any]:
+        """The op's inputs in the order of its schema.
+
+        Raises AmandaError when they were dropped: they live until the op's first backward pass.
+        """
+        return self._present(self._facts.inputs, "inputs")
+
+    def get_outputs(self) -> list[Any] | None:
+        """The op's outputs; None before it has run."""
+        if self._facts.outputs is None and not self._facts.dropped:
+            return None
+        return self._present(self._facts.outputs, "outputs")
+
+    def get_backward_op(self) -> Any:
+        """The backward op; None in the forward pass."""
+        return self._facts.backward_op
+
+    def get_backward_op_id(self) -> int | None:
+        """64 bits that name the backward op; None in the forward pass."""
+        return self._facts.backward_op_id
+
+    def get_grad_outputs(self) -> list[Any] | None:
+        """Gradients of the forward op's outputs, which enter the backward op."""
+        return self._facts.grad_outputs
+
+    def get_grad_inputs(self) -> list[Any] | None:
+        """Gradients of the forward op's inputs, which leave the backward op; None before it has run."""
+        return self._facts.grad_inputs
+
+    def get_scope(self) -> str:
+        """Path of the module that calls the op ("layer1.0.conv1"), or the graph's name scope."""
+        return self._facts.scope
+
+    def get_source(self) -> str:
+        """The user's "file:line" that leads to the op."""
+        return self._facts.source
+
+    def get_attrs(self) -> dict[str, Any]:
+        """The op's non-tensor arguments by name."""
+        return dict(self._facts.attributes or {})
+
+    def get_value(self, index: int | str) -> Any:
+        """The present value of an input, also where `get_inputs` is symbolic."""
+        inputs = self.get_inputs()
+        (position,) = self._positions((index,), "get_value", len(inputs)) or (0,)
+        return self._facts.read_value(inputs[position])
+
+    def is_forward(self) -> bool:
+        """Whether this is the context of a forward op."""
+        return self._facts.backward_op_id is None
+
+    def is_backward(self) -> bool:
+        """Whether this is the context of a backward op."""
+        return not self.is_forward()
+
+    @property
+    def namespace(self) -> Namespace:
+        """Framework, version and mode that the op belongs to."""
+        return self._facts.namespace
+
+    # ---- instrumentation ----
+
+    def insert_before_op(self, func: Routine, inputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` on the op's inputs before each execution; what it returns takes their place.
+
+        inputs: positions or names; None for all.  kwargs: given to every call of `func`.
+        """
+        self._record(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
+
+    def insert_after_op(self, func: Routine, outputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` on the op's outputs after each execution; what it returns takes their place."""
+        self._record(ActionType.INSERT_AFTER_OP, func, outputs, kwargs)
+
+    def insert_before_backward_op(
+        self, func: Routine, grad_outputs: Selection = None, **kwargs: Any
+    ) -> None:
+        """Call `func` on the gradients that enter the backward op."""
+        self._record(ActionType.INSERT_BEFORE_BACKWARD_OP, func, grad_outputs, kwargs)
+
+    def insert_after_backward_op(
+        self, func: Routine, grad_inputs: Selection = None, **kwargs: Any
+    ) -> None:
+        """Call `func` on the gradients that leave the backward op."""
+        self._record(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
+
+    def replace_op(self, func: Routine, inputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` instead of the op; it takes part in autodiff as the op would have.
+
+        Raises ReplaceConflictError when another tool replaces the op already.
+        """
+        self._record(ActionType.REPLACE_OP, func, inputs, kwargs)
+
+    def replace_backward_op(
+        self, func: Routine, grad_outputs: Selection = None, **kwargs: Any
+    ) -> None:
+        """Let `func` give the gradients that leave the backward op; the kernel may still run."""
+        self._record(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
+
+    # ---- for drivers ----
+
+    def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
+        """Run the analysis routines of a point; the actions that they recorded."""
+        first = len(self._actions)
+        self._point = i_point
+        self._analyse(self, i_point)
+        self._point = self._tool = None
+        return tuple(self._actions[first:])
+
+    # ---- what recording leans on ----
+
+    def _present(self, values: list[Any] | None, what: str) -> list[Any]:
+        if values is None:
+            raise AmandaError(
+                f"the {what} of {self._facts.name} are gone: forward values are kept for the analysis "
+                "of the first execution; keep what you need of them in the context"
+            )
+        return list(values)
+
+    def _record(
+        self, kind: ActionType, func: Routine, select: Selection, kwargs: Mapping[str, Any]
+    ) -> None:
+        if not callable(func):
+            raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
+        if self._point is None or self._tool is None:
+            raise ActionError(
+                f"{kind.value} was called outside an analysis routine; actions are recorded while "
+                "the callback given to add_inst_for_op runs"
+            )
+        self._check_point(kind, self._point)
+        if kind.is_replacement:
+            self._check_replacement(kind)
+        action = Action(kind, func, self._tool, self._selected(kind, select), dict(kwargs))
+        self._actions.append(action)
+
+    def _check_point(self, kind: ActionType, point: InstrumentationPoint) -> None:
+        if kind.is_backward != point.is_backward:
+            backward = "backward=True" if kind.is_backward else "backward=False"
+            raise ActionError(
+                f"{kind.value} was called at {point.value} of {self._facts.name}; call it in a "
+                f"callback registered with add_inst_for_op(callback, {backward})"
+            )
+        if point.is_after and not kind.is_after:
+            raise ActionError(
+                f"{kind.value} was called at {point.value} of {self._facts.name}, when the op had run; "
+                "call it in a callback registered with require_outputs=False"
+            )
+
+    def _check_replacement(self, kind: ActionType) -> None:
+        if kind.is_backward and not self._facts.replaceable:
+            raise ActionError(
+                f"{self._facts.name} cannot be replaced; change its gradient with "
+                "insert_before_backward_op"
+            )
+        for action in self._actions:
+            if action.type is kind:
+                raise ReplaceConflictError(
+                    f"{type(self._tool).__name__} wants to replace {self._facts.name}, which "
+                    f"{type(action.tool).__name__} replaces already; one op has one replacement: "
+                    "apply one of the two, or let one use insert_before_op or insert_after_op"
+                )
+
+    def _selected(self, kind: ActionType, select: Selection) -> tuple[int | str, ...] | None:
+        if select is None:
+            return None
+        chosen = (select,) if isinstance(select, (int, str)) else tuple(select)
+        takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
+        inputs = self._facts.inputs
+        count = len(inputs) if takes_inputs and inputs is not None else None
+        return self._positions(chosen, kind.value, count)
+
+    def _positions(
+        self, chosen: tuple[int | str, ...], method: str, count: int | None
+    ) -> tuple[int, ...]:
+        names = list(self._facts.names)
+        positions = []
+        for one in chosen:
+            if isinstance(one, str) and one in names and count is not None:
+                one = names.index(one)
+            valid = isinstance(one, int) and not isinstance(one, bool)
+            if not valid or (count is not None and not -count <= int(one) < count):
+                known = ", ".join(names) if names and count is not None else "given by position"
+                raise ActionError(
+                    f"{method} of {self._facts.name} was asked for {one!r}; it has "
+                    f"{'some' if count is None else count} values ({known})"
+                )
+            positions.append(int(one) + count if count is not None and int(one) < 0 else int(one))
+        return tuple(positions)

@@ -1,0 +1,49 @@
+"""Every error that Amanda raises, in one tree under `AmandaError`."""
+
+
+class AmandaError(Exception):
+    """Root of Amanda's errors; catch it to catch them all."""
+
+
+class PluginError(AmandaError):
+    """A driver, tool or command that a distribution registers cannot be used."""
+
+
+class UnknownToolError(AmandaError, LookupError):
+    """No distribution registers a tool under the given name."""
+
+
+class OptionError(AmandaError, TypeError):
+    """A tool was given an option that it does not take, or not one that it needs."""
+
+
+class ToolError(AmandaError, TypeError):
+    """What was applied, registered or depended on is not what a tool is made of."""
+
+
+class DependencyCycleError(AmandaError, ValueError):
+    """Tools depend on each other in a circle."""
+
+
+class ActionError(AmandaError, ValueError):
+    """An analysis routine recorded an action that its op or its point cannot take."""
+
+
+class ReplaceConflictError(ActionError):
+    """Two tools want to replace the same op."""
+
+
+class RoutineError(AmandaError, TypeError):
+    """An instrumentation routine gave back what cannot take the place of what it was given."""
+
+
+class MutationError(RoutineError):
+    """An isolated instrumentation routine wrote into a value that it was given."""
+
+
+class ScopeError(AmandaError, RuntimeError):
+    """A scope was started, stopped or used out of turn."""
+
+
+class DriverError(AmandaError, RuntimeError):
+    """A driver cannot serve its framework as it found it."""

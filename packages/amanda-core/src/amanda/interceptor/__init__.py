@@ -1,0 +1,79 @@
+"""The cross-language interceptor: calls of native callables pass through Amanda while a scope is open.
+
+It knows CPython and no framework. `Site(target, op, key, hash, handler)` stands for one callable:
+a builtin function, a method or getset descriptor, a subscript slot, all placed natively, or any
+Python callable, which a `Detour` replaces. While an `Activation` is in force, a call of it gets an op id
+(see `amanda._opid`), and unless the activation's table keeps None under that id, goes to
+
+    handler(state, plan, op_id, site, args, kwargs)
+
+Without a C compiler at install time the same face is served in pure Python, where callables are
+replaced by attribute; `NATIVE` says which one is in force and `REASON` why.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+NATIVE = False
+REASON: str | None = None
+
+if os.environ.get("AMANDA_NATIVE") == "0":
+    REASON = "AMANDA_NATIVE=0 asks for the pure-Python interceptor"
+else:
+    try:
+        from amanda.interceptor import _native  # type: ignore[attr-defined]
+
+        NATIVE = True
+    except ImportError as error:
+        REASON = f"the native interceptor was not built when amanda-core was installed ({error})"
+
+if TYPE_CHECKING or not NATIVE:
+    from amanda.interceptor._fallback import (
+        ACTIVATION,
+        OCCURRENCE_CAP,
+        Activation,
+        Detour,
+        Enclosure,
+        PlanTable,
+        Site,
+        Snapshot,
+        Suspension,
+        add_identity_type,
+        configure,
+        forget_code,
+        ordinal,
+        reset_root,
+        snapshot,
+        subjects,
+    )
+else:
+    _names: dict[str, object] = {}
+    if _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
+        raise ImportError("the native interceptor could not start; the report is above")
+    globals().update(_names)
+
+TRANSPARENT, IMPLEMENTATION = 1, 2
+"""Flags of a site: ops called inside it are ops of their own; called inside another op, it is no op."""
+
+__all__ = [
+    "ACTIVATION",
+    "IMPLEMENTATION",
+    "NATIVE",
+    "OCCURRENCE_CAP",
+    "REASON",
+    "TRANSPARENT",
+    "Activation",
+    "Detour",
+    "Enclosure",
+    "PlanTable",
+    "Site",
+    "Snapshot",
+    "Suspension",
+    "add_identity_type",
+    "configure",
+    "forget_code",
+    "ordinal",
+    "reset_root",
+    "snapshot",
+    "subjects",
+]

@@ -1,0 +1,20 @@
+"""Builds the native interceptor with cffi; run by the build hook of amanda-core."""
+
+from pathlib import Path
+
+from cffi import FFI
+
+NATIVE = Path(__file__).parent / "native"
+
+ffibuilder = FFI()
+ffibuilder.cdef("int amanda_boot(void *names);")
+ffibuilder.set_source(
+    "amanda.interceptor._native",
+    "int amanda_boot(void *names);",
+    sources=[str(path) for path in sorted(NATIVE.glob("*.c"))],
+    depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
+    include_dirs=[str(NATIVE)],
+    define_macros=[("_CFFI_NO_LIMITED_API", None)],
+    extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    py_limited_api=False,
+)

@@ -1,0 +1,346 @@
+"""The interceptor in pure Python: the same face, by replacing attributes.
+
+Its limits: a callable that was imported by name before a scope opened is not intercepted, and
+a call costs microseconds where the native interceptor takes nanoseconds.
+"""
+
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from amanda._opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
+
+OCCURRENCE_CAP = 64
+TRANSPARENT, IMPLEMENTATION = 1, 2
+
+Handler = Callable[..., Any]
+
+
+class PlanTable:
+    """Plans by op id."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, Any] = {}
+
+    def get(self, op_id: int) -> Any:
+        """The plan kept under an op id, or NotImplemented."""
+        return self._plans.get(op_id, NotImplemented)
+
+    def set(self, op_id: int, plan: Any) -> None:
+        """Keep a plan; None means that nothing is inserted."""
+        self._plans[op_id] = plan
+
+    def discard(self, op_id: int) -> None:
+        """Forget an op id."""
+        self._plans.pop(op_id, None)
+
+    def clear(self) -> None:
+        """Forget every op id."""
+        self._plans.clear()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+class Activation:
+    """What is in force in an execution context."""
+
+    def __init__(self, table: PlanTable | None, state: Any, active: bool = True) -> None:
+        self.table = table
+        self.state = state
+        self.active = active
+
+
+ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
+
+
+class Region:
+    """One enclosing call, or the root of a thread; counts tell repeats of a place apart."""
+
+    def __init__(self, hash: int, parent: "Region | None" = None, subject: Any = None) -> None:
+        self.hash = hash
+        self.parent = parent
+        self.subject = subject
+        self.entry: types.FrameType | None = None
+        self.tail: list[int] = []
+        self.counts: dict[int, int] = {}
+
+    def occurrence(self, place: int) -> int:
+        """Which repeat of the place this is."""
+        seen = self.counts.get(place, 0)
+        self.counts[place] = min(seen + 1, OCCURRENCE_CAP)
+        return min(seen, OCCURRENCE_CAP - 1)
+
+    def copy(self, tail: list[int]) -> "Region":
+        """The same place with the same counts, and call sites to add to those walked."""
+        copied = Region(self.hash, self.parent, self.subject)
+        copied.tail = tail
+        copied.counts = dict(self.counts)
+        return copied
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.off = 0
+        self.key: str | None = None
+        self.root = Region(ROOT_HASH)
+        self.top: Region | None = None
+
+    def region(self) -> Region:
+        return self.top or self.root
+
+
+class _House:
+    """What is known of the process: kinds of code, types that tell ops apart, ordinals."""
+
+    def __init__(self) -> None:
+        self.describe: Callable[[types.CodeType], tuple[int, int, bytes]]
+        self.on_death: Callable[[int], None]
+        self.identity_types: tuple[type, ...] = ()
+        self.notes: dict[types.CodeType, tuple[int, int, memoryview]] = {}
+        self.named: dict[int, tuple[int, Any]] = {}
+        self.ordinals = 0
+
+    def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
+        note = self.notes.get(code)
+        if note is None:
+            hash, kind, first = self.describe(code)
+            note = self.notes[code] = hash, kind, memoryview(first).cast("I")
+        return note
+
+
+_thread = _Thread()
+_house = _House()
+
+
+def configure(
+    describe: Callable[[types.CodeType], tuple[int, int, bytes]], on_death: Callable[[int], None]
+) -> None:
+    """Set who describes code and who hears of the death of an object that has an ordinal."""
+    _house.describe = describe
+    _house.on_death = on_death
+    forget_code()
+
+
+def forget_code() -> None:
+    """Describe code again where its kind may have changed."""
+    _house.notes.clear()
+
+
+def add_identity_type(kind: type) -> None:
+    """Arguments of this type tell ops apart."""
+    if kind not in _house.identity_types:
+        _house.identity_types += (kind,)
+
+
+def ordinal(subject: Any) -> int:
+    """Number of an object, in the order of first use; 0 where it cannot be held weakly."""
+    address = id(subject)
+    if address not in _house.named:
+
+        def forget(_: Any) -> None:
+            number, _reference = _house.named.pop(address)
+            _house.on_death(number)
+
+        try:
+            reference = weakref.ref(subject, forget)
+        except TypeError:
+            return 0
+        _house.ordinals += 1
+        _house.named[address] = _house.ordinals, reference
+    return _house.named[address][0]
+
+
+def _call_sites(region: Region, frame: types.FrameType | None) -> list[int]:
+    sites: list[int] = []
+    rooted = region.hash == ROOT_HASH
+    while frame is not None and frame is not region.entry and len(sites) < WALK_LIMIT:
+        hash, kind, first = _house.note(frame.f_code)
+        if not rooted and kind & BOUNDARY:
+            break
+        if not kind & SKIPPED:
+            word = frame.f_lasti // 2
+            word = first[word] if word < len(first) else word
+            sites.append((hash + (word + 1) * SITE_STEP) & MASK)
+            if rooted and not kind & FRAMEWORK:
+                return sites
+        frame = frame.f_back
+    return (sites + region.tail)[:WALK_LIMIT]
+
+
+def _mix_identities(hash: int, value: Any) -> int:
+    for item in value if type(value) in (tuple, list) else (value,):
+        if isinstance(item, _house.identity_types):
+            hash = mix(hash, ordinal(item))
+    return hash
+
+
+def _identify(site: "Site", args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    region = _thread.region()
+    place = mix(region.hash, site.hash)
+    for call_site in _call_sites(region, sys._getframe(2)):
+        place = mix(place, call_site)
+    for value in (*args, *kwargs.values()):
+        place = _mix_identities(place, value)
+    return mix(place, region.occurrence(place)) or 1
+
+
+def _active() -> Activation | None:
+    if _thread.off:
+        return None
+    activation = ACTIVATION.get(None)
+    return activation if activation is not None and activation.active else None
+
+
+class Site:
+    """One callable and who handles its calls."""
+
+    def __init__(
+        self, target: Any, op: Any, key: str, hash: int, handler: Handler, flags: int = 0
+    ) -> None:
+        self.target = target
+        self.op = op
+        self.key = key
+        self.hash = hash
+        self.handler = handler
+        self.flags = flags
+        self.original = target.__get__ if inspect.isgetsetdescriptor(target) else target
+
+    def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Call the target itself; what it calls in turn is intercepted."""
+        off, _thread.off = _thread.off, 0
+        try:
+            return self.run(args, kwargs or {})
+        finally:
+            _thread.off = off
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the target with its canonical name as that of the running op."""
+        key, _thread.key = _thread.key, None if self.flags & TRANSPARENT else self.key
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _thread.key = key
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Bring one call to the handler, or past it."""
+        activation = _active()
+        if activation is None or (
+            _thread.key and (_thread.key == self.key or self.flags & IMPLEMENTATION)
+        ):
+            return self.original(*args, **kwargs)
+        op_id = _identify(self, args, kwargs)
+        plan = NotImplemented if activation.table is None else activation.table.get(op_id)
+        if plan is None:
+            return self.run(args, kwargs)
+        _thread.off += 1
+        try:
+            known = None if plan is NotImplemented else plan
+            return self.handler(activation.state, known, op_id, self, args, kwargs)
+        finally:
+            _thread.off -= 1
+
+
+class _Wrapped:
+    """A method that stands in for another and looks like it."""
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a wrapped method says what its call does")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+
+class Detour(_Wrapped):
+    """Takes the place of a Python callable and brings its calls to the site."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site.original)
+        self._site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._site.dispatch(*args, **kwargs)
+
+
+class Enclosure(_Wrapped):
+    """A method whose calls are regions: the ops in them belong to the object called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args or _active() is None:
+            return self.__wrapped__(*args, **kwargs)
+        outer, parent = _thread.top, _thread.region()
+        place = mix(parent.hash, ordinal(args[0]))
+        if parent.hash != ROOT_HASH:
+            place = mix(place, parent.occurrence(place))
+        region = Region(place, parent, args[0])
+        region.entry = sys._getframe(1)
+        _thread.top = region
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            _thread.top = outer
+            if outer is None:
+                _thread.root.counts.clear()
+
+
+class Snapshot:
+    """The place and the counts of repeats at one moment, for a later replay."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def replay(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it as if at the place of the snapshot."""
+        region = self._region.copy(self._region.tail)
+        region.entry = sys._getframe(1)
+        outer, key = _thread.top, _thread.key
+        _thread.top, _thread.key = region, None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _thread.top, _thread.key = outer, key
+
+
+def snapshot() -> Snapshot:
+    """The present place, to be replayed."""
+    region = _thread.region()
+    return Snapshot(region.copy(_call_sites(region, sys._getframe(1))))
+
+
+def reset_root() -> None:
+    """Count repeats outside enclosing calls from zero."""
+    _thread.root.counts.clear()
+
+
+def subjects() -> list[Any]:
+    """Objects of the enclosing calls, outermost first."""
+
+    def outwards(region: Region | None) -> Iterator[Any]:
+        while region is not None:
+            if region.subject is not None:
+                yield region.subject
+            region = region.parent
+
+    return list(outwards(_thread.top))[::-1]
+
+
+class Suspension:
+    """Context in which this thread intercepts nothing."""
+
+    def __enter__(self) -> "Suspension":
+        _thread.off += 1
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _thread.off -= 1

@@ -1,0 +1,480 @@
+/* Identity: the place of an op in the program, and which repeat of that place it is. */
+#include "amanda.h"
+#include "frames.h"
+
+#define FRAMEWORK 1 /* at the root, call sites are walked through such code to the user's */
+#define BOUNDARY 2  /* makes an enclosing call: the walk ends before it */
+#define SKIPPED 4   /* leaves no mark on a place */
+#define WALK_LIMIT 128
+#define TYPE_LIMIT 16
+#define ROOT_HASH 0x416D616E6461ULL
+
+#if PY_VERSION_HEX >= 0x030C0000
+#define code_index PyUnstable_Eval_RequestCodeExtraIndex
+#define code_get PyUnstable_Code_GetExtra
+#define code_set PyUnstable_Code_SetExtra
+#else
+#define code_index _PyEval_RequestCodeExtraIndex
+#define code_get _PyCode_GetExtra
+#define code_set _PyCode_SetExtra
+#endif
+
+/* What is kept with a code object: its hash, and for each instruction word the first word of
+   the call it belongs to (an interpreter that specialises a call moves within it). */
+typedef struct {
+    uint64_t hash;
+    unsigned epoch, length;
+    int flags;
+    uint32_t first[];
+} CodeNote;
+
+typedef struct {
+    uint64_t ordinal;
+    PyObject *reference;
+} Named;
+
+static struct {
+    Py_ssize_t index;
+    unsigned epoch;
+    PyObject *describe, *on_death;
+    PyTypeObject *types[TYPE_LIMIT];
+    int type_count;
+    Map named; /* address -> Named */
+    uint64_t ordinals;
+} house = {.index = -1, .epoch = 1};
+
+static __thread struct {
+    Thread thread;
+    uint64_t owner; /* id of the thread state that the rest belongs to */
+} local;
+
+Thread *thread_state(void) {
+    uint64_t id = PyThreadState_Get()->id + 1;
+    if (local.owner != id) {
+        local.thread = (Thread){0};
+        local.owner = id;
+    }
+    return &local.thread;
+}
+
+/* ---- regions ---- */
+
+static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
+    Region *region = PyObject_New(Region, &Region_Type);
+    if (!region) return NULL;
+    region->hash = hash;
+    region->parent = (Region *)Py_XNewRef(parent);
+    region->subject = Py_XNewRef(subject);
+    region->entry = NULL;
+    region->tail = NULL;
+    region->tail_length = 0;
+    region->counts = (Map){NULL, 0, 0};
+    return region;
+}
+
+static void region_dealloc(Region *region) {
+    Py_XDECREF(region->parent);
+    Py_XDECREF(region->subject);
+    PyMem_RawFree(region->tail);
+    map_clear(&region->counts);
+    PyObject_Free(region);
+}
+
+PyTypeObject Region_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Region",
+    .tp_basicsize = sizeof(Region),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = (destructor)region_dealloc,
+};
+
+Region *current_region(Thread *thread) {
+    if (thread->top) return thread->top;
+    if (!thread->root) {
+        PyObject *dict = PyThreadState_GetDict(); /* dies with the thread, and the root with it */
+        Region *root = dict ? new_region(ROOT_HASH, NULL, NULL) : NULL;
+        if (!root || PyDict_SetItemString(dict, "amanda.root", (PyObject *)root)) {
+            Py_XDECREF(root);
+            return PyErr_Occurred() ? NULL : (Region *)PyErr_NoMemory();
+        }
+        Py_DECREF(root);
+        thread->root = root;
+    }
+    return thread->root;
+}
+
+static inline int at_root(const Region *region) { return region->hash == ROOT_HASH; }
+
+uint64_t occurrence_of(Region *region, uint64_t place, int *failed) {
+    if (!place) place = 1;
+    uint64_t seen = (uint64_t)(uintptr_t)map_get(&region->counts, place);
+    *failed = 0;
+    if (seen < AMANDA_OCCURRENCE_CAP) {
+        if (map_set(&region->counts, place, (void *)(uintptr_t)(seen + 1))) {
+            PyErr_NoMemory();
+            *failed = 1;
+        }
+        return seen;
+    }
+    return AMANDA_OCCURRENCE_CAP - 1;
+}
+
+/* ---- code ---- */
+
+static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
+    if (!house.describe) {
+        PyErr_SetString(PyExc_RuntimeError, "the interceptor is not configured");
+        return NULL;
+    }
+    unsigned epoch = house.epoch;
+    thread->off++;
+    PyObject *told = PyObject_CallOneArg(house.describe, (PyObject *)code);
+    thread->off--;
+    if (!told) return NULL;
+    unsigned long long hash;
+    int flags;
+    Py_buffer first;
+    if (!PyArg_ParseTuple(told, "Kiy*", &hash, &flags, &first)) {
+        Py_DECREF(told);
+        return NULL;
+    }
+    CodeNote *note = old ? old : PyMem_RawMalloc(sizeof(CodeNote) + (size_t)first.len);
+    if (note && !old) {
+        note->length = (unsigned)(first.len / sizeof(uint32_t));
+        memcpy(note->first, first.buf, (size_t)first.len);
+    }
+    PyBuffer_Release(&first);
+    Py_DECREF(told);
+    if (!note) return (CodeNote *)PyErr_NoMemory();
+    note->hash = hash;
+    note->flags = flags;
+    note->epoch = epoch;
+    if (!old && code_set((PyObject *)code, house.index, note)) {
+        PyMem_RawFree(note);
+        return NULL;
+    }
+    return note;
+}
+
+static inline CodeNote *note_of(Thread *thread, PyCodeObject *code) {
+    void *note = NULL;
+    if (code_get((PyObject *)code, house.index, &note)) return NULL;
+    if (note && ((CodeNote *)note)->epoch == house.epoch) return note;
+    return describe(thread, code, note);
+}
+
+static inline uint64_t mark(const CodeNote *note, int instruction) {
+    if (instruction >= 0 && (unsigned)instruction < note->length)
+        instruction = (int)note->first[instruction];
+    return note->hash + (uint64_t)(instruction + 1) * 0x9E3779B97F4A7C15ULL;
+}
+
+/* Calls `mark`s of the call sites from the innermost frame out to the end of the region's
+   extent; the first `limit` of them into sites, their number as the result, -1 on an error. */
+static int walk_sites(Thread *thread, Region *region, uint64_t *sites, int limit) {
+    Walk walk;
+    int count = 0, rooted = at_root(region), ended = 0;
+    for (walk_start(&walk); walk_frame(&walk) && count < limit; walk_next(&walk)) {
+        if (walk_frame(&walk) == region->entry) break;
+        CodeNote *note = note_of(thread, walk_code(&walk));
+        if (!note) {
+            walk_end(&walk);
+            return -1;
+        }
+        if (!rooted && note->flags & BOUNDARY) break;
+        if (note->flags & SKIPPED) continue;
+        sites[count++] = mark(note, walk_instruction(&walk));
+        if (rooted && !(note->flags & FRAMEWORK)) {
+            ended = 1;
+            break;
+        }
+    }
+    walk_end(&walk);
+    if (!ended)
+        for (int i = 0; i < region->tail_length && count < limit; i++) sites[count++] = region->tail[i];
+    return count;
+}
+
+int place_of(Thread *thread, uint64_t op_hash, uint64_t *place) {
+    Region *region = current_region(thread);
+    if (!region) return -1;
+    uint64_t sites[WALK_LIMIT], hash = mix(region->hash, op_hash);
+    int count = walk_sites(thread, region, sites, WALK_LIMIT);
+    if (count < 0) return -1;
+    for (int i = 0; i < count; i++) hash = mix(hash, sites[i]);
+    *place = hash;
+    return 0;
+}
+
+/* ---- ordinals ---- */
+
+static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
+    uint64_t key = PyLong_AsUnsignedLongLong(address);
+    Named *named = map_get(&house.named, key);
+    if (!named) Py_RETURN_NONE;
+    map_set(&house.named, key, NULL);
+    uint64_t ordinal = named->ordinal;
+    Py_DECREF(named->reference);
+    PyMem_RawFree(named);
+    if (house.on_death) return PyObject_CallFunction(house.on_death, "K", ordinal);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
+
+int ordinal_of(PyObject *object, uint64_t *ordinal) {
+    uint64_t key = (uint64_t)(uintptr_t)object;
+    Named *named = map_get(&house.named, key);
+    if (!named) {
+        PyObject *address = PyLong_FromUnsignedLongLong(key);
+        PyObject *callback = address ? PyCFunction_New(&forget_def, address) : NULL;
+        PyObject *reference = callback ? PyWeakref_NewRef(object, callback) : NULL;
+        Py_XDECREF(address);
+        Py_XDECREF(callback);
+        if (!reference) {
+            if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+            PyErr_Clear(); /* cannot be held weakly: its type has to do */
+            *ordinal = 0;
+            return 0;
+        }
+        named = PyMem_RawMalloc(sizeof(Named));
+        if (!named || map_set(&house.named, key, named)) {
+            PyMem_RawFree(named);
+            Py_DECREF(reference);
+            PyErr_NoMemory();
+            return -1;
+        }
+        *named = (Named){++house.ordinals, reference};
+    }
+    *ordinal = named->ordinal;
+    return 0;
+}
+
+static int mix_identity(uint64_t *hash, PyObject *value) {
+    for (int i = 0; i < house.type_count; i++)
+        if (PyObject_TypeCheck(value, house.types[i])) {
+            uint64_t ordinal;
+            if (ordinal_of(value, &ordinal)) return -1;
+            *hash = mix(*hash, ordinal);
+            break;
+        }
+    return 0;
+}
+
+int mix_identities(uint64_t *hash, PyObject *value) {
+    unsigned long flags = PyType_GetFlags(Py_TYPE(value));
+    if (flags & Py_TPFLAGS_HEAPTYPE) return mix_identity(hash, value);
+    if (PyTuple_CheckExact(value) || PyList_CheckExact(value))
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+            PyObject *item = PySequence_Fast_GET_ITEM(value, i);
+            if (PyType_HasFeature(Py_TYPE(item), Py_TPFLAGS_HEAPTYPE) && mix_identity(hash, item)) return -1;
+        }
+    return 0;
+}
+
+/* ---- enclosing calls ---- */
+
+static void *running_frame(void) {
+    Walk walk;
+    walk_start(&walk);
+    void *frame = walk_frame(&walk);
+    walk_end(&walk); /* the running frame outlives the call it makes */
+    return frame;
+}
+
+static Region *enclosed(Thread *thread, PyObject *subject) {
+    Region *parent = current_region(thread);
+    uint64_t ordinal;
+    if (!parent || ordinal_of(subject, &ordinal)) return NULL;
+    uint64_t hash = mix(parent->hash, ordinal);
+    if (!at_root(parent)) {
+        int failed;
+        hash = mix(hash, occurrence_of(parent, hash, &failed));
+        if (failed) return NULL;
+    }
+    return new_region(hash, parent, subject);
+}
+
+static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
+    PyObject *function = ((Wrapped *)self)->function;
+    Thread *thread = thread_state();
+    Activation *activation = PyVectorcall_NARGS(nargsf) ? active_activation(thread) : NULL;
+    if (!activation) return PyObject_Vectorcall(function, args, nargsf, names);
+    Py_DECREF(activation);
+    Region *region = enclosed(thread, args[0]), *outer = thread->top;
+    if (!region) return NULL;
+    region->entry = running_frame();
+    thread->top = region;
+    PyObject *result = PyObject_Vectorcall(function, args, nargsf, names);
+    thread->top = outer;
+    if (!outer && thread->root && thread->root->counts.used) map_clear(&thread->root->counts);
+    Py_DECREF(region);
+    return result;
+}
+
+static PyObject *enclosure_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *function;
+    if (!PyArg_ParseTuple(args, "O", &function)) return NULL;
+    return wrapped_new(type, enclosure_call, function, NULL);
+}
+
+PyTypeObject Enclosure_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Enclosure",
+    .tp_doc = "A method whose calls are regions: the ops in them belong to the object called.",
+    .tp_base = &Wrapped_Type,
+    .tp_flags = WRAPPED_FLAGS,
+    .tp_new = enclosure_new,
+};
+
+/* ---- replays ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Region *region; /* as it was: never on a stack itself */
+} Snapshot;
+
+static Region *copy_region(const Region *region, const uint64_t *tail, int tail_length) {
+    Region *copy = new_region(region->hash, region->parent, region->subject);
+    if (!copy) return NULL;
+    if (tail_length) {
+        copy->tail = PyMem_RawMalloc((size_t)tail_length * sizeof(uint64_t));
+        if (!copy->tail) goto no_memory;
+        memcpy(copy->tail, tail, (size_t)tail_length * sizeof(uint64_t));
+        copy->tail_length = tail_length;
+    }
+    for (size_t i = 0; i < region->counts.size; i++)
+        if (region->counts.cells[i].value &&
+            map_set(&copy->counts, region->counts.cells[i].key, region->counts.cells[i].value))
+            goto no_memory;
+    return copy;
+no_memory:
+    Py_DECREF(copy);
+    return (Region *)PyErr_NoMemory();
+}
+
+static PyObject *take_snapshot(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    Thread *thread = thread_state();
+    Region *region = current_region(thread);
+    uint64_t sites[WALK_LIMIT];
+    int count = region ? walk_sites(thread, region, sites, WALK_LIMIT) : -1;
+    if (count < 0) return NULL;
+    Snapshot *snapshot = PyObject_New(Snapshot, &Snapshot_Type);
+    if (!snapshot) return NULL;
+    snapshot->region = copy_region(region, sites, count);
+    if (!snapshot->region) Py_CLEAR(snapshot);
+    return (PyObject *)snapshot;
+}
+
+static PyObject *snapshot_replay(Snapshot *self, PyObject *args, PyObject *kwargs) {
+    if (PyTuple_GET_SIZE(args) < 1) {
+        PyErr_SetString(PyExc_TypeError, "replay() takes a callable and its arguments");
+        return NULL;
+    }
+    Thread *thread = thread_state();
+    Region *region = copy_region(self->region, self->region->tail, self->region->tail_length);
+    if (!region) return NULL;
+    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)), *result = NULL;
+    if (rest) {
+        PyObject *key = thread->key;
+        Region *outer = thread->top;
+        region->entry = running_frame();
+        thread->top = region;
+        thread->key = NULL;
+        result = PyObject_Call(PyTuple_GET_ITEM(args, 0), rest, kwargs);
+        thread->top = outer;
+        thread->key = key;
+        Py_DECREF(rest);
+    }
+    Py_DECREF(region);
+    return result;
+}
+
+static void snapshot_dealloc(Snapshot *self) {
+    Py_XDECREF(self->region);
+    PyObject_Free(self);
+}
+
+static PyMethodDef snapshot_methods[] = {
+    {"replay", (PyCFunction)(void (*)(void))snapshot_replay, METH_VARARGS | METH_KEYWORDS,
+     "replay(function, *args, **kwargs): call it as if at the place of the snapshot."},
+    {0}};
+
+PyTypeObject Snapshot_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Snapshot",
+    .tp_basicsize = sizeof(Snapshot),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "The place and the counts of repeats at one moment, for a later replay.",
+    .tp_dealloc = (destructor)snapshot_dealloc,
+    .tp_methods = snapshot_methods,
+};
+
+/* ---- functions ---- */
+
+static PyObject *reset_root(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    Thread *thread = thread_state();
+    if (thread->root) map_clear(&thread->root->counts);
+    Py_RETURN_NONE;
+}
+
+static PyObject *subjects(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    PyObject *list = PyList_New(0);
+    for (Region *region = thread_state()->top; list && region; region = region->parent)
+        if (region->subject && PyList_Append(list, region->subject)) Py_CLEAR(list);
+    if (list && PyList_Reverse(list)) Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *add_identity_type(PyObject *Py_UNUSED(module), PyObject *type) {
+    if (!PyType_Check(type)) return PyErr_Format(PyExc_TypeError, "a type is wanted, not %R", type);
+    for (int i = 0; i < house.type_count; i++)
+        if (house.types[i] == (PyTypeObject *)type) Py_RETURN_NONE;
+    if (house.type_count == TYPE_LIMIT)
+        return PyErr_Format(PyExc_ValueError, "no more than %d types can tell ops apart", TYPE_LIMIT);
+    house.types[house.type_count++] = (PyTypeObject *)Py_NewRef(type);
+    Py_RETURN_NONE;
+}
+
+static PyObject *ordinal(PyObject *Py_UNUSED(module), PyObject *object) {
+    uint64_t value;
+    return ordinal_of(object, &value) ? NULL : PyLong_FromUnsignedLongLong(value);
+}
+
+static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *describe, *on_death;
+    if (!PyArg_ParseTuple(args, "OO", &describe, &on_death)) return NULL;
+    Py_XSETREF(house.describe, Py_NewRef(describe));
+    Py_XSETREF(house.on_death, Py_NewRef(on_death));
+    house.epoch++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget_code(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    house.epoch++;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"configure", configure, METH_VARARGS, "configure(describe, on_death)"},
+    {"forget_code", forget_code, METH_NOARGS, "Describe code again where its kind may have changed."},
+    {"snapshot", take_snapshot, METH_NOARGS, "The present place, to be replayed."},
+    {"reset_root", reset_root, METH_NOARGS, "Count repeats outside enclosing calls from zero."},
+    {"subjects", subjects, METH_NOARGS, "Objects of the enclosing calls, outermost first."},
+    {"add_identity_type", add_identity_type, METH_O, "Arguments of this type tell ops apart."},
+    {"ordinal", ordinal, METH_O, "Number of an object, in the order of first use."},
+    {0}};
+
+int place_boot(PyObject *names) {
+    house.index = code_index(PyMem_RawFree);
+    if (house.index < 0) {
+        PyErr_SetString(PyExc_RuntimeError, "no room for notes on code objects");
+        return -1;
+    }
+    for (PyMethodDef *def = functions; def->ml_name; def++)
+        if (add_function(names, def)) return -1;
+    PyObject *cap = PyLong_FromLong(AMANDA_OCCURRENCE_CAP);
+    int failed = !cap || PyDict_SetItemString(names, "OCCURRENCE_CAP", cap);
+    Py_XDECREF(cap);
+    return failed || PyType_Ready(&Region_Type) || add_type(names, "Snapshot", &Snapshot_Type) ||
+                   add_type(names, "Enclosure", &Enclosure_Type)
+               ? -1
+               : 0;
+}

@@ -1,0 +1,551 @@
+/* Interception: native stubs that stand in for builtins, descriptors and slots. */
+#include "amanda.h"
+#include <structmember.h>
+
+#define STUB_COUNT 3072
+#define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
+#define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
+
+typedef enum { NOARGS, ONE, VARARGS, KEYWORDS, FAST, FAST_KEYWORDS, GET, SUBSCRIPT, ASSIGN, PYTHON } Kind;
+
+typedef struct Site {
+    PyObject_HEAD
+    PyObject *op, *key, *handler, *target;
+    PyObject *original; /* behaves like the target when nothing is placed */
+    uint64_t hash;
+    int flags, index;
+    int bound; /* `self` is the first argument */
+    char placed; 
+    Kind kind;
+    PyMethodDef pristine;
+    PyGetSetDef pristine_get;
+    union {
+        PyMethodDef *method;
+        PyGetSetDef *get;
+        PyWrapperDescrObject *slot;
+    } where;
+    void *native; /* what the stub stands in for */
+} Site;
+
+static Site *sites[STUB_COUNT]; /* owned: a stub may run at any time after it was placed */
+static int site_count;
+static PyObject *activation_variable;
+
+/* ---- activation ---- */
+
+Activation *active_activation(Thread *thread) {
+    PyObject *value = NULL;
+    if (thread->off) return NULL;
+    if (PyContextVar_Get(activation_variable, NULL, &value)) {
+        PyErr_Clear();
+        return NULL;
+    }
+    if (!value) return NULL;
+    if (Py_IS_TYPE(value, &Activation_Type) && ((Activation *)value)->active) return (Activation *)value;
+    Py_DECREF(value);
+    return NULL;
+}
+
+static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *table, *state;
+    int active = 1;
+    if (!PyArg_ParseTuple(args, "OO|p", &table, &state, &active)) return NULL;
+    if (table != Py_None && !Py_IS_TYPE(table, &PlanTable_Type))
+        return PyErr_Format(PyExc_TypeError, "a PlanTable or None is wanted, not %R", table);
+    Activation *self = (Activation *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->active = active;
+    self->table = table == Py_None ? NULL : (PlanTable *)Py_NewRef(table);
+    self->state = Py_NewRef(state);
+    return (PyObject *)self;
+}
+
+static int activation_traverse(Activation *self, visitproc visit, void *arg) {
+    Py_VISIT(self->table);
+    Py_VISIT(self->state);
+    return 0;
+}
+
+static int activation_clear(Activation *self) {
+    Py_CLEAR(self->table);
+    Py_CLEAR(self->state);
+    return 0;
+}
+
+static void activation_dealloc(Activation *self) {
+    PyObject_GC_UnTrack(self);
+    activation_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMemberDef activation_members[] = {
+    {"active", T_INT, offsetof(Activation, active), 0, "Whether ops are intercepted."},
+    {"state", T_OBJECT, offsetof(Activation, state), READONLY, "What handlers are given."},
+    {0}};
+
+PyTypeObject Activation_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Activation",
+    .tp_basicsize = sizeof(Activation),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Activation(table, state, active=True): what is in force in an execution context.",
+    .tp_new = activation_new,
+    .tp_dealloc = (destructor)activation_dealloc,
+    .tp_traverse = (traverseproc)activation_traverse,
+    .tp_clear = (inquiry)activation_clear,
+    .tp_members = activation_members,
+};
+
+/* ---- calls ---- */
+
+static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    switch (site->kind) {
+    case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
+        return ((PyCFunction)site->native)(self, a);
+    case KEYWORDS:
+        return ((PyCFunctionWithKeywords)site->native)(self, a, b);
+    case FAST:
+        return ((PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t)) site->native)(
+            self, (PyObject *const *)a, (Py_ssize_t)b);
+    case FAST_KEYWORDS:
+        return ((PyObject * (*)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *)) site->native)(
+            self, (PyObject *const *)a, (Py_ssize_t)b, c);
+    case ASSIGN:
+        return ((objobjargproc)site->native)(self, a, b) ? NULL : Py_NewRef(Py_None);
+    case PYTHON:
+        return PyObject_Vectorcall(self, (PyObject *const *)a, (size_t)b, c);
+    }
+    Py_UNREACHABLE();
+}
+
+/* The arguments as an array and keyword names or a dict, whichever the convention gives. */
+typedef struct {
+    PyObject *small[3];
+    PyObject *const *items;
+    Py_ssize_t count;
+    PyObject *self, *names, *dict; /* self: NULL unless an argument of its own */
+} Arguments;
+
+static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    *out = (Arguments){.self = site->bound ? self : NULL};
+    out->items = out->small;
+    switch (site->kind) {
+    case NOARGS: case GET: break;
+    case ASSIGN: out->small[1] = b; /* fall through */
+    case ONE: case SUBSCRIPT:
+        out->small[0] = a;
+        out->count = site->kind == ASSIGN ? 2 : 1;
+        break;
+    case KEYWORDS: out->dict = b; /* fall through */
+    case VARARGS:
+        out->items = ((PyTupleObject *)a)->ob_item;
+        out->count = PyTuple_GET_SIZE(a);
+        break;
+    case PYTHON: case FAST_KEYWORDS: out->names = c; /* fall through */
+    case FAST:
+        out->items = (PyObject *const *)a;
+        out->count = site->kind == PYTHON ? PyVectorcall_NARGS((size_t)b) : (Py_ssize_t)b;
+        break;
+    }
+}
+
+static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
+    uint64_t place;
+    if (place_of(thread, site->hash, &place)) return -1;
+    if (given->self && mix_identities(&place, given->self)) return -1;
+    Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0;
+    for (Py_ssize_t i = 0; i < given->count + named; i++)
+        if (mix_identities(&place, given->items[i])) return -1;
+    if (given->dict) {
+        PyObject *key, *value;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(given->dict, &position, &key, &value))
+            if (mix_identities(&place, value)) return -1;
+    }
+    int failed;
+    *id = mix(place, occurrence_of(current_region(thread), place, &failed));
+    if (!*id) *id = 1;
+    return failed ? -1 : 0;
+}
+
+static PyObject *packed_arguments(const Arguments *given) {
+    int offset = given->self != NULL;
+    PyObject *tuple = PyTuple_New(given->count + offset);
+    if (!tuple) return NULL;
+    if (offset) PyTuple_SET_ITEM(tuple, 0, Py_NewRef(given->self));
+    for (Py_ssize_t i = 0; i < given->count; i++)
+        PyTuple_SET_ITEM(tuple, i + offset, Py_NewRef(given->items[i]));
+    return tuple;
+}
+
+static PyObject *packed_keywords(const Arguments *given) {
+    if (given->dict) return Py_NewRef(given->dict);
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict && given->names && i < PyTuple_GET_SIZE(given->names); i++)
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i]))
+            Py_CLEAR(dict);
+    return dict;
+}
+
+static PyObject *hand_over(Thread *thread, Site *site, Activation *activation, PyObject *plan, uint64_t id,
+                           const Arguments *given) {
+    PyObject *args = packed_arguments(given), *kwargs = packed_keywords(given), *result = NULL;
+    PyObject *number = PyLong_FromUnsignedLongLong(id);
+    if (args && kwargs && number) {
+        PyObject *stack[] = {activation->state, plan, number, (PyObject *)site, args, kwargs};
+        thread->off++;
+        result = PyObject_Vectorcall(site->handler, stack, 6, NULL);
+        thread->off--;
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(args);
+    return result;
+}
+
+__attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    Thread *thread = thread_state();
+    Activation *activation = active_activation(thread);
+    if (!activation) return vanilla(site, self, a, b, c);
+    PyObject *result = NULL, *key = thread->key;
+    if (key && (key == site->key || site->flags & IMPLEMENTATION)) {
+        Py_DECREF(activation);
+        return vanilla(site, self, a, b, c);
+    }
+    Arguments given;
+    uint64_t id;
+    read_arguments(site, &given, self, a, b, c);
+    if (!identify(thread, site, &given, &id)) {
+        PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
+        if (plan == Py_None) {
+            thread->key = site->flags & TRANSPARENT ? NULL : site->key;
+            result = vanilla(site, self, a, b, c);
+            thread->key = key;
+        } else {
+            plan = Py_NewRef(plan ? plan : Py_None);
+            result = hand_over(thread, site, activation, plan, id, &given);
+            Py_DECREF(plan);
+        }
+    }
+    Py_DECREF(activation);
+    return result;
+}
+
+/* One stub an index. A stub takes the most arguments that any calling convention passes; under
+   a shorter one the rest is noise in registers, which `dispatch` never reads. */
+#define STUB(n)                                                                                       \
+    static PyObject *stub_##n(PyObject *self, PyObject *a, PyObject *b, PyObject *c) {                \
+        return dispatch(sites[0x##n], self, a, b, c);                                                 \
+    }
+#define NAME(n) (void *)stub_##n,
+#define TIMES_16(m, p)                                                                                \
+    m(p##0) m(p##1) m(p##2) m(p##3) m(p##4) m(p##5) m(p##6) m(p##7) m(p##8) m(p##9) m(p##a) m(p##b)    \
+        m(p##c) m(p##d) m(p##e) m(p##f)
+#define TIMES_256(m, p)                                                                               \
+    m(p##0) m(p##1) m(p##2) m(p##3) m(p##4) m(p##5) m(p##6) m(p##7) m(p##8) m(p##9) m(p##a) m(p##b)    \
+        m(p##c) m(p##d) m(p##e) m(p##f)
+#define STUB_16(p) TIMES_16(STUB, p)
+#define NAME_16(p) TIMES_16(NAME, p)
+#define STUB_256(p) TIMES_256(STUB_16, p)
+#define NAME_256(p) TIMES_256(NAME_16, p)
+#define TIMES_3072(m) m(0) m(1) m(2) m(3) m(4) m(5) m(6) m(7) m(8) m(9) m(a) m(b)
+
+TIMES_3072(STUB_256)
+static void *const stubs[STUB_COUNT] = {TIMES_3072(NAME_256)};
+
+static Site *assign_site; /* a slot that assigns gives an int, so its stub is one of its own */
+
+static int assign_stub(PyObject *self, PyObject *key, PyObject *value) {
+    if (!value) return ((objobjargproc)assign_site->native)(self, key, value); /* del x[key] */
+    PyObject *result = dispatch(assign_site, self, key, value, NULL);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+static PyObject *detour_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
+    Wrapped *wrapped = (Wrapped *)self;
+    return dispatch((Site *)wrapped->site, wrapped->function, (PyObject *)args, (PyObject *)nargsf, names);
+}
+
+static PyObject *detour_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    Site *site;
+    if (!PyArg_ParseTuple(args, "O!", &Site_Type, &site)) return NULL;
+    if (site->kind != PYTHON) return PyErr_Format(PyExc_TypeError, "%R is placed, not detoured", site->op);
+    return wrapped_new(type, detour_call, site->original, (PyObject *)site);
+}
+
+PyTypeObject Detour_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Detour",
+    .tp_doc = "Detour(site): takes the place of a Python callable and brings its calls to the site.",
+    .tp_base = &Wrapped_Type,
+    .tp_flags = WRAPPED_FLAGS,
+    .tp_new = detour_new,
+};
+
+/* ---- sites ---- */
+
+static int kind_of_method(int flags, Kind *kind) {
+    switch (flags & (METH_VARARGS | METH_KEYWORDS | METH_NOARGS | METH_O | METH_FASTCALL | METH_METHOD)) {
+    case METH_NOARGS: *kind = NOARGS; return 0;
+    case METH_O: *kind = ONE; return 0;
+    case METH_VARARGS: *kind = VARARGS; return 0;
+    case METH_VARARGS | METH_KEYWORDS: *kind = KEYWORDS; return 0;
+    case METH_FASTCALL: *kind = FAST; return 0;
+    case METH_FASTCALL | METH_KEYWORDS: *kind = FAST_KEYWORDS; return 0;
+    }
+    return -1;
+}
+
+static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
+    int offset = descriptor->d_base->offset;
+    if (offset == (int)offsetof(PyHeapTypeObject, as_mapping.mp_subscript)) *kind = SUBSCRIPT;
+    else if (offset == (int)offsetof(PyHeapTypeObject, as_mapping.mp_ass_subscript)) *kind = ASSIGN;
+    else return -1;
+    return 0;
+}
+
+/* Reads what `target` is: kind, where its native pointer lies, and a callable that keeps it. */
+static int read_target(Site *site, PyObject *target) {
+    PyTypeObject *type = PyDescr_TYPE((PyDescrObject *)target);
+    site->bound = 1;
+    if (PyCFunction_Check(target)) {
+        PyCFunctionObject *function = (PyCFunctionObject *)target;
+        site->bound = 0;
+        site->where.method = function->m_ml;
+        site->pristine = *function->m_ml;
+        if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
+        site->original = PyCFunction_NewEx(&site->pristine, function->m_self, function->m_module);
+    } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
+        site->where.method = ((PyMethodDescrObject *)target)->d_method;
+        site->pristine = *site->where.method;
+        if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
+        site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, &site->pristine)
+                                                                 : PyDescr_NewClassMethod(type, &site->pristine);
+    } else if (Py_IS_TYPE(target, &PyGetSetDescr_Type)) {
+        site->where.get = ((PyGetSetDescrObject *)target)->d_getset;
+        site->pristine_get = *site->where.get;
+        site->kind = GET;
+        site->native = (void *)site->pristine_get.get;
+        PyObject *descriptor = PyDescr_NewGetSet(type, &site->pristine_get);
+        site->original = descriptor ? PyObject_GetAttrString(descriptor, "__get__") : NULL;
+        Py_XDECREF(descriptor);
+        return site->original && site->native ? 0 : -1;
+    } else if (Py_IS_TYPE(target, &PyWrapperDescr_Type)) {
+        PyWrapperDescrObject *slot = (PyWrapperDescrObject *)target;
+        if (slot_kind(slot, &site->kind)) goto unknown;
+        site->where.slot = slot;
+        site->native = slot->d_wrapped;
+        site->original = PyDescr_NewWrapper(type, slot->d_base, slot->d_wrapped);
+        return site->original ? 0 : -1;
+    } else if (PyCallable_Check(target)) {
+        site->bound = 0;
+        site->kind = PYTHON;
+        site->original = Py_NewRef(target);
+        return 0;
+    } else {
+        goto unknown;
+    }
+    site->native = (void *)site->pristine.ml_meth;
+    return site->original ? 0 : -1;
+unknown:
+    PyErr_Format(PyExc_TypeError, "%R is not a kind of callable that can be intercepted", target);
+    return -1;
+}
+
+static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *target, *op, *key, *handler;
+    unsigned long long hash;
+    int flags = 0;
+    if (!PyArg_ParseTuple(args, "OOUKO|i", &target, &op, &key, &hash, &handler, &flags)) return NULL;
+    Site *site = (Site *)type->tp_alloc(type, 0);
+    if (!site) return NULL;
+    site->index = -1;
+    site->hash = hash;
+    site->flags = flags;
+    site->target = Py_NewRef(target);
+    site->op = Py_NewRef(op);
+    site->handler = Py_NewRef(handler);
+    site->key = Py_NewRef(key);
+    PyUnicode_InternInPlace(&site->key);
+    if (read_target(site, target)) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%R cannot be read", target);
+        Py_DECREF(site);
+        return NULL;
+    }
+    return (PyObject *)site;
+}
+
+static int swap_slots(PyTypeObject *type, Kind kind, void *from, void *to) {
+    PyMappingMethods *mapping = type->tp_as_mapping;
+    if (mapping && kind == SUBSCRIPT && mapping->mp_subscript == (binaryfunc)from)
+        mapping->mp_subscript = (binaryfunc)to;
+    if (mapping && kind == ASSIGN && mapping->mp_ass_subscript == (objobjargproc)from)
+        mapping->mp_ass_subscript = (objobjargproc)to;
+    PyObject *heirs = PyObject_CallMethod((PyObject *)&PyType_Type, "__subclasses__", "O", type);
+    if (!heirs) return -1;
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(heirs); i++)
+        failed = swap_slots((PyTypeObject *)PyList_GET_ITEM(heirs, i), kind, from, to);
+    Py_DECREF(heirs);
+    return failed;
+}
+
+static int put(Site *site, void *pointer, void *instead_of) {
+    switch (site->kind) {
+    case GET:
+        if (site->where.get->get == (getter)instead_of) site->where.get->get = (getter)pointer;
+        return 0;
+    case SUBSCRIPT: case ASSIGN:
+        if (site->where.slot->d_wrapped == instead_of) site->where.slot->d_wrapped = pointer;
+        return swap_slots(PyDescr_TYPE(site->where.slot), site->kind, instead_of, pointer);
+    default:
+        if (site->where.method->ml_meth == (PyCFunction)instead_of)
+            site->where.method->ml_meth = (PyCFunction)pointer;
+        return 0;
+    }
+}
+
+static void *stub_of(Site *site) { return site->kind == ASSIGN ? (void *)assign_stub : stubs[site->index]; }
+
+static int assign_index(Site *site) {
+    if (site->index >= 0) return 0;
+    if (site->kind == ASSIGN) {
+        if (assign_site) {
+            PyErr_SetString(PyExc_RuntimeError, "one slot that assigns can be intercepted");
+            return -1;
+        }
+        assign_site = (Site *)Py_NewRef(site);
+        site->index = STUB_COUNT;
+        return 0;
+    }
+    if (site_count == STUB_COUNT) {
+        PyErr_Format(PyExc_RuntimeError, "no more than %d callables can be intercepted", STUB_COUNT);
+        return -1;
+    }
+    site->index = site_count;
+    sites[site_count++] = (Site *)Py_NewRef(site);
+    return 0;
+}
+
+static PyObject *site_place(Site *site, PyObject *Py_UNUSED(none)) {
+    if (site->kind == PYTHON) return PyErr_Format(PyExc_TypeError, "%R is detoured, not placed", site->op);
+    if (!site->placed && (assign_index(site) || put(site, stub_of(site), site->native))) return NULL;
+    site->placed = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *site_remove(Site *site, PyObject *Py_UNUSED(none)) {
+    if (site->placed && put(site, site->native, stub_of(site))) return NULL;
+    site->placed = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *site_invoke(Site *site, PyObject *args) {
+    PyObject *positional, *keywords = NULL;
+    if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &positional, &PyDict_Type, &keywords)) return NULL;
+    Thread *thread = thread_state();
+    PyObject *key = thread->key;
+    int off = thread->off;
+    thread->off = 0;
+    thread->key = site->flags & TRANSPARENT ? NULL : site->key;
+    PyObject *result = PyObject_Call(site->original, positional, keywords);
+    thread->key = key;
+    thread->off = off;
+    return result;
+}
+
+static PyObject *site_address(Site *site, void *Py_UNUSED(closure)) {
+    if (site->kind == PYTHON) Py_RETURN_NONE;
+    void *now = site->kind == GET                                 ? (void *)site->where.get->get
+                : site->kind == SUBSCRIPT || site->kind == ASSIGN ? site->where.slot->d_wrapped
+                                                                  : (void *)site->where.method->ml_meth;
+    return PyLong_FromVoidPtr(now);
+}
+
+static int site_traverse(Site *self, visitproc visit, void *arg) {
+    Py_VISIT(self->op);
+    Py_VISIT(self->handler);
+    Py_VISIT(self->target);
+    Py_VISIT(self->original);
+    return 0;
+}
+
+static int site_clear(Site *self) {
+    Py_CLEAR(self->op);
+    Py_CLEAR(self->handler);
+    Py_CLEAR(self->target);
+    Py_CLEAR(self->original);
+    return 0;
+}
+
+static void site_dealloc(Site *self) {
+    PyObject_GC_UnTrack(self);
+    site_clear(self);
+    Py_CLEAR(self->key);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef site_methods[] = {
+    {"place", (PyCFunction)site_place, METH_NOARGS, "Let calls of the target pass the stub."},
+    {"remove", (PyCFunction)site_remove, METH_NOARGS, "Leave the target as it was."},
+    {"invoke", (PyCFunction)site_invoke, METH_VARARGS,
+     "invoke(args, kwargs={}): call the target itself; what it calls in turn is intercepted."},
+    {0}};
+
+static PyMemberDef site_members[] = {
+    {"op", T_OBJECT, offsetof(Site, op), READONLY, "The callable that tools are shown."},
+    {"key", T_OBJECT, offsetof(Site, key), READONLY, "Canonical name."},
+    {"target", T_OBJECT, offsetof(Site, target), READONLY, "What is intercepted."},
+    {"original", T_OBJECT, offsetof(Site, original), READONLY, "The target, past interception."},
+    {"placed", T_BOOL, offsetof(Site, placed), READONLY, "Whether calls pass the stub."},
+    {0}};
+
+static PyGetSetDef site_getset[] = {
+    {"address", (getter)site_address, NULL, "The native pointer that is in place now.", NULL}, {0}};
+
+PyTypeObject Site_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Site",
+    .tp_basicsize = sizeof(Site),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Site(target, op, key, hash, handler, flags=0): one callable and who handles its calls.",
+    .tp_new = site_new,
+    .tp_dealloc = (destructor)site_dealloc,
+    .tp_traverse = (traverseproc)site_traverse,
+    .tp_clear = (inquiry)site_clear,
+    .tp_methods = site_methods,
+    .tp_members = site_members,
+    .tp_getset = site_getset,
+};
+
+/* ---- suspension ---- */
+
+static PyObject *suspension_enter(PyObject *self, PyObject *Py_UNUSED(none)) {
+    thread_state()->off++;
+    return Py_NewRef(self);
+}
+
+static PyObject *suspension_exit(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
+    thread_state()->off--;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef suspension_methods[] = {
+    {"__enter__", suspension_enter, METH_NOARGS, NULL}, {"__exit__", suspension_exit, METH_VARARGS, NULL}, {0}};
+
+PyTypeObject Suspension_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Suspension",
+    .tp_basicsize = sizeof(PyObject),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Context in which this thread intercepts nothing.",
+    .tp_new = PyType_GenericNew,
+    .tp_methods = suspension_methods,
+};
+
+int stub_boot(PyObject *names) {
+    activation_variable = PyContextVar_New("amanda.activation", NULL);
+    return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
+                   add_type(names, "PlanTable", &PlanTable_Type) || PyType_Ready(&Wrapped_Type) ||
+                   add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||
+                   add_type(names, "Detour", &Detour_Type) || add_type(names, "Suspension", &Suspension_Type)
+               ? -1
+               : 0;
+}

@@ -1,0 +1,59 @@
+#include "amanda.h"
+
+PyObject *wrapped_new(PyTypeObject *type, vectorcallfunc call, PyObject *function, PyObject *site) {
+    Wrapped *self = (Wrapped *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->vectorcall = call;
+    self->function = Py_NewRef(function);
+    self->site = Py_XNewRef(site);
+    return (PyObject *)self;
+}
+
+static int wrapped_traverse(Wrapped *self, visitproc visit, void *arg) {
+    Py_VISIT(self->function);
+    Py_VISIT(self->site);
+    return 0;
+}
+
+static int wrapped_clear(Wrapped *self) {
+    Py_CLEAR(self->function);
+    Py_CLEAR(self->site);
+    return 0;
+}
+
+static void wrapped_dealloc(Wrapped *self) {
+    PyObject_GC_UnTrack(self);
+    wrapped_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *wrapped_bind(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(type)) {
+    return instance && instance != Py_None ? PyMethod_New(self, instance) : Py_NewRef(self);
+}
+
+static PyObject *wrapped_getattr(PyObject *self, PyObject *name) {
+    PyObject *value = PyObject_GenericGetAttr(self, name);
+    if (value || !PyErr_ExceptionMatches(PyExc_AttributeError)) return value;
+    PyErr_Clear();
+    return PyObject_GetAttr(((Wrapped *)self)->function, name);
+}
+
+static PyObject *wrapped_function(PyObject *self, void *Py_UNUSED(closure)) {
+    return Py_NewRef(((Wrapped *)self)->function);
+}
+
+static PyGetSetDef wrapped_getset[] = {{"__wrapped__", wrapped_function, NULL, NULL, NULL}, {0}};
+
+PyTypeObject Wrapped_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Wrapped",
+    .tp_basicsize = sizeof(Wrapped),
+    .tp_flags = WRAPPED_FLAGS | Py_TPFLAGS_BASETYPE,
+    .tp_dealloc = (destructor)wrapped_dealloc,
+    .tp_traverse = (traverseproc)wrapped_traverse,
+    .tp_clear = (inquiry)wrapped_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Wrapped, vectorcall),
+    .tp_descr_get = wrapped_bind,
+    .tp_getattro = wrapped_getattr,
+    .tp_getset = wrapped_getset,
+};

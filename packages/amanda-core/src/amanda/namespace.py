@@ -1,0 +1,33 @@
+"""Namespaces: tags that say which framework, version and mode an op belongs to."""
+
+from __future__ import annotations
+
+
+class Namespace(tuple[str, ...]):
+    """Tags joined by slashes: framework, version, mode.
+
+    >>> op = Namespace("pytorch/2.13.0/eager")
+    >>> op.matches("pytorch"), op.matches("*/*/eager"), op.matches("pytorch/2.12.0")
+    (True, True, False)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, tags: str) -> Namespace:
+        return super().__new__(cls, tags.split("/"))
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    def __repr__(self) -> str:
+        return f"Namespace({str(self)!r})"
+
+    def __reduce__(self) -> tuple[type[Namespace], tuple[str]]:
+        return Namespace, (str(self),)
+
+    def matches(self, pattern: str | Namespace) -> bool:
+        """Whether every tag of `pattern` is `*` or equals the tag in its place; the rest is free."""
+        tags = Namespace(pattern) if isinstance(pattern, str) else pattern
+        return len(tags) <= len(self) and all(
+            want in ("*", have) for want, have in zip(tags, self, strict=False)
+        )

@@ -1,0 +1,161 @@
+"""Tool: analysis routines, dependencies on other tools, and state."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+from amanda._scope import Scope, apply
+from amanda.action import InstrumentationPoint
+from amanda.context import OpContext
+from amanda.errors import ToolError
+
+__all__ = ["Scope", "Tool", "apply"]
+
+AnalysisRoutine = Callable[[OpContext], None]
+Guard = Literal["shape"] | Callable[[Sequence[Any]], Hashable] | None
+
+
+class Analysis(NamedTuple):
+    """One analysis routine of a tool."""
+
+    tool: Tool
+    callback: AnalysisRoutine
+    point: InstrumentationPoint
+    guard: Guard
+    closing: bool
+
+
+class _Registry:
+    """What the framework keeps of a tool: made with the tool, whatever its `__init__` does."""
+
+    _numbers = count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+        self.analyses: list[Analysis] = []
+        self.dependencies: list[Tool] = []
+        self.version = 0
+        self.lock = threading.RLock()
+        self.layers: OrderedDict[Hashable, Any] = OrderedDict()
+        self.state: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("analyses", "dependencies", "state", "loaded")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _Registry.__init__(self)
+        self.__dict__.update(state)
+
+
+class Tool:
+    """Analysis routines that are applied together; subclass it, or register on a plain instance.
+
+    >>> class Names(Tool):
+    ...     def __init__(self):
+    ...         self.seen = []
+    ...         self.add_inst_for_op(lambda context: self.seen.append(context.get_op().__name__))
+    """
+
+    follows_dependents = False
+    """Whether its routines run only at points where a tool that depends on it has one."""
+
+    _amanda: _Registry
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
+        self = super().__new__(cls)
+        self._amanda = _Registry()
+        return self
+
+    def add_inst_for_op(
+        self,
+        callback: AnalysisRoutine,
+        backward: bool = False,
+        require_outputs: bool = False,
+        guard: Guard = None,
+    ) -> None:
+        """Register an analysis routine: it runs once per op and may record actions.
+
+        backward: at backward ops.  require_outputs: after the op, when its outputs are known.
+        guard: what the routine decides by beyond the op and its inputs' dtype, rank and device:
+        "shape", or a callable from the list of inputs to a hashable; another value, another analysis.
+        """
+        self._register(callback, backward, require_outputs, guard, closing=False)
+
+    def add_closing_inst_for_op(
+        self, callback: AnalysisRoutine, backward: bool = False, require_outputs: bool = False
+    ) -> None:
+        """Register a routine that runs after those of every tool that depends on this one."""
+        self._register(callback, backward, require_outputs, None, closing=True)
+
+    def _register(
+        self,
+        callback: AnalysisRoutine,
+        backward: bool,
+        require_outputs: bool,
+        guard: Guard,
+        *,
+        closing: bool,
+    ) -> None:
+        if not callable(callback):
+            raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}")
+        if guard is not None and guard != "shape" and not callable(guard):
+            raise ToolError(f'guard is "shape" or a callable from inputs to a hashable, not {guard!r}')
+        point = InstrumentationPoint.of(backward, require_outputs)
+        self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
+        self._amanda.version += 1
+
+    def depends_on(self, *tools: Tool) -> None:
+        """Let the routines of `tools` run before this tool's; they join when this one is applied."""
+        for tool in tools:
+            if not isinstance(tool, Tool):
+                hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
+                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
+        self._amanda.dependencies.extend(tools)
+        self._amanda.version += 1
+
+    # ---- state that outlives a run ----
+
+    def keep(self, context: OpContext, name: str, make: Callable[[], Any]) -> Any:
+        """State of this tool at one op, made when it is first asked for.
+
+        It is keyed by module path, op and `name`; what `load_state_dict` holds under the key is
+        taken instead of `make()`. Call it in an analysis routine.
+        """
+        prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
+        places = self._amanda.state.setdefault("places", {})
+        ordinal = places.setdefault(prefix, {}).setdefault(
+            context.get_op_id(), len(places[prefix]) if prefix in places else 0
+        )
+        key = f"{prefix}/{name}" if ordinal == 0 else f"{prefix}.{ordinal}/{name}"
+        values = self._amanda.state.setdefault("values", {})
+        if key not in values:
+            values[key] = self._amanda.loaded.pop(key) if key in self._amanda.loaded else make()
+        return values[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `keep` holds, by "module path/op/name", and what was loaded but not asked for yet."""
+        return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take state that `state_dict` gave, also of another process; ops are analysed anew."""
+        self._amanda.state = {}
+        self._amanda.loaded = dict(state)
+        self._amanda.version += 1
+        self._amanda.layers.clear()
+
+    def parameters(self) -> Iterator[Any]:
+        """The kept values that an optimizer may train: those that require a gradient."""
+        for value in self._amanda.state.get("values", {}).values():
+            if getattr(value, "requires_grad", getattr(value, "trainable", False)):
+                yield value
+
+    def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
+        """Run `model` once on an example, so that this tool's state is made; the model's result."""
+        with apply(self):
+            return model(*example, **kwargs)
