@@ -1,0 +1,250 @@
+"""What is an operator, and what it is called."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from amanda.drivers.torch import _targets
+from amanda.drivers.torch._targets import by_callable, exclusion, missing_parts, targets
+from torch.overrides import (
+    TorchFunctionMode,
+    get_ignored_functions,
+    get_overridable_functions,
+    get_testing_overrides,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# They give back no tensor and write none, yet what they give back depends on tensor data.
+DATA_READERS = set(
+    """
+    item is_nonzero equal allclose _assert_async _linalg_check_errors _choose_qparams_per_tensor
+    _cslt_sparse_mm_search _nested_tensor_from_mask_left_aligned
+    _validate_compressed_sparse_indices _validate_sparse_coo_tensor_args
+    _validate_sparse_compressed_tensor_args _validate_sparse_bsc_tensor_args
+    _validate_sparse_bsr_tensor_args _validate_sparse_csc_tensor_args
+    _validate_sparse_csr_tensor_args
+    """.split()
+)
+# They give back a tensor or are said to write one, and touch no data.
+BOOKKEEPERS = {"requires_grad_", "retain_grad", "record_stream", "grad"}
+
+
+def native_callables() -> list[Any]:
+    kinds = _targets._KINDS
+    return [each for each in _targets._native_callables() if type(each).__name__ in kinds]
+
+
+def overridable() -> Iterator[Any]:
+    found = {each for group in get_overridable_functions().values() for each in group}
+    for each in found | set(get_testing_overrides()) | set(get_ignored_functions()):
+        read = getattr(each, "__self__", None)
+        yield read if type(read).__name__ == "getset_descriptor" else each
+
+
+def test_every_native_overridable_of_torch_is_a_target_or_excluded_for_a_reason() -> None:
+    known = set(native_callables())
+    of_tensors = [each for each in overridable() if each in known]
+    assert len(of_tensors) > 1300
+    unexplained = [each for each in of_tensors if each not in by_callable() and not exclusion(each)]
+    assert unexplained == []
+
+
+def test_nothing_native_that_is_overridable_lies_outside_the_parts_looked_at() -> None:
+    of_a_tensor = (type(torch.relu), type(torch.Tensor.add), type(torch.Tensor.T))
+    known = set(native_callables())
+    outside = {
+        each.__name__
+        for group in get_overridable_functions().values()
+        for each in group
+        if isinstance(each, of_a_tensor) and each not in known
+    }
+    assert outside == set()
+
+
+def test_targets_are_exactly_what_gives_back_or_writes_a_tensor() -> None:
+    surprises = set()
+    for each in native_callables():
+        name = each.__name__
+        canonical = _targets.CANONICAL.get(name, name)
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{canonical}")
+        if not schemas or canonical in DATA_READERS or name in BOOKKEEPERS:
+            continue
+        of_data = any(map(gives_or_writes_a_tensor, schemas))
+        if of_data != (each in by_callable()):
+            surprises.add(name)
+    assert surprises == set()
+
+
+def gives_or_writes_a_tensor(schema: Any) -> bool:
+    if any(each.alias_info and each.alias_info.is_write for each in schema.arguments):
+        return True
+    return any("Tensor" in str(each.type) for each in schema.returns)
+
+
+def test_data_readers_are_targets_and_bookkeepers_are_not() -> None:
+    canonical = {target.canonical for target in targets()}
+    assert canonical >= DATA_READERS
+    assert not canonical & BOOKKEEPERS
+
+
+def test_every_excluded_name_and_every_renamed_one_exists() -> None:
+    existing = {
+        getattr(getattr(each, "__func__", each), "__name__", None)
+        for each in _targets._native_callables()
+    }
+    excluded = {name for names in _targets.EXCLUDED.values() for name in names}
+    assert excluded <= existing
+    assert set(_targets.CANONICAL) <= existing
+
+
+def test_inplace_is_what_the_schema_says_of_the_first_argument() -> None:
+    # Lists are sorted in place by TorchScript; the other writes although its name says not.
+    unlike = {"sort", "_flash_attention_forward_no_dropout_inplace"}
+    for target in targets():
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{target.canonical}")
+        written = [each.arguments[0].alias_info for each in schemas if each.arguments]
+        if any("Tensor" in str(each) for each in schemas) and target.canonical not in unlike:
+            assert target.inplace == any(each and each.is_write for each in written), target
+
+
+EXPRESSIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
+    "add": (lambda a, b: a + b, lambda a, b: 1 + a, torch.add, lambda a, b: a.add(b)),
+    "mul": (lambda a, b: a * b, lambda a, b: 2 * a),
+    "sub": (lambda a, b: a - b,),
+    "rsub": (lambda a, b: 1 - a,),
+    "div": (lambda a, b: a / b,),
+    "floor_divide": (lambda a, b: a // b,),
+    "remainder": (lambda a, b: a % b,),
+    "neg": (lambda a, b: -a,),
+    "eq": (lambda a, b: a == b,),
+    "ne": (lambda a, b: a != b,),
+    "lt": (lambda a, b: a < b,),
+    "le": (lambda a, b: a <= b,),
+    "gt": (lambda a, b: a > b,),
+    "ge": (lambda a, b: a >= b,),
+    "pow": (lambda a, b: a**2, lambda a, b: 2**a),
+    "abs": (lambda a, b: abs(a),),
+    "bitwise_and": (lambda a, b: a & b, lambda a, b: 1 & a),
+    "bitwise_or": (lambda a, b: a | b, lambda a, b: 1 | a),
+    "bitwise_xor": (lambda a, b: a ^ b, lambda a, b: 1 ^ a),
+    "bitwise_not": (lambda a, b: ~a,),
+    "add_": (operator.iadd, lambda a, b: a.add_(b)),
+    "mul_": (operator.imul,),
+    "sub_": (operator.isub,),
+    "floor_divide_": (operator.ifloordiv,),
+    "remainder_": (operator.imod,),
+    "bitwise_and_": (operator.iand,),
+    "bitwise_or_": (operator.ior,),
+    "bitwise_xor_": (operator.ixor,),
+    "detach": (lambda a, b: a.detach(),),
+    "clone": (lambda a, b: a.clone(),),
+}
+CASES = [(name, each) for name, group in EXPRESSIONS.items() for each in group]
+
+
+class Targets(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = getattr(func, "__self__", None)
+        target = by_callable().get(func) or (
+            by_callable().get(read) if type(read).__name__ == "getset_descriptor" else None
+        )
+        if target is None and not hasattr(func, "__code__"):
+            raise AssertionError(f"{func} is no target")
+        self.names += [target.canonical] if target else []
+        return func(*args, **(kwargs or {}))
+
+
+class Reached(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def observed(mode: Any, expression: Callable[[Any, Any], Any]) -> list[str]:
+    a, b = torch.tensor([5, 6]), torch.tensor([2, 3])
+    with mode:
+        expression(a, b)
+    names: list[str] = mode.names
+    return names
+
+
+@pytest.mark.parametrize(("name", "expression"), CASES)
+def test_an_expression_has_the_name_of_the_aten_operator_it_reaches(
+    name: str, expression: Callable[[Any, Any], Any]
+) -> None:
+    reached = observed(Reached(), expression)
+    assert reached[0] == name
+    seen = observed(Targets(), expression)
+    assert seen in ([name], []), "seen is empty where Python code calls the operator"
+
+
+@pytest.mark.parametrize(
+    ("called", "canonical"),
+    [
+        (torch.Tensor.__matmul__, "matmul"),
+        (torch.Tensor.__getitem__, "getitem"),
+        (torch.Tensor.__setitem__, "setitem"),
+        (torch.Tensor.T, "numpy_T"),
+        (torch.Tensor.mT, "mT"),
+        (torch.Tensor.data, "data"),
+        (torch.Tensor.half, "to"),
+        (torch.Tensor.cuda, "to"),
+        (torch.Tensor.__bool__, "is_nonzero"),
+        (torch.Tensor.__float__, "item"),
+        (torch.Tensor.tolist, "tolist"),
+        (torch.conv2d, "conv2d"),
+        (torch.nn.functional.linear, "linear"),
+        (torch.nn.functional.scaled_dot_product_attention, "scaled_dot_product_attention"),
+        (torch.lstm, "lstm"),
+        (torch.zeros, "zeros"),
+        (torch.tensor, "tensor"),
+        (torch.from_numpy, "from_numpy"),
+        (torch._foreach_add_, "_foreach_add_"),
+        (torch._fused_adam_, "_fused_adam_"),
+        (torch.linalg.svd, "linalg_svd"),
+        (torch.fft.fft, "fft_fft"),
+        (torch.special.erf, "special_erf"),
+        (vars(torch._C._FunctionBase)["apply"], "autograd_function"),
+    ],
+)
+def test_canonical_name(called: Any, canonical: str) -> None:
+    assert by_callable()[called].canonical == canonical
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.is_contiguous),
+        *(torch.Tensor.numel, torch.Tensor.data_ptr, torch.Tensor.requires_grad_, torch.numel),
+        *(torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.grad, torch.is_floating_point),
+        *(torch.result_type, torch.can_cast, torch.promote_types, torch.Tensor.__len__),
+    ],
+)
+def test_a_query_of_metadata_is_no_operator(query: Any) -> None:
+    assert query not in by_callable()
+    assert exclusion(query) is not None
+
+
+def test_a_torch_without_some_parts_still_lists_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_parts() == []
+    complete = len(targets())
+    monkeypatch.delattr(torch._C, "_sparse")
+    monkeypatch.delattr(torch._C, "_FunctionBase")
+    by_callable.cache_clear()
+    targets.cache_clear()
+    try:
+        assert missing_parts() == ["torch._C._sparse", "torch._C._FunctionBase", "Function.apply"]
+        assert 0 < complete - len(targets()) < 20
+    finally:
+        by_callable.cache_clear()
+        targets.cache_clear()
