@@ -1,0 +1,233 @@
+"""Which input is which: binds a call of a torch callable to the inputs of its operator.
+
+    bound = binding(torch.conv2d, (x, weight), {"padding": 1})
+    bound.names                                   # input, weight, bias, stride, padding
+    inputs = bound.inputs((x, weight), {"padding": 1})      # [x, weight, None, (1, 1), 1]
+    args, kwargs = bound.call_arguments(inputs)   # (x, weight), {"padding": 1}
+
+A binding depends on the form of a call, never on its values, and is made once per form.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ._overloads import Form, Layout, forms, kinds_of, pick
+from ._signatures import signatures
+from ._targets import by_callable
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+class Binding:
+    """How the arguments of one form of call become inputs, and back. Immutable.
+
+    names: the schema's name of each input.
+    mutable: inputs that the operator writes: in place, `out=`, running statistics.
+    defaults: arguments that the call left out and the schema gives a value.
+    """
+
+    __slots__ = ("_indices", "_optional_tensors", "_trained", "defaults", "mutable", "names")
+
+    def __init__(self, layout: Layout) -> None:
+        self.names = layout.names
+        self.mutable = layout.mutable
+        self.defaults: Mapping[str, Any] = layout.defaults
+        self._optional_tensors = layout.optional_tensors
+        self._indices = {name: i for i, name in enumerate(self.names)}
+        self._trained = _running_statistics(self._indices)
+        if "self" in self._indices:
+            self._indices.setdefault("input", self._indices["self"])
+        elif "input" in self._indices:
+            self._indices["self"] = self._indices["input"]
+
+    def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
+        """The inputs in the order of the schema."""
+        return list(args)
+
+    def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in the form of the call, for possibly changed inputs."""
+        return tuple(inputs), {}
+
+    def index(self, name: str) -> int:
+        """Position of the input called name; `self` and `input` are one."""
+        try:
+            return self._indices[name]
+        except KeyError:
+            raise KeyError(f"no input {name!r}; inputs are {', '.join(self.names)}") from None
+
+    def written(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The inputs that this call writes, given their values."""
+        mutable = self.mutable
+        if self._trained is not None and inputs[self._trained[0]]:
+            mutable += self._trained[1]
+        return tuple(i for i in mutable if inputs[i] is not None)
+
+    def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """The values that are not tensors, by name, defaults of absent arguments included."""
+        present = zip(self.names, inputs, strict=True)
+        given = {
+            name: value
+            for i, (name, value) in enumerate(present)
+            if not (holds_tensor(value) or (value is None and i in self._optional_tensors))
+        }
+        return {**self.defaults, **given}
+
+
+class _Rearranged(Binding):
+    """A call with keywords, a spread size, or an order other than the schema's."""
+
+    __slots__ = ("_filled", "_keywords", "_positional", "_spread", "_template")
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._positional = layout.positional
+        self._spread = layout.spread
+        self._keywords = layout.keywords
+        self._filled = tuple(layout.filled.items())
+        self._template = [layout.filled.get(i) for i in range(len(layout.names))]
+
+    def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
+        values = self._template.copy()
+        for i, value in zip(self._positional, args, strict=False):
+            values[i] = value
+        if self._spread is not None:
+            values[self._spread] = tuple(args[len(self._positional) :])
+        if kwargs:
+            for keyword, i in self._keywords:
+                values[i] = kwargs[keyword]
+        return values
+
+    def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args = tuple(inputs[i] for i in self._positional)
+        if self._spread is not None:
+            size = inputs[self._spread]
+            args += tuple(size) if isinstance(size, list | tuple) and size else (size,)
+        kwargs = {keyword: inputs[i] for keyword, i in self._keywords}
+        for i, default in self._filled:
+            if inputs[i] is not default:
+                kwargs[self.names[i]] = inputs[i]
+        return args, kwargs
+
+
+class _Overloaded:
+    """A form of call in which the types of the arguments decide the overload."""
+
+    __slots__ = ("_bindings", "_forms")
+
+    def __init__(self, candidates: tuple[Form, ...]) -> None:
+        self._forms = candidates
+        self._bindings: dict[str, Binding] = {}
+
+    def resolve(self, args: Args, kwargs: Kwargs | None) -> Binding:
+        kinds = kinds_of(args, kwargs)
+        found = self._bindings.get(kinds)
+        if found is None:
+            found = self._bindings[kinds] = _bound(pick(self._forms, kinds).layout)
+        return found
+
+
+_Calls = dict[Any, Binding | _Overloaded]
+# Of torch's own callables, which live as long as torch, and of the user's, which may die.
+_native: _Calls = {}
+_others: "WeakKeyDictionary[Any, _Calls]" = WeakKeyDictionary()
+
+
+def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
+    """How this call binds to its operator's inputs.
+
+    called: the callable of a target (its args begin with self for a method, and leave the
+    class out for a classmethod), an OpOverload or OpOverloadPacket, an autograd.Function or
+    its `apply`; anything else binds in call order under the names arg0, arg1, ...
+    Costs one look-up, and about a microsecond where argument types decide the overload.
+    """
+    key = (called, len(args), tuple(kwargs) if kwargs else ())
+    try:
+        found = _native[key]
+    except KeyError:
+        found = _look_up(called, args, kwargs)
+    if type(found) is _Overloaded:
+        return found.resolve(args, kwargs)
+    return found  # type: ignore[return-value]
+
+
+def _look_up(called: Any, args: Args, kwargs: Kwargs | None) -> Binding | _Overloaded:
+    nargs, keywords = len(args), tuple(kwargs or ())
+    if called in by_callable():
+        return _native.setdefault((called, nargs, keywords), _made(called, nargs, keywords))
+    function = getattr(called, "__self__", None)
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        called = function
+    try:
+        calls = _others.setdefault(called, {})
+    except TypeError:  # no weak reference can be made
+        return _made(called, nargs, keywords)
+    found = calls.get((nargs, keywords))
+    if found is None:
+        found = calls[nargs, keywords] = _made(called, nargs, keywords)
+    return found
+
+
+def _made(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _Overloaded:
+    candidates = forms(signatures(called), nargs, keywords)
+    if len({candidate.layout for candidate in candidates}) == 1:
+        return _bound(candidates[0].layout)
+    return _Overloaded(candidates)
+
+
+def _bound(layout: Layout) -> Binding:
+    in_order = layout.positional == tuple(range(len(layout.names)))
+    return Binding(layout) if in_order else _Rearranged(layout)
+
+
+# Normalisations write their running statistics, if this flag is set, and no schema says so.
+_STATISTICS_FLAGS = ("training", "train", "use_input_stats")
+
+
+def _running_statistics(indices: Mapping[str, int]) -> tuple[int, tuple[int, ...]] | None:
+    if "running_mean" not in indices or "running_var" not in indices:
+        return None
+    flag = next((indices[name] for name in _STATISTICS_FLAGS if name in indices), None)
+    return None if flag is None else (flag, (indices["running_mean"], indices["running_var"]))
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether value is a tensor or a list or tuple with a tensor in it."""
+    if isinstance(value, list | tuple):
+        return any(holds_tensor(each) for each in value)
+    return isinstance(value, torch.Tensor)
+
+
+OutputSpec = Callable[[Sequence[Any]], Any]
+
+
+def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
+    """An operator's outputs as a list, and how to put them together again.
+
+    A tuple, a namedtuple and a list of tensors are their elements; None is no output.
+    """
+    if output is None:
+        return [], _nothing
+    if isinstance(output, tuple):
+        return list(output), getattr(output, "_make", type(output))
+    if isinstance(output, list) and holds_tensor(output):
+        return output.copy(), list
+    return [output], _single
+
+
+def unflatten(spec: OutputSpec, outputs: Sequence[Any]) -> Any:
+    """What the operator returned, of the same type, with these outputs in it."""
+    return spec(outputs)
+
+
+def _nothing(outputs: Sequence[Any]) -> None:
+    if outputs:
+        raise ValueError(f"expected no output, got {len(outputs)}")
+
+
+def _single(outputs: Sequence[Any]) -> Any:
+    (output,) = outputs
+    return output

@@ -1,0 +1,259 @@
+"""The signatures that a callable of torch accepts, read from the running torch.
+
+A signature is a schema plus what torch's Python argument parser adds to it: the order
+of positional arguments (methods put self first, deprecated forms shuffle), and sizes
+that may be spread over the call, as in `x.view(2, 3)`.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ._targets import Target, by_callable
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a schema. type is the schema's element type, "Any" where unknown."""
+
+    name: str
+    type: str
+    is_list: bool = False
+    is_optional: bool = False
+    is_written: bool = False
+    keyword_only: bool = False
+    has_default: bool = False
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """arguments in schema order; positional: the indices that positional values fill."""
+
+    arguments: tuple[Argument, ...]
+    positional: tuple[int, ...]
+    spreads: bool = False
+
+    def index(self, keyword: str) -> int | None:
+        """The argument that a keyword names, NumPy's spellings included."""
+        for name in (keyword, *_SPELLINGS.get(keyword, ())):
+            for i, argument in enumerate(self.arguments):
+                if argument.name == name:
+                    return i
+        return None
+
+
+# torch accepts NumPy's names, and calls `input` what its schemas call `self`.
+_SPELLINGS = {
+    "input": ("self",),
+    "self": ("input",),
+    "x": ("input", "self"),
+    "a": ("input", "self"),
+    "x1": ("input", "self"),
+    "x2": ("other",),
+    "axis": ("dim",),
+    "keepdims": ("keepdim",),
+}
+
+# Callables whose Python signature is no ATen schema, by their Python name.
+_MOVE = "(Tensor self, Device? device=None, bool non_blocking=False, *, {})"
+_LAYOUT = "MemoryFormat? memory_format=None"
+_CAST = f"(Tensor self, *, {_LAYOUT})"
+_WHERE = "Device? device=None, ScalarType? dtype=None"
+_DATA = "ScalarType? dtype=None, Device? device=None, bool requires_grad=False"
+PYTHON_SIGNATURES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bfloat16", "byte", "char", "double", "cdouble", "float"), (_CAST,)),
+    **dict.fromkeys(("cfloat", "bool", "half", "chalf", "int", "long", "short"), (_CAST,)),
+    **dict.fromkeys(("cuda", "xpu", "ipu", "mtia"), (_MOVE.format(_LAYOUT),)),
+    "cpu": (_CAST,),
+    "to": (
+        f"(Tensor self, ScalarType dtype, bool non_blocking=False, bool copy=False, *, {_LAYOUT})",
+        f"(Tensor self, Tensor other, bool non_blocking=False, bool copy=False, *, {_LAYOUT})",
+        f"(Tensor self, {_WHERE}, bool non_blocking=False, bool copy=False, *, {_LAYOUT})",
+    ),
+    "type": (f"(Tensor self, Any? dtype=None, bool non_blocking=False, *, {_LAYOUT})",),
+    "__getitem__": ("(Tensor self, Any index)",),
+    "__setitem__": ("(Tensor(a!) self, Any index, Any value)",),
+    "numpy": ("(Tensor self, *, bool force=False)",),
+    "tolist": ("(Tensor self)",),
+    "as_subclass": ("(Tensor self, Any cls)",),
+    "apply_": ("(Tensor(a!) self, Any callable)",),
+    "map_": ("(Tensor(a!) self, Tensor other, Any callable)",),
+    "map2_": ("(Tensor(a!) self, Tensor x, Tensor y, Any callable)",),
+    "new_tensor": (f"(Tensor self, Any data, *, {_DATA})",),
+    "tensor": (f"(Any data, *, {_DATA}, bool pin_memory=False, str[]? names=None)",),
+    "as_tensor": ("(Any data, ScalarType? dtype=None, Device? device=None)",),
+    "asarray": (f"(Any obj, *, {_DATA}, bool? copy=None)",),
+    "from_numpy": ("(Any ndarray)",),
+    "frombuffer": (
+        "(Any buffer, *, ScalarType dtype, int count=-1, int offset=0, bool requires_grad=False)",
+    ),
+    "nested_tensor": (f"(Any list, {_DATA}, bool pin_memory=False)",),
+    "_from_dlpack": ("(Any dlpack)",),
+    "_to_dlpack": ("(Tensor data)",),
+    "_to_dlpack_versioned": ("(Tensor data)",),
+}
+
+# Positional orders that torch still accepts, with a warning.
+_SCALED_PRODUCT = (("beta", "self", "alpha", "{0}", "{1}"), ("beta", "self", "{0}", "{1}"))
+DEPRECATED_ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "add": (("self", "alpha", "other"),),
+    "sub": (("self", "alpha", "other"),),
+    "addcdiv": (("self", "value", "tensor1", "tensor2"),),
+    "addcmul": (("self", "value", "tensor1", "tensor2"),),
+    **{
+        name: tuple(tuple(part.format(*factors) for part in order) for order in _SCALED_PRODUCT)
+        for name, factors in {
+            "addbmm": ("batch1", "batch2"),
+            "baddbmm": ("batch1", "batch2"),
+            "addmm": ("mat1", "mat2"),
+            "sspaddmm": ("mat1", "mat2"),
+            "addmv": ("mat", "vec"),
+            "addr": ("vec1", "vec2"),
+        }.items()
+    },
+}
+
+
+def signatures(called: Any) -> tuple[Signature, ...]:
+    """What a target's callable, an OpOverload, its packet or an autograd.Function accepts.
+
+    Empty where nothing is known of it.
+    """
+    target = by_callable().get(called)
+    if target is not None:
+        return _target_signatures(target)
+    if isinstance(called, torch._ops.OpOverload):
+        return (_in_schema_order(_arguments(called._schema)),)
+    if isinstance(called, torch._ops.OpOverloadPacket):
+        names: list[str] = called.overloads()  # type: ignore[no-untyped-call]
+        schemas = (getattr(called, name)._schema for name in names)
+        return tuple(_in_schema_order(_arguments(schema)) for schema in schemas)
+    if isinstance(called, type) and issubclass(called, torch.autograd.Function):
+        takes_context = called.setup_context is torch.autograd.Function.setup_context
+        return _inspected(called.forward, skipped=int(takes_context))
+    return ()
+
+
+def has_schema(target: Target) -> bool:
+    """Whether an ATen schema or a signature of this module describes the target."""
+    return target.name in PYTHON_SIGNATURES or bool(_aten_schemas(target.canonical))
+
+
+@cache
+def _target_signatures(target: Target) -> tuple[Signature, ...]:
+    written = PYTHON_SIGNATURES.get(target.name)
+    if written is not None:
+        parsed = (torch._C.parse_schema(f"amanda::op{text} -> Any") for text in written)
+        return tuple(_in_python_order(_arguments(schema), target) for schema in parsed)
+    known = [_arguments(schema) for schema in _aten_schemas(target.canonical)]
+    # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists.
+    known = [each for each in known if any(map(_concerns_tensors, each))] or known
+    if not known:
+        return _testing_signatures(target.callable)
+    found = [_in_python_order(arguments, target) for arguments in known]
+    return (*found, *_deprecated(known, target))
+
+
+def _concerns_tensors(argument: Argument) -> bool:
+    return argument.type == "Tensor" or argument.name == "dtype"
+
+
+def _aten_schemas(name: str) -> list[Any]:
+    return list(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+
+
+def _arguments(schema: Any) -> tuple[Argument, ...]:
+    return tuple(_argument(argument) for argument in schema.arguments)
+
+
+def _argument(argument: Any) -> Argument:
+    kind, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
+    while kind.kind() in ("OptionalType", "ListType"):
+        is_optional |= kind.kind() == "OptionalType" and not is_list
+        is_list |= kind.kind() == "ListType"
+        kind = kind.getElementType()
+    kind_name: str = kind.kind().removesuffix("Type")
+    default = argument.default_value
+    if kind_name in _ENUMS and isinstance(default, int):
+        default = _ENUMS[kind_name][default]
+    return Argument(
+        name=argument.name,
+        type=kind_name,
+        is_list=is_list,
+        is_optional=is_optional,
+        is_written=argument.alias_info is not None and argument.alias_info.is_write,
+        keyword_only=argument.kwarg_only,
+        has_default=argument.has_default_value(),
+        default=tuple(default) if isinstance(default, list) else default,
+    )
+
+
+# Schemas state these defaults by number.
+_ENUMS: dict[str, tuple[Any, ...]] = {
+    "ScalarType": (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64),
+    ),
+    "MemoryFormat": (
+        *(torch.contiguous_format, torch.preserve_format),
+        *(torch.channels_last, torch.channels_last_3d),
+    ),
+    "Layout": (torch.strided,),
+}
+
+
+def _in_schema_order(arguments: tuple[Argument, ...]) -> Signature:
+    positional = (i for i, argument in enumerate(arguments) if not argument.keyword_only)
+    return Signature(arguments, tuple(positional))
+
+
+def _in_python_order(arguments: tuple[Argument, ...], target: Target) -> Signature:
+    positional = list(_in_schema_order(arguments).positional)
+    names = [argument.name for argument in arguments]
+    is_method = target.kind != "function"
+    if is_method and "self" in names:
+        positional.sort(key=lambda i: names[i] != "self")
+    size = arguments[positional[-1]] if len(positional) == 1 + is_method else None
+    spreads = size is not None and size.is_list and size.type in ("Int", "SymInt")
+    return Signature(arguments, tuple(positional), spreads)
+
+
+def _deprecated(known: Iterable[tuple[Argument, ...]], target: Target) -> Iterator[Signature]:
+    for order in DEPRECATED_ORDERS.get(target.canonical.removesuffix("_"), ()):
+        for arguments in known:
+            names = [argument.name for argument in arguments]
+            if set(order) <= set(names) and arguments[names.index(order[-1])].type == "Tensor":
+                python = sorted(order, key="self".__ne__) if target.kind == "method" else order
+                yield Signature(arguments, tuple(names.index(name) for name in python))
+
+
+@cache
+def _testing_overrides() -> dict[Any, Any]:
+    return dict(torch.overrides.get_testing_overrides())
+
+
+def _testing_signatures(called: Any) -> tuple[Signature, ...]:
+    override = _testing_overrides().get(called)
+    return () if override is None else _inspected(override)
+
+
+def _inspected(function: Any, skipped: int = 0) -> tuple[Signature, ...]:
+    parameters = list(inspect.signature(function).parameters.values())[skipped:]
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+        return ()
+    arguments = tuple(
+        Argument(
+            each.name,
+            "Any",
+            keyword_only=each.kind is each.KEYWORD_ONLY,
+            has_default=each.default is not each.empty,
+            default=None if each.default is each.empty else each.default,
+        )
+        for each in parameters
+    )
+    return (_in_schema_order(arguments),)
