@@ -106,5 +106,4 @@ def place(library: Path, folder: Path) -> Path:
         part.write(library.read_bytes())
     target = folder / library.name
     shutil.copymode(library, part.name)
-    os.replace(part.name, target)
-    return target
+    return Path(part.name).replace(target)

@@ -1,0 +1,124 @@
+"""The entry points that distributions register, found without importing them, each loaded on its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from amanda.errors import PluginError
+
+logger = logging.getLogger("amanda")
+
+DRIVERS, TOOLS, COMMANDS, HOOKS = "amanda.drivers", "amanda.tools", "amanda.commands", "amanda.plugins"
+
+State = Literal["ready", "not loaded", "absent", "broken import", "wrong API", "duplicate"]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A driver or tool that a distribution registers, and whether it can be used.
+
+    state: "ready"; "not loaded" (nothing asked for it yet); "absent" (its framework is not installed);
+    "broken import"; "wrong API" (written for another `DRIVER_API`); "duplicate".
+    message: what is the matter and what to do about it; empty when ready.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    state: State
+    message: str
+
+
+class Entry:
+    """One entry point, with what came of loading it."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        self.name = point.name
+        self.distribution = point.dist.name if point.dist else "unknown"
+        self.version = point.dist.version if point.dist else "unknown"
+        self._point = point
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether it was tried before."""
+        return "_outcome" in vars(self)
+
+    def load(self) -> Any:
+        """The object. Raises PluginError, with the cause and the fix, where it fails to import."""
+        if isinstance(self._outcome, PluginError):
+            raise self._outcome
+        return self._outcome
+
+    @cached_property
+    def _outcome(self) -> object:
+        try:
+            return self._point.load()
+        except (Exception, SystemExit) as error:
+            failure = PluginError(
+                f"{self}: {self._point.value} fails to import ({type(error).__name__}: {error}); "
+                f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}"
+            )
+            failure.__cause__ = error
+            return failure
+
+    def plugin(self, state: State, message: str = "") -> Plugin:
+        """This entry as it is told to users."""
+        return Plugin(self.name, self.distribution, self.version, state, message)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.distribution} {self.version}"
+
+
+class Registry:
+    """What the distributions on sys.path register, and which of their faults were logged."""
+
+    def __init__(self) -> None:
+        self._path: tuple[str, ...] = ()
+        self._entries: dict[tuple[str, ...], Entry] = {}
+        self._logged: set[str] = set()
+
+    def entries(self, group: str, fresh: bool = True) -> list[Entry]:
+        """The entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
+        path = tuple(sys.path)
+        if fresh or self._path != path:
+            self._look()
+            self._path = path
+        return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
+
+    def _look(self) -> None:
+        installed = entry_points()
+        seen = {}
+        for group in (DRIVERS, TOOLS, COMMANDS, HOOKS):
+            for point in installed.select(group=group):
+                entry = Entry(point)
+                key = (group, entry.name, entry.distribution, entry.version, point.value)
+                seen[key] = self._entries.get(key, entry)
+        self._entries = seen
+
+    def complain(self, message: str) -> None:
+        """Log a plugin's fault, once."""
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning(message)
+
+
+registry = Registry()
+
+
+def rivalry(entries: Sequence[Entry]) -> str:
+    """That these entries stand in each other's way, and what to do."""
+    return (
+        f"{' and '.join(map(str, entries))} stand in each other's way and none is used: keep one, "
+        f"pip uninstall {' or '.join(entry.distribution for entry in entries)}"
+    )
+
+
+def upgrade(distribution: str) -> str:
+    """The command that brings a newer version."""
+    return f"pip install --upgrade {distribution}"

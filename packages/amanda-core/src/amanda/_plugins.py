@@ -1,0 +1,139 @@
+"""Tools and hooks of installed distributions, and the names that the rest of the core asks for."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from amanda import _hookspecs
+from amanda._drivers import absent_frameworks, faulty_drivers, list_drivers, loaded_drivers
+from amanda._entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
+from amanda.errors import OptionError, PluginError, UnknownToolError
+
+if TYPE_CHECKING:
+    from amanda.tool import Tool
+
+__all__ = [
+    "Plugin",
+    "absent_frameworks",
+    "did_you_mean",
+    "faulty_drivers",
+    "list_drivers",
+    "list_tools",
+    "load_tool",
+    "loaded_drivers",
+    "plugin_manager",
+]
+
+
+def list_tools(load: bool = False) -> list[Plugin]:
+    """The tools that are installed.
+
+    load: import the tools to find out; otherwise nothing is imported.
+    """
+    tools = _tools()
+    return [_judged(entry, same, load) for same in tools.values() for entry in same]
+
+
+def load_tool(name: str, /, **options: Any) -> Tool:
+    """Make the tool that a distribution registers under a name, with these options.
+
+    Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and
+    PluginError where the tool cannot be used.
+    """
+    from amanda.tool import Tool
+
+    entry = _tool(name)
+    kind = entry.load()
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise OptionError(f"tool {name}: {error}; {_options(signature)}") from None
+    tool = kind(**options)
+    if not isinstance(tool, Tool):
+        raise PluginError(f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade(entry.distribution)}")
+    return tool
+
+
+@cache
+def plugin_manager() -> pluggy.PluginManager:
+    """The hooks of `amanda._hookspecs`, with every hook plugin that can be used."""
+    manager = pluggy.PluginManager("amanda")
+    manager.add_hookspecs(_hookspecs)
+    for entry in registry.entries(HOOKS, fresh=False):
+        _register(manager, entry)
+    return manager
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one, or all of them."""
+    names = sorted(known)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {near[0]}?"
+    return f"there are {', '.join(names)}" if names else "there are none"
+
+
+def _tools() -> dict[str, list[Entry]]:
+    tools: dict[str, list[Entry]] = {}
+    for entry in registry.entries(TOOLS):
+        tools.setdefault(entry.name, []).append(entry)
+    return tools
+
+
+def _tool(name: str) -> Entry:
+    tools = _tools()
+    if name not in tools:
+        hint = did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
+        raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
+    if len(tools[name]) > 1:
+        raise PluginError(rivalry(tools[name]))
+    return tools[name][0]
+
+
+def _judged(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
+    if len(same_name) > 1:
+        return entry.plugin("duplicate", rivalry(same_name))
+    if not load and not entry.was_loaded:
+        return entry.plugin("not loaded", f"loads with amanda.load_tool({entry.name!r})")
+    try:
+        entry.load()
+    except PluginError as error:
+        return entry.plugin("broken import", str(error))
+    return entry.plugin("ready")
+
+
+def _options(signature: inspect.Signature) -> str:
+    described = [_option(parameter) for parameter in signature.parameters.values()]
+    return f"its options are {', '.join(described)}" if described else "it takes no options"
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    text = parameter.name
+    if (kind := parameter.annotation) is not parameter.empty:
+        text += f": {kind if isinstance(kind, str) else inspect.formatannotation(kind)}"
+    if parameter.default is not parameter.empty:
+        text += f" = {parameter.default!r}"
+    return text
+
+
+def _register(manager: pluggy.PluginManager, entry: Entry) -> None:
+    try:
+        plugin = entry.load()
+        manager.register(plugin, name=str(entry))
+    except PluginError as error:
+        registry.complain(str(error))
+        return
+    except Exception as error:
+        registry.complain(f"{entry} cannot be registered ({error}): {upgrade(entry.distribution)}")
+        return
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        manager.unregister(plugin)
+        registry.complain(f"{entry} implements a hook that is none ({error}): {upgrade(entry.distribution)}")
