@@ -62,10 +62,12 @@ class Attachment:
                 return
             try:
                 driver.attach()
-            except DriverError as error:
-                self._broken[kind] = str(error)
+            except Exception as error:
+                driver.detach()
+                reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
+                self._broken[kind] = reason
                 for scope in self._scopes:
-                    scope.report.add(kind.__name__, str(error))
+                    scope.report.add(kind.__name__, reason)
                 return
             self._attached.append(driver)
             _plugins.plugin_manager().hook.amanda_driver_attached(driver=driver)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -26,8 +27,9 @@ class Call:
     targets: positions of those that it returns: `self` of an in-place op, `out=`.
     """
 
-    __slots__ = ("inputs", "mutable", "names", "targets")
+    __slots__ = ("inputs", "mutable", "names", "op", "targets")
 
+    op: Any
     inputs: list[Any]
     names: Sequence[str]
     mutable: Sequence[int]
@@ -55,6 +57,12 @@ class Trace:
         self.run = run
         self.facts: OpFacts | None = None
         self.pending: set[int] = set()
+
+    def again(self) -> Trace:
+        """A trace for the backward ops of this execution's backward ops."""
+        trace = copy(self)
+        trace.pending = set()
+        return trace
 
 
 class EagerExecution(TensorOps):
@@ -130,7 +138,7 @@ class EagerExecution(TensorOps):
         assert layer is not None
         subjects = interceptor.subjects()
         facts = OpFacts(
-            site.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
+            call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(),
         )  # fmt: skip
         fresh: list[tuple[Layer, Hashable, Plan]] = []

@@ -11,17 +11,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep
 from amanda._eager import Call, EagerExecution, Trace
+from amanda._imports import when_imported
+from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._source import codes
+from amanda._state import State, in_force
 from amanda.action import Action, ActionType, InstrumentationPoint
 from amanda.context import OpContext
 from amanda.namespace import Namespace
 
 __all__ = [
+    "BOUNDARY",
     "DRIVER_API",
+    "FRAMEWORK",
+    "SKIPPED",
     "Action",
     "ActionType",
+    "Attributes",
     "BackwardStep",
     "Call",
     "Driver",
@@ -29,8 +37,13 @@ __all__ = [
     "InstrumentationPoint",
     "Namespace",
     "OpContext",
+    "State",
     "Trace",
     "codes",
+    "digest",
+    "in_force",
+    "replace_references",
+    "when_imported",
 ]
 
 DRIVER_API = 1

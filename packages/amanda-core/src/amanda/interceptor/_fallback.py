@@ -190,7 +190,8 @@ def _identify(site: "Site", args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     return mix(place, region.occurrence(place)) or 1
 
 
-def _active() -> Activation | None:
+def active() -> Activation | None:
+    """The activation in force here; None where nothing is intercepted."""
     if _thread.off:
         return None
     activation = ACTIVATION.get(None)
@@ -229,7 +230,7 @@ class Site:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Bring one call to the handler, or past it."""
-        activation = _active()
+        activation = active()
         if activation is None or (
             _thread.key and (_thread.key == self.key or self.flags & IMPLEMENTATION)
         ):
@@ -277,7 +278,7 @@ class Enclosure(_Wrapped):
     """A method whose calls are regions: the ops in them belong to the object called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not args or _active() is None:
+        if not args or active() is None:
             return self.__wrapped__(*args, **kwargs)
         outer, parent = _thread.top, _thread.region()
         place = mix(parent.hash, ordinal(args[0]))

@@ -78,8 +78,7 @@ typedef struct {
     PyObject *site;     /* owned or NULL */
 } Wrapped;
 
-#define WRAPPED_FLAGS                                                                                 \
-    (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR)
+#define WRAPPED_FLAGS (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR)
 
 extern PyTypeObject Wrapped_Type;
 PyObject *wrapped_new(PyTypeObject *type, vectorcallfunc call, PyObject *function, PyObject *site);

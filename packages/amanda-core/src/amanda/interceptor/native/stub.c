@@ -6,7 +6,11 @@
 #define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
 #define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
 
-typedef enum { NOARGS, ONE, VARARGS, KEYWORDS, FAST, FAST_KEYWORDS, GET, SUBSCRIPT, ASSIGN, PYTHON } Kind;
+/* FUNCTION: a builtin that takes a tuple. Its own vectorcall pointer is set, because what a builtin
+   hashes to includes its ml_meth, and programs keep builtins in dicts. */
+typedef enum {
+    NOARGS, ONE, VARARGS, KEYWORDS, FAST, FAST_KEYWORDS, GET, SUBSCRIPT, ASSIGN, FUNCTION, PYTHON
+} Kind;
 
 typedef struct Site {
     PyObject_HEAD
@@ -23,6 +27,7 @@ typedef struct Site {
         PyMethodDef *method;
         PyGetSetDef *get;
         PyWrapperDescrObject *slot;
+        PyCFunctionObject *function;
     } where;
     void *native; /* what the stub stands in for */
 } Site;
@@ -97,6 +102,28 @@ PyTypeObject Activation_Type = {
 
 /* ---- calls ---- */
 
+static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf), named = names ? PyTuple_GET_SIZE(names) : 0;
+    PyObject *args = PyTuple_New(count), *kwargs = named ? PyDict_New() : NULL, *result = NULL;
+    if (!args || (named && !kwargs)) goto done;
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), items[count + i])) goto done;
+    PyObject *self = PyCFunction_GET_SELF(site->where.function);
+    if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
+    if (site->pristine.ml_flags & METH_KEYWORDS)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine.ml_meth)(self, args, kwargs);
+    else if (named)
+        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine.ml_name);
+    else
+        result = site->pristine.ml_meth(self, args);
+    Py_LeaveRecursiveCall();
+done:
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return result;
+}
+
 static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     switch (site->kind) {
     case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
@@ -111,6 +138,8 @@ static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, P
             self, (PyObject *const *)a, (Py_ssize_t)b, c);
     case ASSIGN:
         return ((objobjargproc)site->native)(self, a, b) ? NULL : Py_NewRef(Py_None);
+    case FUNCTION:
+        return call_with_tuple(site, (PyObject *const *)a, (size_t)b, c);
     case PYTHON:
         return PyObject_Vectorcall(self, (PyObject *const *)a, (size_t)b, c);
     }
@@ -140,10 +169,10 @@ static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject 
         out->items = ((PyTupleObject *)a)->ob_item;
         out->count = PyTuple_GET_SIZE(a);
         break;
-    case PYTHON: case FAST_KEYWORDS: out->names = c; /* fall through */
+    case PYTHON: case FUNCTION: case FAST_KEYWORDS: out->names = c; /* fall through */
     case FAST:
         out->items = (PyObject *const *)a;
-        out->count = site->kind == PYTHON ? PyVectorcall_NARGS((size_t)b) : (Py_ssize_t)b;
+        out->count = site->kind == PYTHON || site->kind == FUNCTION ? PyVectorcall_NARGS((size_t)b) : (Py_ssize_t)b;
         break;
     }
 }
@@ -314,6 +343,12 @@ static int read_target(Site *site, PyObject *target) {
         site->pristine = *function->m_ml;
         if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
         site->original = PyCFunction_NewEx(&site->pristine, function->m_self, function->m_module);
+        if (site->kind == VARARGS || site->kind == KEYWORDS) {
+            site->kind = FUNCTION;
+            site->where.function = function;
+            site->native = (void *)function->vectorcall;
+            return site->original ? 0 : -1;
+        }
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
         site->where.method = ((PyMethodDescrObject *)target)->d_method;
         site->pristine = *site->where.method;
@@ -394,6 +429,10 @@ static int put(Site *site, void *pointer, void *instead_of) {
     case GET:
         if (site->where.get->get == (getter)instead_of) site->where.get->get = (getter)pointer;
         return 0;
+    case FUNCTION:
+        if (site->where.function->vectorcall == (vectorcallfunc)instead_of)
+            site->where.function->vectorcall = (vectorcallfunc)pointer;
+        return 0;
     case SUBSCRIPT: case ASSIGN:
         if (site->where.slot->d_wrapped == instead_of) site->where.slot->d_wrapped = pointer;
         return swap_slots(PyDescr_TYPE(site->where.slot), site->kind, instead_of, pointer);
@@ -456,6 +495,7 @@ static PyObject *site_invoke(Site *site, PyObject *args) {
 static PyObject *site_address(Site *site, void *Py_UNUSED(closure)) {
     if (site->kind == PYTHON) Py_RETURN_NONE;
     void *now = site->kind == GET                                 ? (void *)site->where.get->get
+                : site->kind == FUNCTION                      ? (void *)site->where.function->vectorcall
                 : site->kind == SUBSCRIPT || site->kind == ASSIGN ? site->where.slot->d_wrapped
                                                                   : (void *)site->where.method->ml_meth;
     return PyLong_FromVoidPtr(now);
@@ -540,9 +580,17 @@ PyTypeObject Suspension_Type = {
     .tp_methods = suspension_methods,
 };
 
+static PyObject *active(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    PyObject *activation = (PyObject *)active_activation(thread_state());
+    return activation ? activation : Py_NewRef(Py_None);
+}
+
+static PyMethodDef active_def = {"active", active, METH_NOARGS,
+                                 "The activation in force here; None where nothing is intercepted."};
+
 int stub_boot(PyObject *names) {
     activation_variable = PyContextVar_New("amanda.activation", NULL);
-    return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
+    return !activation_variable || add_function(names, &active_def) || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_type(names, "PlanTable", &PlanTable_Type) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||
                    add_type(names, "Detour", &Detour_Type) || add_type(names, "Suspension", &Suspension_Type)

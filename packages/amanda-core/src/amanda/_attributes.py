@@ -1,4 +1,4 @@
-"""Placing sites: natively where that is possible, by attribute everywhere else."""
+"""Replacing attributes of modules and classes for a while."""
 
 import inspect
 from collections.abc import Iterable, Sequence

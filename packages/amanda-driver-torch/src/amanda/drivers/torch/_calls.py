@@ -1,0 +1,56 @@
+"""Calls of torch's ops: the inputs in schema order, and how to make the call with others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from amanda.backend import Call
+from amanda.interceptor import Site
+
+from ._schema import Binding
+
+
+class TorchCall(Call):
+    """One call, bound to the op's schema.
+
+    head: what comes before the op's own arguments (an OpOverload, a Function subclass).
+    """
+
+    __slots__ = ("_binding", "_given", "_head", "_site")
+
+    def __init__(
+        self,
+        site: Site,
+        op: Any,
+        head: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        binding: Binding,
+        in_place: bool,
+    ) -> None:
+        self._site = site
+        self._head = head
+        self._given = args, kwargs
+        self._binding = binding
+        self.op = op
+        self.inputs = binding.inputs(args, kwargs)
+        self.names: Sequence[str] = binding.names
+        self.mutable = binding.written(self.inputs) if binding.mutable or binding._trained else ()
+        self.targets = _targets(binding, self.inputs, in_place) if binding.mutable else ()
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the op; with the arguments as the user gave them where nothing changed."""
+        if inputs is self.inputs:
+            args, kwargs = self._given
+        else:
+            args, kwargs = self._binding.call_arguments(inputs)
+        return self._site.invoke((*self._head, *args), kwargs)
+
+    def attributes(self) -> dict[str, Any]:
+        """The non-tensor arguments by name, defaults included."""
+        return self._binding.attributes(self.inputs)
+
+
+def _targets(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
+    if in_place:
+        return (0,)
+    return tuple(i for i in binding.mutable if binding.names[i].startswith("out") and inputs[i] is not None)

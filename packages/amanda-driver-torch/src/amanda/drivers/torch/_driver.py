@@ -1,0 +1,176 @@
+"""The driver itself: which calls it intercepts and how each reaches the core."""
+
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from amanda import interceptor
+from amanda.backend import (
+    DRIVER_API,
+    FRAMEWORK,
+    SKIPPED,
+    Attributes,
+    Call,
+    EagerDriver,
+    Namespace,
+    codes,
+    digest,
+    replace_references,
+)
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
+
+from ._autograd import Autograd
+from ._calls import TorchCall
+from ._modules import enclose_modules, module_path
+from ._schema import binding
+from ._surroundings import Surroundings
+from ._targets import Target, missing_parts, targets
+from ._tensors import TorchTensors
+
+logger = logging.getLogger("amanda")
+
+TESTED_VERSIONS = ("2.13",)
+
+
+class TorchDriver(TorchTensors, Autograd, EagerDriver):
+    """PyTorch, eager mode."""
+
+    api = DRIVER_API
+    framework = "torch"
+    modes = ("eager",)
+    identity_types = (torch.nn.Parameter,)
+
+    def __init__(self) -> None:
+        self._attributes = Attributes()
+        self._surroundings = Surroundings(self)
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """`pytorch/<version>/eager`."""
+        return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
+
+    # ---- attaching ----
+
+    def attach(self) -> None:
+        """Place every site, enclose module calls, and follow torch where it leaves the thread."""
+        self._prepare()
+        if interceptor.NATIVE:
+            for site in self._native_sites:
+                site.place()
+        else:
+            self._replace_by_attribute()
+        for holder, name, stand_in in self._detours:
+            self._attributes.set(holder, name, stand_in)
+        enclose_modules(self._attributes)
+        self.follow_backward(self._attributes)
+        self._surroundings.enter(self._attributes)
+
+    def detach(self) -> None:
+        """Leave torch as it was."""
+        self._surroundings.leave()
+        self._attributes.restore()
+        if interceptor.NATIVE:
+            for site in self._native_sites:
+                site.remove()
+
+    @cached_property
+    def _native_sites(self) -> list[Site]:
+        return list(self._targets)
+
+    @cached_property
+    def _targets(self) -> dict[Site, Target]:
+        return {self._site(target): target for target in targets()}
+
+    def _site(self, target: Target) -> Site:
+        if target.kind == "classmethod":
+            return Site(
+                target.callable, target.callable, "Function.apply", digest("Function.apply"),
+                self.handle, TRANSPARENT | IMPLEMENTATION,
+            )  # fmt: skip
+        op = PropertyRead(target.callable) if target.kind == "getset" else target.callable
+        return Site(target.callable, op, target.canonical, digest("torch", target.canonical), self.handle)
+
+    @cached_property
+    def _detours(self) -> list[tuple[Any, str, Detour]]:
+        """Callables that are replaced by attribute: holder, name, stand-in."""
+        holders: list[tuple[Any, int]] = [
+            (torch._ops.OpOverload, IMPLEMENTATION),
+            (torch._ops.OpOverloadPacket, IMPLEMENTATION),
+            (torch._C.ScriptFunction, 0),
+            (torch._C.ScriptMethod, 0),
+        ]
+        detours = []
+        for holder, flags in holders:
+            call = vars(holder)["__call__"]
+            site = Site(call, call, holder.__name__, digest(holder.__name__), self.handle, flags)
+            detours.append((holder, "__call__", Detour(site)))
+        return detours
+
+    def _replace_by_attribute(self) -> None:
+        special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
+        holders = [torch, torch.functional, torch.nn.functional, torch._C._nn, *special]
+        replace_references(
+            self._attributes,
+            [(site.target, Detour(site)) for site in self._native_sites],
+            [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction],
+        )
+
+    @staticmethod
+    def _prepare() -> None:
+        """Tell the interceptor about torch; idempotent."""
+        home = Path(torch.__file__).parent
+        codes.add_root(f"{home}/", FRAMEWORK)
+        codes.add_root(str(home / "utils" / "checkpoint.py"), FRAMEWORK | SKIPPED)
+        codes.add_root(f"{Path(__file__).parent}/", SKIPPED)
+        for kind in (torch.nn.Parameter, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+                     torch.autograd.function.FunctionMeta):  # fmt: skip
+            interceptor.add_identity_type(kind)
+        version = ".".join(torch.__version__.split(".")[:2])
+        missing = missing_parts()
+        if missing:
+            logger.warning(
+                "torch %s lacks %s, which amanda-driver-torch looks for: calls of these are not seen; "
+                "it was tested with torch %s",
+                torch.__version__, ", ".join(missing), ", ".join(TESTED_VERSIONS),
+            )  # fmt: skip
+        elif version not in TESTED_VERSIONS:
+            logger.info("amanda-driver-torch was tested with torch %s", ", ".join(TESTED_VERSIONS))
+
+    # ---- calls ----
+
+    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call with its inputs in schema order."""
+        target = self._targets.get(site)
+        if target is not None and target.kind != "classmethod":
+            bound = binding(site.target, args, kwargs)
+            return TorchCall(site, site.op, (), args, kwargs, bound, target.inplace)
+        head, rest = args[:1], args[1:]
+        op = getattr(head[0], "overloadpacket", head[0])
+        return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False)
+
+    def obstacle(self, call: Call) -> str | None:
+        """Why this call cannot be instrumented."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func transforms (vmap, grad, ...) run their ops as they are"
+        return None
+
+    def scope_name(self, subjects: Any) -> str:
+        """Path of the calling module in the model."""
+        return module_path(subjects)
+
+
+class PropertyRead:
+    """The op that reading a tensor's property is, such as `x.T`."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self._descriptor = descriptor
+        self.__name__: str = descriptor.__name__
+        self.__qualname__: str = descriptor.__qualname__
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self._descriptor.__get__(tensor)
+
+    def __repr__(self) -> str:
+        return f"<read of {self.__qualname__}>"

@@ -1,0 +1,39 @@
+"""Module calls: regions of the program, and the path of a module in its model."""
+
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from amanda.backend import BOUNDARY, Attributes, codes
+from amanda.interceptor import Enclosure
+
+_METHODS = ("_wrapped_call_impl", "_call_impl")
+
+
+def enclose_modules(attributes: Attributes) -> None:
+    """Let each call of a module be a region: the ops in it belong to that module."""
+    module = torch.nn.Module
+    for method in _METHODS:
+        code = getattr(module, method).__code__
+        for own in (code, *(one for one in code.co_consts if isinstance(one, CodeType))):
+            codes.add_code(own, BOUNDARY)
+    attributes.set(module, "__call__", Enclosure(vars(module)["__call__"]))
+
+
+def module_path(subjects: Sequence[Any]) -> str:
+    """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1"."""
+    modules = [one for one in subjects if isinstance(one, torch.nn.Module)]
+    parts = [
+        _name_within(outer, inner)
+        for outer, inner in zip(modules, modules[1:], strict=False)
+        if inner is not outer
+    ]
+    return ".".join(part for part in parts if part)
+
+
+def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
+    for name, module in outer.named_modules():
+        if module is inner:
+            return name
+    return f"({type(inner).__name__})"

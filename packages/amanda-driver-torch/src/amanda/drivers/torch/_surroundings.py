@@ -1,0 +1,98 @@
+"""Where torch leaves the call: checkpoints, threads of replicas, and compiled callables."""
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.parallel.parallel_apply
+import torch.utils.checkpoint
+from amanda import interceptor
+from amanda.backend import Attributes, in_force, when_imported
+
+if TYPE_CHECKING:
+    from ._driver import TorchDriver
+
+
+class Surroundings:
+    """What the driver puts around ops while it is attached."""
+
+    def __init__(self, driver: "TorchDriver") -> None:
+        self._driver = driver
+        self._leave: list[Callable[[], None]] = []
+
+    def enter(self, attributes: Attributes) -> None:
+        """Put everything in place; attributes go back with the driver's others."""
+        self._follow_checkpoints(attributes)
+        self._follow_replicas(attributes)
+        self._run_compiled_callables_eagerly()
+
+    def leave(self) -> None:
+        """Undo what no attribute holds."""
+        while self._leave:
+            self._leave.pop()()
+
+    @staticmethod
+    def _follow_checkpoints(attributes: Attributes) -> None:
+        """Recompute where the first run was, so that the ops have the ids of the first run."""
+        checkpoint = torch.utils.checkpoint
+        generator = checkpoint._checkpoint_without_reentrant_generator
+        forward = checkpoint.CheckpointFunction.forward
+
+        @functools.wraps(generator)
+        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+            return generator(_replayed(fn), *args, **kwargs)
+
+        @functools.wraps(forward)
+        def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+            return forward(ctx, _replayed(run_function), *args)
+
+        attributes.set(checkpoint, generator.__name__, generate)
+        attributes.set(checkpoint.CheckpointFunction, "forward", staticmethod(run_forward))
+
+    @staticmethod
+    def _follow_replicas(attributes: Attributes) -> None:
+        """Let the threads of `torch.nn.DataParallel` be in the scope of the one that starts them."""
+
+        def thread(*args: Any, target: Callable[..., Any], **kwargs: Any) -> threading.Thread:
+            activation = interceptor.ACTIVATION.get(None)
+            if activation is None:
+                return threading.Thread(*args, target=target, **kwargs)
+
+            def run(*inputs: Any) -> None:
+                with in_force(activation):
+                    target(*inputs)
+
+            return threading.Thread(*args, target=run, **kwargs)
+
+        names = {**vars(threading), "Thread": thread}
+        module = sys.modules["torch.nn.parallel.parallel_apply"]
+        attributes.set(module, "threading", types.SimpleNamespace(**names))
+
+    def _run_compiled_callables_eagerly(self) -> None:
+        """Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo."""
+        self._leave.append(when_imported("torch._dynamo", self._take_stance))
+
+    def _take_stance(self) -> None:
+        set_stance = getattr(torch.compiler, "set_stance", None)
+        if set_stance is None:
+            return
+        stance = set_stance("force_eager")
+        stance.__enter__()
+        self._leave.append(lambda: stance.__exit__(None, None, None))
+
+
+def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    activation = interceptor.active()
+    if activation is None:
+        return function
+    snapshot = interceptor.snapshot()
+
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        with in_force(activation):
+            return snapshot.replay(function, *args, **kwargs)
+
+    return replay
