@@ -93,7 +93,7 @@ class Registry:
 
     def _look(self) -> None:
         installed = entry_points()
-        seen = {}
+        seen: dict[tuple[str, ...], Entry] = {}
         for group in (DRIVERS, TOOLS, COMMANDS, HOOKS):
             for point in installed.select(group=group):
                 entry = Entry(point)

@@ -133,7 +133,7 @@ class _Watch(MetaPathFinder):
     def _install(self) -> None:
         # A list of its own, because another thread may be walking the old one.
         self._before = sys.meta_path  # type: ignore[assignment]
-        self._with_us = sys.meta_path = [self, *self._before]  # type: ignore[assignment,list-item]
+        self._with_us = sys.meta_path = [self, *self._before]  # type: ignore[assignment]
 
     def _tidy(self) -> None:
         if self._callbacks or not self._with_us:
@@ -144,7 +144,7 @@ class _Watch(MetaPathFinder):
                 self._before[:] = left
             sys.meta_path = self._before  # type: ignore[assignment]
         elif self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
         self._before, self._with_us = [], []
 
 

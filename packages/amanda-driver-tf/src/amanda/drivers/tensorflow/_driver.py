@@ -11,7 +11,7 @@ class TensorFlowDriver(Driver):
 
     api = 1
     framework = "tensorflow"
-    modes: tuple[str, ...] = ()
+    modes = ()
 
     @property
     def namespace(self) -> Namespace:
