@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -36,7 +37,7 @@ class Environment:
         self.session = session
         self.home = ROOT / ".nox" / name
         if not (self.home / BIN).exists():
-            session.run("python", "-m", "venv", str(self.home), external=True)
+            session.run(sys.executable, "-m", "venv", str(self.home), external=True)
 
     def run(self, program: str, *arguments: str, **env: str) -> None:
         """Run a program of the environment."""

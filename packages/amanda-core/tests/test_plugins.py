@@ -1,0 +1,232 @@
+"""Discovery, with real third-party distributions that are good, broken, outdated and doubled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGINS = Path(__file__).parents[3] / "tests" / "plugins"
+
+
+@pytest.fixture(scope="session")
+def third_parties(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every distribution of tests/plugins installed."""
+    place = tmp_path_factory.mktemp("site")
+    sources = [str(path.parent) for path in PLUGINS.glob("*/pyproject.toml")]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", place, *sources], check=True)
+    return place
+
+
+class Run:
+    """Runs Python in a process of its own, where the third parties are installed."""
+
+    def __init__(self, place: Path) -> None:
+        self.env = {**os.environ, "PYTHONPATH": str(place)}
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], env=self.env, capture_output=True, text=True, check=False
+        )
+
+    def code(self, source: str) -> str:
+        """What the source prints; it logs to standard output."""
+        logs = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='LOG %(message)s')\n"
+        done = self("-c", logs + source)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def run(third_parties: Path) -> Run:
+    return Run(third_parties)
+
+
+STATES = """
+import amanda
+for plugin in amanda.list_{what}({load}):
+    print(plugin.name, plugin.distribution, plugin.version, plugin.state, plugin.message, sep="|")
+"""
+
+
+def states(run: Run, what: str, load: str = "") -> dict[str, list[list[str]]]:
+    found: dict[str, list[list[str]]] = {}
+    for line in run.code(STATES.format(what=what, load=load)).splitlines():
+        name, *rest = line.split("|")
+        found.setdefault(name, []).append(rest)
+    return found
+
+
+def test_finding_imports_nothing(run: Run) -> None:
+    out = run.code(
+        "import amanda; amanda.list_drivers(); amanda.list_tools()\n"
+        "print(sorted(m for m in sys.modules if 'fake_' in m or m.endswith('frame')))"
+    )
+    assert out.strip() == "[]"
+
+
+def test_drivers_wait_for_their_framework(run: Run) -> None:
+    drivers = states(run, "drivers")
+    assert drivers["goodframe"] == [["fake-good", "0.3.0", "not loaded", "loads once goodframe is imported"]]
+    assert drivers["brokenframe"][0][2] == "not loaded"
+
+
+def test_a_framework_that_is_not_installed_is_told_with_its_fix(run: Run) -> None:
+    absent = ["fake-good", "0.3.0", "absent", "missingframe is not installed: pip install missingframe"]
+    assert states(run, "drivers")["missingframe"] == [absent]
+
+
+def test_two_drivers_of_one_name_are_duplicates_before_they_load(run: Run) -> None:
+    (one, two) = states(run, "drivers")["twinframe"]
+    assert one[2] == two[2] == "duplicate"
+    assert one[3] == two[3]
+    for part in (
+        "fake-twin-one 0.3.0",
+        "fake-twin-two 0.3.0",
+        "pip uninstall fake-twin-one or fake-twin-two",
+    ):
+        assert part in one[3]
+
+
+@pytest.mark.parametrize(
+    ("framework", "state", "parts"),
+    [
+        ("goodframe", "ready", []),
+        ("modeframe/eager", "ready", []),
+        ("modeframe/graph", "ready", []),
+        (
+            "brokenframe",
+            "broken import",
+            ["fake-broken 0.3.0", "ModuleNotFoundError", "pip install --upgrade"],
+        ),
+        ("failingframe", "broken import", ["failingframe itself fails to import", "no accelerator"]),
+        ("oldframe", "wrong API", ["driver API 0", "speaks 1", "pip install --upgrade fake-outdated"]),
+        ("newframe", "wrong API", ["driver API 99", "speaks 1", "pip install --upgrade amanda-core"]),
+        ("twinframe", "duplicate", ["fake-twin-one 0.3.0 and twinframe of fake-twin-two 0.3.0"]),
+        ("missingframe", "absent", ["pip install missingframe"]),
+    ],
+)
+def test_loading_tells_states_apart(
+    run: Run, loaded: dict[str, list[list[str]]], framework: str, state: str, parts: list[str]
+) -> None:
+    for _, _, found, message in loaded[framework]:
+        assert found == state
+        assert all(part in message for part in parts), message
+        assert bool(message) == (state != "ready")
+
+
+@pytest.fixture(scope="module")
+def loaded(third_parties: Path) -> dict[str, list[list[str]]]:
+    return states(Run(third_parties), "drivers", "load=True")
+
+
+def test_a_bad_driver_is_logged_once_and_stops_no_other(run: Run) -> None:
+    out = run.code(
+        "import brokenframe, oldframe, twinframe, goodframe\n"
+        "from amanda import _plugins\n"
+        "for _ in range(2): print([kind.__name__ for kind in _plugins.loaded_drivers()])\n"
+        "print(len(_plugins.faulty_drivers()))"
+    )
+    lines = out.splitlines()
+    logged = [line for line in lines if line.startswith("LOG")]
+    assert len(logged) == 3  # the twins share a message
+    assert lines.count("['GoodDriver']") == 2
+    assert lines[-1] == "4"
+
+
+def test_a_driver_attaches_when_its_framework_is_imported_inside_a_scope(run: Run) -> None:
+    out = run.code(
+        "import amanda\n"
+        "from fake_good import GoodDriver, Recorder\n"
+        "before = list(sys.meta_path); place = sys.meta_path\n"
+        "with amanda.apply(amanda.Tool()):\n"
+        "    print(GoodDriver.attached)\n"
+        "    import goodframe\n"
+        "    print(GoodDriver.attached)\n"
+        "print(GoodDriver.attached, sys.meta_path is place and sys.meta_path == before)\n"
+        "print([line for line in Recorder.told if 'tensorflow' not in line and 'torch' not in line])"
+    )
+    lines = [line for line in out.splitlines() if not line.startswith("LOG")]
+    assert lines[:3] == ["False", "True", "False True"]
+    assert lines[3] == "['entered', 'attached goodframe', 'detached goodframe', 'left']"
+
+
+def test_bad_hook_plugins_are_logged_and_stop_no_other(run: Run) -> None:
+    out = run.code(
+        "from amanda import _plugins\n"
+        "_plugins.plugin_manager(); manager = _plugins.plugin_manager()\n"
+        "print([name for name, plugin in manager.list_name_plugin()])"
+    )
+    *logged, names = out.splitlines()
+    assert names == "['recorder of fake-good 0.3.0']"
+    assert len(logged) == 2
+    assert any("amanda_scope_entred" in line and "fake-broken 0.3.0" in line for line in logged)
+    assert any("a_module_that_nobody_has" in line for line in logged)
+
+
+def test_tools_are_told_apart(run: Run) -> None:
+    tools = states(run, "tools", "load=True")
+    assert tools["counter"][0][2] == "ready"
+    assert tools["broken"][0][2] == "broken import"
+    assert [plugin[2] for plugin in tools["twin"]] == ["duplicate", "duplicate"]
+
+
+def test_load_tool_makes_a_tool_with_its_options(run: Run) -> None:
+    out = run.code(
+        "import amanda\n"
+        "tool = amanda.load_tool('counter', limit=4, label='nodes')\n"
+        "print(tool.limit, tool.label)"
+    )
+    assert out.strip() == "4 nodes"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "parts"),
+    [
+        ("'countr', limit=3", "UnknownToolError", ["did you mean counter?"]),
+        ("'counter'", "OptionError", ["'limit'", "limit: int, label: str = 'ops'"]),
+        ("'counter', limit=3, lable=''", "OptionError", ["'lable'", "limit: int, label: str = 'ops'"]),
+        ("'broken'", "PluginError", ["fake-broken 0.3.0", "ModuleNotFoundError"]),
+        ("'twin'", "PluginError", ["fake-twin-one 0.3.0", "fake-twin-two 0.3.0"]),
+        ("'pretender'", "PluginError", ["makes a Pretender"]),
+    ],
+)
+def test_load_tool_says_what_to_do(run: Run, call: str, error: str, parts: list[str]) -> None:
+    out = run.code(
+        "import amanda\n"
+        f"try: amanda.load_tool({call})\n"
+        "except amanda.AmandaError as error: print(type(error).__name__, error)"
+    )
+    assert out.startswith(error)
+    assert all(part in out for part in parts), out
+
+
+def test_info_tells_versions_states_and_fixes(run: Run) -> None:
+    done = run("-m", "amanda")
+    assert done.returncode == 0
+    assert done.stdout.startswith("Amanda ")
+    for part in ("Python 3.", "Interceptor: ", "goodframe", "pip install missingframe", "Commands: "):
+        assert part in done.stdout
+
+
+def test_a_command_of_another_distribution_runs_with_its_arguments(run: Run) -> None:
+    done = run("-m", "amanda", "greet", "you", "there")
+    assert (done.returncode, done.stdout) == (3, "hello you there\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "part"),
+    [
+        (["gret"], 2, "did you mean greet?"),
+        (["info", "--laod"], 2, "did you mean --load?"),
+        (["broken"], 1, "a_module_that_nobody_has"),
+    ],
+)
+def test_a_wrong_command_line_is_told(run: Run, arguments: list[str], status: int, part: str) -> None:
+    done = run("-m", "amanda", *arguments)
+    assert done.returncode == status
+    assert part in done.stderr

@@ -1,0 +1,3 @@
+"""A framework that fails to import."""
+
+raise RuntimeError("no accelerator")
