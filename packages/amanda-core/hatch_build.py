@@ -35,7 +35,8 @@ class NativeInterceptorHook(BuildHookInterface[Any]):
             if required:
                 raise RuntimeError(f"{message}, and AMANDA_REQUIRE_NATIVE=1 asks for it") from failure
             self.app.display_warning(f"{message}; the pure-Python fallback takes its place")
-            (package / library_name()).unlink(missing_ok=True)
+            if version == "editable":
+                (package / library_name()).unlink(missing_ok=True)  # it may be of other sources
             return
         if version == "editable":
             place(library, package)

@@ -1,0 +1,167 @@
+"""Knowing when a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+from amanda._imports import is_imported, when_imported
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Write]:
+    """Writes a module that can be imported, and gives its name."""
+    name = f"watched_{abs(hash(request.node.name))}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(source: str) -> str:
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        return name
+
+    yield write
+    sys.modules.pop(name, None)
+
+
+def test_it_is_called_once_after_the_body_has_run(module: Write) -> None:
+    name, seen = module("value = 1"), []
+    when_imported(name, lambda: seen.append(sys.modules[name].value))
+    assert seen == []
+    importlib.import_module(name)
+    importlib.reload(sys.modules[name])
+    assert seen == [1]
+
+
+def test_it_is_called_at_once_when_the_module_is_there(module: Write) -> None:
+    name, seen = module(""), []
+    importlib.import_module(name)
+    when_imported(name, lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_it_may_import_the_module(module: Write) -> None:
+    name, seen = module("value = 1"), []
+    when_imported(name, lambda: seen.append((is_imported(name), importlib.import_module(name).value)))
+    importlib.import_module(name)
+    assert seen == [(True, 1)]
+
+
+def test_every_watch_of_a_module_is_told(module: Write) -> None:
+    name, seen = module(""), []
+    when_imported(name, lambda: seen.append("first"))
+    when_imported(name, lambda: seen.append("second"))
+    importlib.import_module(name)
+    assert seen == ["first", "second"]
+
+
+@pytest.mark.parametrize("leave", ["import", "cancel"])
+def test_the_finders_are_as_before(module: Write, leave: str) -> None:
+    name, place, before = module(""), sys.meta_path, list(sys.meta_path)
+    cancel = when_imported(name, lambda: None)
+    assert len(sys.meta_path) == len(before) + 1
+    importlib.import_module(name) if leave == "import" else cancel()
+    assert sys.meta_path is place
+    assert sys.meta_path == before
+
+
+def test_a_finder_that_joined_meanwhile_stays(module: Write) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(*_: object) -> None:
+            return None
+
+    place, before, finder = sys.meta_path, list(sys.meta_path), Finder()
+    cancel = when_imported(module(""), lambda: None)
+    sys.meta_path.append(finder)  # type: ignore[arg-type]
+    cancel()
+    assert sys.meta_path is place
+    assert sys.meta_path == [*before, finder]
+    sys.meta_path.remove(finder)  # type: ignore[arg-type]
+
+
+def test_a_cancelled_watch_is_not_told(module: Write) -> None:
+    name, seen = module(""), []
+    when_imported(name, lambda: seen.append("kept"))
+    cancel = when_imported(name, lambda: seen.append("cancelled"))
+    cancel()
+    cancel()
+    importlib.import_module(name)
+    assert seen == ["kept"]
+
+
+def test_the_loader_keeps_its_type_and_is_left_as_it_was(module: Write) -> None:
+    name = module("")
+    cancel = when_imported(name, lambda: None)
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert type(spec.loader) is SourceFileLoader
+    loader = importlib.import_module(name).__loader__
+    assert type(loader) is SourceFileLoader
+    assert "exec_module" not in vars(loader)
+    cancel()
+
+
+def test_a_failing_import_fails_as_before_and_is_watched_again(module: Write) -> None:
+    name, seen = module("raise ValueError('not yet')"), []
+    when_imported(name, lambda: seen.append(1))
+    with pytest.raises(ValueError, match="not yet"):
+        importlib.import_module(name)
+    assert seen == []
+    module("value = 1")
+    importlib.import_module(name)
+    assert seen == [1]
+
+
+def test_a_callback_that_fails_leaves_the_import_alone(
+    module: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise ValueError("of the callback")
+
+    name, seen = module("value = 1"), []
+    when_imported(name, fails)
+    when_imported(name, lambda: seen.append(1))
+    assert importlib.import_module(name).value == 1
+    assert seen == [1]
+    assert "of the callback" in caplog.text
+
+
+def test_an_import_under_way_on_another_thread_is_waited_for(module: Write) -> None:
+    name = module("import builtins; builtins.started.set(); builtins.go_on.wait(10); value = 1")
+    import builtins
+
+    builtins.started, builtins.go_on = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    told = threading.Event()
+    importing = threading.Thread(target=importlib.import_module, args=(name,))
+    importing.start()
+    builtins.started.wait(10)  # type: ignore[attr-defined]
+    assert not is_imported(name)
+    when_imported(name, told.set)
+    assert not told.is_set()
+    builtins.go_on.set()  # type: ignore[attr-defined]
+    assert told.wait(10)
+    importing.join()
+    del builtins.started, builtins.go_on  # type: ignore[attr-defined]
+
+
+def test_many_threads_that_import_at_once_tell_once(module: Write) -> None:
+    name, seen = module("import time; time.sleep(0.05)"), []
+    when_imported(name, lambda: seen.append(1))
+    threads = [threading.Thread(target=importlib.import_module, args=(name,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1]

@@ -1,0 +1,111 @@
+"""What is in each wheel. AMANDA_WHEELS names a folder of wheels; without it they are built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from email import message_from_string
+from pathlib import Path, PurePosixPath
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+NAMESPACES = {PurePosixPath("amanda"), PurePosixPath("amanda/tools"), PurePosixPath("amanda/drivers")}
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one wheel of each distribution."""
+    if given := os.environ.get("AMANDA_WHEELS"):
+        return Path(given)
+    place = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", place, *DISTRIBUTIONS], check=True)
+    return place
+
+
+@pytest.fixture(params=DISTRIBUTIONS, ids=lambda path: path.name)
+def wheel(request: pytest.FixtureRequest, wheels: Path) -> Iterator[ZipFile]:
+    with ZipFile(find(wheels, request.param.name)) as opened:
+        yield opened
+
+
+def find(wheels: Path, distribution: str) -> Path:
+    (found,) = wheels.glob(f"{distribution.replace('-', '_')}-*.whl")
+    return found
+
+
+def files(wheel: ZipFile) -> set[PurePosixPath]:
+    """What the wheel puts into site-packages, without its metadata."""
+    paths = {PurePosixPath(name) for name in wheel.namelist() if not name.endswith("/")}
+    return {path for path in paths if not path.parts[0].endswith(".dist-info")}
+
+
+def is_core(wheel: ZipFile) -> bool:
+    return Path(str(wheel.filename)).name.startswith("amanda_core-")
+
+
+def test_only_the_core_has_the_package_itself(wheel: ZipFile) -> None:
+    assert (PurePosixPath("amanda/__init__.py") in files(wheel)) == is_core(wheel)
+
+
+def test_nobody_has_the_namespaces_below_it(wheel: ZipFile) -> None:
+    closed = {PurePosixPath(f"amanda/{name}/__init__.py") for name in ("tools", "drivers")}
+    assert not closed & files(wheel)
+
+
+def test_the_markers_for_editors_stay_out(wheel: ZipFile) -> None:
+    assert not [path for path in files(wheel) if path.name == "__init__.pyi" and path.parent in NAMESPACES]
+
+
+def test_every_package_is_typed(wheel: ZipFile) -> None:
+    packages = {path.parent for path in files(wheel) if path.name == "__init__.py"}
+    assert packages
+    assert packages <= {path.parent for path in files(wheel) if path.name == "py.typed"}
+
+
+def test_there_is_code_and_nothing_besides(wheel: ZipFile) -> None:
+    assert all(path.parts[0] == "amanda" for path in files(wheel))
+    assert not [path for path in files(wheel) if path.suffix in (".c", ".h", ".pyc") or "tests" in path.parts]
+
+
+def test_a_compiled_core_has_its_interceptor_and_says_its_platform(wheels: Path) -> None:
+    with ZipFile(find(wheels, "amanda-core")) as core:
+        native = [path for path in files(core) if path.suffix in (".so", ".pyd")]
+        tag = metadata(core, "WHEEL")["Tag"]
+    if tag == "py3-none-any":
+        assert os.environ.get("AMANDA_REQUIRE_NATIVE") != "1"
+        assert not native
+    else:
+        assert [path.parent for path in native] == [PurePosixPath("amanda/interceptor")]
+
+
+def test_other_wheels_fit_every_platform(wheel: ZipFile) -> None:
+    assert is_core(wheel) or metadata(wheel, "WHEEL")["Tag"] == "py3-none-any"
+
+
+def test_the_licence_is_inside(wheel: ZipFile) -> None:
+    assert metadata(wheel, "METADATA")["License-Expression"] == "Apache-2.0"
+    assert [name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+
+
+def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
+    with ZipFile(find(wheels, "amanda-core")) as core:
+        requires = metadata(core, "METADATA").get_all("Requires-Dist", [])
+    for extra, distribution in (
+        ("torch", "amanda-driver-torch"),
+        ("tf", "amanda-driver-tf"),
+        ("tools", "amanda-tools"),
+    ):
+        (line,) = (line for line in requires if line.endswith(f"extra == '{extra}'"))
+        assert line.startswith(distribution)
+    assert [line for line in requires if line.endswith("extra == 'all'")]
+
+
+def metadata(wheel: ZipFile, name: str) -> object:
+    (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return message_from_string(wheel.read(path).decode())
