@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from email import message_from_string
+from email.message import Message
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
@@ -106,6 +107,6 @@ def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
     assert [line for line in requires if line.endswith("extra == 'all'")]
 
 
-def metadata(wheel: ZipFile, name: str) -> object:
+def metadata(wheel: ZipFile, name: str) -> Message:
     (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
     return message_from_string(wheel.read(path).decode())
