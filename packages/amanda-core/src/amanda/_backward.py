@@ -42,7 +42,11 @@ class BackwardStep:
             known = plan.backward.get(self.id)
             if known is not None:
                 self._plans.append(known)
-            elif layer.wants_backward and not plan.complete and all(map(state.is_open, layer.tools)):
+            elif (
+                layer.wants_backward
+                and trace.gradients not in plan.settled
+                and all(map(state.is_open, layer.tools))
+            ):
                 self._missing.append((layer, plan))
         if self._missing:
             trace.pending.add(self.id)

@@ -45,14 +45,18 @@ class Call:
 
 
 class Trace:
-    """What an execution leaves for its backward ops; it lives as long as their graph."""
+    """What an execution leaves for its backward ops; it lives as long as their graph.
 
-    __slots__ = ("facts", "key", "layer", "op_id", "pending", "plans", "run")
+    gradients: which inputs needed a gradient.
+    """
 
-    def __init__(self, op_id: int, key: Hashable, layer: Layer, combined: Combined, run: dict[str, Any]) -> None:
+    __slots__ = ("facts", "gradients", "op_id", "pending", "plans", "run")
+
+    def __init__(
+        self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]
+    ) -> None:
         self.op_id = op_id
-        self.key = key
-        self.layer = layer
+        self.gradients = gradients
         self.plans = combined.plans
         self.run = run
         self.facts: OpFacts | None = None
@@ -91,6 +95,10 @@ class EagerExecution(TensorOps):
     def shapes(self, inputs: Sequence[Any]) -> Hashable:
         """Shape of every tensor among the inputs."""
 
+    @abstractmethod
+    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+        """Which of the inputs need a gradient; None where autodiff records nothing."""
+
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the innermost enclosing call's object within the outermost's."""
         return ""
@@ -121,6 +129,10 @@ class EagerExecution(TensorOps):
         """What the interceptor calls for an op that has, or may have, a plan with actions."""
         layer = state.layer
         assert layer is not None
+        if known is not None and len(known) == 1 and not (layer.guards or kwargs):
+            (combined,) = known.values()
+            if not combined.forward and not combined.traced(self.gradients(args)):
+                return site.invoke(args, kwargs)
         call = self.bind(site, args, kwargs)
         reason = self.obstacle(call)
         if reason is not None:
@@ -128,12 +140,10 @@ class EagerExecution(TensorOps):
             return site.invoke(args, kwargs)
         key = guard_key(layer, call.inputs, self.signature, self.shapes)
         if known is not None and key in known:
-            return self._execute(known[key], call, state, op_id, key)
-        return self._first(call, state, op_id, key, site)
+            return self._execute(known[key], call, state, op_id)
+        return self._first(call, state, op_id, key)
 
-    def _first(
-        self, call: Call, state: State, op_id: int, key: Hashable, site: interceptor.Site
-    ) -> Any:
+    def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
         layer = state.layer
         assert layer is not None
         subjects = interceptor.subjects()
@@ -149,12 +159,12 @@ class EagerExecution(TensorOps):
             plan = one.plans.get(op_id, {}).get(own) if state.cache else None
             if plan is None:
                 context = OpContext(facts, one.analyse, inherited)
-                plan = Plan(context, complete=not one.wants_backward)
+                plan = Plan(context)
                 plan.add(context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP))
                 fresh.append((one, own, plan))
             inherited = plan.context
             pairs.append((one, plan))
-        result = self._execute(Combined(pairs), call, state, op_id, key, facts, [plan for *_, plan in fresh])
+        result = self._execute(Combined(pairs), call, state, op_id, facts, [plan for *_, plan in fresh])
         if state.cache:
             for one, own, plan in fresh:
                 one.plans.setdefault(op_id, {})[own] = plan
@@ -169,7 +179,6 @@ class EagerExecution(TensorOps):
         call: Call,
         state: State,
         op_id: int,
-        key: Hashable,
         facts: OpFacts | None = None,
         fresh: Sequence[Plan] = (),
     ) -> Any:
@@ -179,7 +188,8 @@ class EagerExecution(TensorOps):
         inputs = given
         for action in combined.before:
             inputs = run_routine(self, action, inputs, told, run, state, call.mutable)
-        trace = Trace(op_id, key, state.layer, combined, run) if combined.traced and state.layer else None
+        gradients = self.gradients(inputs) if combined.watching else None
+        trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
         if trace is None:
             outputs = self._compute(combined, call, inputs, told, run)
         else:
@@ -192,7 +202,7 @@ class EagerExecution(TensorOps):
                 plan.add(plan.context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP))
             combined = Combined(combined.plans)
         if trace is not None:
-            trace.facts = self._kept_facts(told, inputs, values, combined)
+            trace.facts = self._kept_facts(told, inputs, values, trace)
             self.attach_trace(trace, made, call, values)
         changed = values
         written = [inputs[i] for i in call.mutable]
@@ -209,14 +219,15 @@ class EagerExecution(TensorOps):
         return run_replacement(self, combined.replace, inputs, told, run, call.targets)
 
     def _kept_facts(
-        self, told: OpFacts, inputs: list[Any], outputs: list[Any], combined: Combined
+        self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace
     ) -> OpFacts:
         facts = told.at_backward(None, 0, True)
-        if any(not plan.complete for _, plan in combined.plans):
+        if all(trace.gradients in plan.settled for _, plan in trace.plans):
+            facts.drop_values()
+        else:
             facts.inputs = [self.kept(value) for value in inputs]
             facts.outputs = [self.kept(value) for value in outputs]
-        else:
-            facts.drop_values()
+            facts.dropped = False
         return facts
 
     def _identities(self, inputs: Sequence[Any]) -> list[Any]:
@@ -227,26 +238,18 @@ class EagerExecution(TensorOps):
 
     def _keep(self, layer: Layer, op_id: int, key: Hashable, combined: Combined) -> None:
         known = layer.table.get(op_id)
-        if known is None:
-            return
         if isinstance(known, dict):
             known[key] = combined
-            if layer.guards or any(known.values()):
-                return
-        elif combined or layer.guards:
+        elif combined.forward or combined.watching or layer.guards:
             layer.table.set(op_id, {key: combined})
-            return
-        layer.table.set(op_id, None)
+        else:
+            layer.table.set(op_id, None)
 
     # ---- backward ----
 
     def finish(self, trace: Trace) -> None:
-        """Hear that every backward op of an execution has been analysed: its plan is complete."""
-        if all(plan.complete for _, plan in trace.plans):
-            return
+        """Hear that every backward op of an execution has been analysed."""
         for _, plan in trace.plans:
-            plan.complete = True
+            plan.settled.add(trace.gradients)
         if trace.facts is not None:
             trace.facts.drop_values()
-        if trace.layer.plans.get(trace.op_id):
-            self._keep(trace.layer, trace.op_id, trace.key, Combined(trace.plans))

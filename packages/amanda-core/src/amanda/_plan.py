@@ -46,24 +46,16 @@ class Plan(BackwardPlan):
     """What the tools of one layer do at one op, forward and backward.
 
     context: what the forward analyses put in; backward contexts start from it.
-    complete: no backward op is left to be analysed.
+    settled: for which inputs' need of a gradient every backward op has been analysed.
     """
 
-    __slots__ = ("backward", "complete", "context")
+    __slots__ = ("backward", "context", "settled")
 
-    def __init__(self, context: OpContext, complete: bool) -> None:
+    def __init__(self, context: OpContext) -> None:
         super().__init__()
         self.context = context
-        self.complete = complete
+        self.settled: set[Hashable] = set()
         self.backward: dict[int, BackwardPlan] = {}
-
-    @property
-    def traced(self) -> bool:
-        """Whether the backward ops of an execution are wanted."""
-        return not self.complete or any(self.backward.values())
-
-    def __bool__(self) -> bool:
-        return super().__bool__() or self.traced
 
 
 class Layer:
@@ -160,19 +152,30 @@ def only_replacement(replacements: Iterable[Action | None]) -> Action | None:
 
 
 class Combined:
-    """The plans of a chain of layers for one op, laid out for execution."""
+    """The plans of a chain of layers for one op, laid out for execution.
 
-    __slots__ = ("after", "before", "plans", "replace", "runs", "traced")
+    forward: whether anything is inserted in the forward pass.
+    watching: the plans of layers that have routines for backward ops.
+    """
+
+    __slots__ = ("after", "before", "forward", "plans", "replace", "watching")
 
     def __init__(self, plans: Sequence[tuple[Layer, Plan]]) -> None:
         self.plans = tuple(plans)
         self.before = tuple(action for _, plan in plans for action in plan.before)
         self.after = tuple(action for _, plan in plans for action in plan.after)
         self.replace = only_replacement(plan.replace for _, plan in plans)
-        self.traced = any(plan.traced for _, plan in plans)
+        self.forward = bool(self.before or self.replace or self.after)
+        self.watching = tuple(plan for layer, plan in plans if layer.wants_backward)
 
-    def __bool__(self) -> bool:
-        return bool(self.before or self.replace or self.after or self.traced)
+    def traced(self, gradients: Hashable) -> bool:
+        """Whether the backward ops of an execution are wanted.
+
+        gradients: which inputs need a gradient; None where autodiff records nothing.
+        """
+        return gradients is not None and any(
+            gradients not in plan.settled or any(plan.backward.values()) for plan in self.watching
+        )
 
 
 def guard_key(

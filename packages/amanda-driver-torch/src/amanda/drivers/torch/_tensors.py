@@ -114,6 +114,17 @@ class TorchTensors:
         """dtype, rank and device of each tensor, also in lists."""
         return tuple([_signature(value) for value in inputs])
 
+    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+        """Which tensors need a gradient, as bits; None where no node can be made."""
+        if not torch.is_grad_enabled():
+            return None
+        bits = 1
+        for value in inputs:
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(one, torch.Tensor):
+                    bits = bits << 1 | one.requires_grad
+        return None if bits & (bits - 1) == 0 else bits
+
     def shapes(self, inputs: Sequence[Any]) -> Hashable:
         """Shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
