@@ -52,9 +52,7 @@ class Trace:
 
     __slots__ = ("facts", "gradients", "op_id", "pending", "plans", "run")
 
-    def __init__(
-        self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]
-    ) -> None:
+    def __init__(self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]) -> None:
         self.op_id = op_id
         self.gradients = gradients
         self.plans = combined.plans
@@ -218,9 +216,7 @@ class EagerExecution(TensorOps):
             return call.invoke(inputs)
         return run_replacement(self, combined.replace, inputs, told, run, call.targets)
 
-    def _kept_facts(
-        self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace
-    ) -> OpFacts:
+    def _kept_facts(self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace) -> OpFacts:
         facts = told.at_backward(None, 0, True)
         if all(trace.gradients in plan.settled for _, plan in trace.plans):
             facts.drop_values()

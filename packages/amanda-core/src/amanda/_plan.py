@@ -66,9 +66,7 @@ class Layer:
         self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
         applied = [tool for layer in self.chain for tool in layer.tools]
         self.applied = tuple(applied)
-        self.routines = {
-            point: routines_at(point, self.tools, applied) for point in InstrumentationPoint
-        }
+        self.routines = {point: routines_at(point, self.tools, applied) for point in InstrumentationPoint}
         self.guards: list[Any] = [*(parent.guards if parent else ())]
         for routines in self.routines.values():
             self.guards += [one.guard for one in routines if one.guard is not None]
@@ -179,11 +177,13 @@ class Combined:
 
 
 def guard_key(
-    layer: Layer, inputs: Sequence[Any], signature: Callable[[Any], Hashable], shape: Callable[[Any], Hashable]
+    layer: Layer,
+    inputs: Sequence[Any],
+    signature: Callable[[Any], Hashable],
+    shape: Callable[[Any], Hashable],
 ) -> Hashable:
     """What a plan of this layer was made for: the signature of its inputs, and its guards' answers."""
     key: list[Hashable] = [signature(inputs)]
     for guard in layer.guards:
         key.append(shape(inputs) if guard == "shape" else guard(list(inputs)))
     return tuple(key)
-

@@ -124,7 +124,7 @@ def run_replacement(
 def _picked(action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
     assert action.select is not None
     try:
-        return [values[position] for position in action.select]  # type: ignore[index]
+        return [values[position] for position in action.select]
     except IndexError:
         with explained(facts, action.tool, str(action)):
             raise RoutineError(
@@ -209,9 +209,7 @@ def _substitute(ops: TensorOps, original: Any, result: Any) -> Any:
 def _substitute_each(ops: TensorOps, original: Sequence[Any], result: Sequence[Any]) -> Any:
     if len(original) != len(result):
         return result
-    return type(result)(
-        [
-            new if new is old else _substitute(ops, old, new)
-            for old, new in zip(original, result, strict=True)
-        ]
-    )
+    each = [
+        new if new is old else _substitute(ops, old, new) for old, new in zip(original, result, strict=True)
+    ]
+    return tuple(each) if isinstance(original, tuple) else each

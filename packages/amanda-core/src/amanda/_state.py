@@ -80,7 +80,8 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 
 def _switched(**changes: bool) -> Iterator[None]:
-    with in_force(replace(current_state(), **changes).activation()):
+    state = replace(current_state(), **changes)  # type: ignore[arg-type]
+    with in_force(state.activation()):
         yield
 
 

@@ -73,7 +73,7 @@ class ActionType(enum.Enum):
 class Action:
     """One instrumentation routine at one op.
 
-    select: positions or names of the values that the routine is given; None for all of them.
+    select: positions of the values that the routine is given; None for all of them.
     kwargs: what the tool injects into every call of the routine.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
     """
@@ -81,7 +81,7 @@ class Action:
     type: ActionType
     func: Routine
     tool: Tool
-    select: tuple[int | str, ...] | None
+    select: tuple[int, ...] | None
     kwargs: Mapping[str, Any]
 
     differentiable: bool = field(init=False)

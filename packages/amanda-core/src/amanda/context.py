@@ -166,15 +166,11 @@ class OpContext(dict[str, Any]):
         """Call `func` on the op's outputs after each execution; what it returns takes their place."""
         self._record(ActionType.INSERT_AFTER_OP, func, outputs, kwargs)
 
-    def insert_before_backward_op(
-        self, func: Routine, grad_outputs: Selection = None, **kwargs: Any
-    ) -> None:
+    def insert_before_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` on the gradients that enter the backward op."""
         self._record(ActionType.INSERT_BEFORE_BACKWARD_OP, func, grad_outputs, kwargs)
 
-    def insert_after_backward_op(
-        self, func: Routine, grad_inputs: Selection = None, **kwargs: Any
-    ) -> None:
+    def insert_after_backward_op(self, func: Routine, grad_inputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` on the gradients that leave the backward op."""
         self._record(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
 
@@ -185,9 +181,7 @@ class OpContext(dict[str, Any]):
         """
         self._record(ActionType.REPLACE_OP, func, inputs, kwargs)
 
-    def replace_backward_op(
-        self, func: Routine, grad_outputs: Selection = None, **kwargs: Any
-    ) -> None:
+    def replace_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
         """Let `func` give the gradients that leave the backward op; the kernel may still run."""
         self._record(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
 
@@ -211,9 +205,7 @@ class OpContext(dict[str, Any]):
             )
         return list(values)
 
-    def _record(
-        self, kind: ActionType, func: Routine, select: Selection, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _record(self, kind: ActionType, func: Routine, select: Selection, kwargs: Mapping[str, Any]) -> None:
         if not callable(func):
             raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
         if self._point is None or self._tool is None:
@@ -243,8 +235,7 @@ class OpContext(dict[str, Any]):
     def _check_replacement(self, kind: ActionType) -> None:
         if kind.is_backward and not self._facts.replaceable:
             raise ActionError(
-                f"{self._facts.name} cannot be replaced; change its gradient with "
-                "insert_before_backward_op"
+                f"{self._facts.name} cannot be replaced; change its gradient with insert_before_backward_op"
             )
         for action in self._actions:
             if action.type is kind:
@@ -254,7 +245,7 @@ class OpContext(dict[str, Any]):
                     "apply one of the two, or let one use insert_before_op or insert_after_op"
                 )
 
-    def _selected(self, kind: ActionType, select: Selection) -> tuple[int | str, ...] | None:
+    def _selected(self, kind: ActionType, select: Selection) -> tuple[int, ...] | None:
         if select is None:
             return None
         chosen = (select,) if isinstance(select, (int, str)) else tuple(select)
@@ -263,9 +254,7 @@ class OpContext(dict[str, Any]):
         count = len(inputs) if takes_inputs and inputs is not None else None
         return self._positions(chosen, kind.value, count)
 
-    def _positions(
-        self, chosen: tuple[int | str, ...], method: str, count: int | None
-    ) -> tuple[int, ...]:
+    def _positions(self, chosen: tuple[int | str, ...], method: str, count: int | None) -> tuple[int, ...]:
         names = list(self._facts.names)
         positions = []
         for one in chosen:

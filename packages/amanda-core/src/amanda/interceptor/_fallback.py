@@ -201,9 +201,7 @@ def active() -> Activation | None:
 class Site:
     """One callable and who handles its calls."""
 
-    def __init__(
-        self, target: Any, op: Any, key: str, hash: int, handler: Handler, flags: int = 0
-    ) -> None:
+    def __init__(self, target: Any, op: Any, key: str, hash: int, handler: Handler, flags: int = 0) -> None:
         self.target = target
         self.op = op
         self.key = key
@@ -211,6 +209,13 @@ class Site:
         self.handler = handler
         self.flags = flags
         self.original = target.__get__ if inspect.isgetsetdescriptor(target) else target
+
+    def place(self) -> None:
+        """Let calls of the target pass the stub: the native interceptor alone can."""
+        raise TypeError(f"without the native interceptor, {self.op!r} is detoured, not placed")
+
+    def remove(self) -> None:
+        """Leave the target as it was: it was never placed."""
 
     def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Call the target itself; what it calls in turn is intercepted."""
@@ -231,9 +236,7 @@ class Site:
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Bring one call to the handler, or past it."""
         activation = active()
-        if activation is None or (
-            _thread.key and (_thread.key == self.key or self.flags & IMPLEMENTATION)
-        ):
+        if activation is None or (_thread.key and (_thread.key == self.key or self.flags & IMPLEMENTATION)):
             return self.original(*args, **kwargs)
         op_id = _identify(self, args, kwargs)
         plan = NotImplemented if activation.table is None else activation.table.get(op_id)
