@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from amanda._notes import explained
+from amanda._notes import add_note, describe, explained
 from amanda.errors import MutationError, RoutineError
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def run_routine(
     mutable: positions of the user's tensors that the op writes into; a change is copied into them.
     """
     select = action.select
-    picked = values if select is None else _picked(action, values, facts)
     isolated = not (action.differentiable or state.autodiff)
-    with explained(facts, action.tool, str(action)):
+    try:
+        picked = values if select is None else _picked(action, values, facts)
         results = _call(ops, action, picked, run, isolated)
         if results is None:
             return values
@@ -87,6 +87,9 @@ def run_routine(
             else:
                 changed[position] = _substitute(ops, original, result) if isolated else result
         return changed
+    except BaseException as error:
+        add_note(error, describe(facts, action.tool, str(action)))
+        raise
 
 
 def run_replacement(
@@ -102,9 +105,9 @@ def run_replacement(
     targets: positions of the user's tensors that the op would have written and returned.
     """
     given = [ops.copied(value) if i in targets else value for i, value in enumerate(values)]
-    picked = given if action.select is None else _picked(action, given, facts)
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     with explained(facts, action.tool, str(action)):
+        picked = given if action.select is None else _picked(action, given, facts)
         with action.tool._amanda.lock:
             result = action.func(*picked, **kwargs)
         if not targets:
@@ -126,10 +129,9 @@ def _picked(action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
     try:
         return [values[position] for position in action.select]
     except IndexError:
-        with explained(facts, action.tool, str(action)):
-            raise RoutineError(
-                f"{action} selects {list(action.select)}; {facts.name} has {len(values)} values here"
-            ) from None
+        raise RoutineError(
+            f"{action} selects {list(action.select)}; {facts.name} has {len(values)} values here"
+        ) from None
 
 
 def _call(
