@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from amanda.errors import MutationError, RoutineError
 
 if TYPE_CHECKING:
     from amanda._state import State
-    from amanda.action import Action
+    from amanda.action import Action, Routine
     from amanda.context import OpFacts
 
 
@@ -30,6 +30,15 @@ class TensorOps(ABC):
     @abstractmethod
     def version(self, value: Any) -> Any:
         """What changes when a value is written into; None where that cannot be told."""
+
+    def versions(self, values: Sequence[Any]) -> list[Any]:
+        """The version of each value."""
+        return [self.version(value) for value in values]
+
+    def call_isolated(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine where autodiff records nothing."""
+        with self.isolated():
+            return func(*values, **kwargs)
 
     @abstractmethod
     def straight_through(self, original: Any, value: Any) -> Any:
@@ -146,11 +155,10 @@ def _call(
     with action.tool._amanda.lock:
         if not isolated:
             return _matched(action, action.func(*given, **kwargs), picked, given)
-        versions = [ops.version(value) for value in given]
-        with ops.isolated():
-            result = action.func(*given, **kwargs)
-    for index, (value, version) in enumerate(zip(given, versions, strict=True)):
-        if version is not None and ops.version(value) != version:
+        versions = ops.versions(given)
+        result = ops.call_isolated(action.func, given, kwargs)
+        if ops.versions(given) != versions:
+            index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
             raise MutationError(
                 f"{action} wrote into value {index} that it was given; return a new value instead, or mark "
                 "the routine @amanda.differentiable"

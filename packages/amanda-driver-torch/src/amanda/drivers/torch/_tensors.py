@@ -1,6 +1,6 @@
 """Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,24 @@ class TorchTensors:
             return [self.version(item) for item in value if isinstance(item, torch.Tensor)] or None
         return None
 
+    def versions(self, values: Sequence[Any]) -> list[Any]:
+        """The version of each value; a hot path, so the common case is spelt out."""
+        try:
+            return [value._version if type(value) is torch.Tensor else self.version(value) for value in values]
+        except RuntimeError:  # an inference tensor has none
+            return [self.version(value) for value in values]
+
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine with autograd off; a hot path, a third of the cost of `torch.no_grad`."""
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return func(*values, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
         value = _fitting(original, value)
@@ -112,7 +130,13 @@ class TorchTensors:
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype, rank and device of each tensor, also in lists."""
-        return tuple([_signature(value) for value in inputs])
+        return tuple(
+            [
+                (value.dtype, value.dim(), value.device) if isinstance(value, torch.Tensor)
+                else _signatures(value) if isinstance(value, (list, tuple)) else None
+                for value in inputs
+            ]
+        )  # fmt: skip
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Which tensors need a gradient, as bits; None where no node can be made."""
@@ -120,9 +144,11 @@ class TorchTensors:
             return None
         bits = 1
         for value in inputs:
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(one, torch.Tensor):
-                    bits = bits << 1 | one.requires_grad
+            if isinstance(value, torch.Tensor):
+                bits = bits << 1 | value.requires_grad
+            elif isinstance(value, (list, tuple)):
+                for one in value:
+                    bits = bits << 1 | (isinstance(one, torch.Tensor) and one.requires_grad)
         return None if bits & (bits - 1) == 0 else bits
 
     def shapes(self, inputs: Sequence[Any]) -> Hashable:
@@ -134,12 +160,8 @@ class TorchTensors:
         return flatten_outputs(outputs)
 
 
-def _signature(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.dim(), value.device
-    if isinstance(value, (list, tuple)):
-        return tuple([_signature(item) for item in value if isinstance(item, torch.Tensor)])
-    return None
+def _signatures(values: Sequence[Any]) -> Hashable:
+    return tuple([(one.dtype, one.dim(), one.device) for one in values if isinstance(one, torch.Tensor)])
 
 
 def _shape(value: Any) -> Hashable:
