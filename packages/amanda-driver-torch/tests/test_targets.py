@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from amanda.drivers.torch import _targets
-from amanda.drivers.torch._targets import by_callable, exclusion, missing_parts, targets
 from torch.overrides import (
     TorchFunctionMode,
     get_ignored_functions,
@@ -16,17 +14,23 @@ from torch.overrides import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amanda.drivers.torch import _targets
+from amanda.drivers.torch._targets import Target, by_callable, exclusion, missing_parts, targets
+
+
+def names(text: str) -> set[str]:
+    return set(text.split())
+
+
 # They give back no tensor and write none, yet what they give back depends on tensor data.
-DATA_READERS = set(
-    """
+DATA_READERS = names("""
     item is_nonzero equal allclose _assert_async _linalg_check_errors _choose_qparams_per_tensor
     _cslt_sparse_mm_search _nested_tensor_from_mask_left_aligned
     _validate_compressed_sparse_indices _validate_sparse_coo_tensor_args
     _validate_sparse_compressed_tensor_args _validate_sparse_bsc_tensor_args
     _validate_sparse_bsr_tensor_args _validate_sparse_csc_tensor_args
     _validate_sparse_csr_tensor_args
-    """.split()
-)
+""")
 # They give back a tensor or are said to write one, and touch no data.
 BOOKKEEPERS = {"requires_grad_", "retain_grad", "record_stream", "grad"}
 
@@ -91,8 +95,7 @@ def test_data_readers_are_targets_and_bookkeepers_are_not() -> None:
 
 def test_every_excluded_name_and_every_renamed_one_exists() -> None:
     existing = {
-        getattr(getattr(each, "__func__", each), "__name__", None)
-        for each in _targets._native_callables()
+        getattr(getattr(each, "__func__", each), "__name__", None) for each in _targets._native_callables()
     }
     excluded = {name for names in _targets.EXCLUDED.values() for name in names}
     assert excluded <= existing
@@ -110,26 +113,26 @@ def test_inplace_is_what_the_schema_says_of_the_first_argument() -> None:
 
 
 EXPRESSIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
-    "add": (lambda a, b: a + b, lambda a, b: 1 + a, torch.add, lambda a, b: a.add(b)),
-    "mul": (lambda a, b: a * b, lambda a, b: 2 * a),
+    "add": (lambda a, b: a + b, lambda a, _: 1 + a, torch.add, lambda a, b: a.add(b)),
+    "mul": (lambda a, b: a * b, lambda a, _: 2 * a),
     "sub": (lambda a, b: a - b,),
-    "rsub": (lambda a, b: 1 - a,),
+    "rsub": (lambda a, _: 1 - a,),
     "div": (lambda a, b: a / b,),
     "floor_divide": (lambda a, b: a // b,),
     "remainder": (lambda a, b: a % b,),
-    "neg": (lambda a, b: -a,),
+    "neg": (lambda a, _: -a,),
     "eq": (lambda a, b: a == b,),
     "ne": (lambda a, b: a != b,),
     "lt": (lambda a, b: a < b,),
     "le": (lambda a, b: a <= b,),
     "gt": (lambda a, b: a > b,),
     "ge": (lambda a, b: a >= b,),
-    "pow": (lambda a, b: a**2, lambda a, b: 2**a),
-    "abs": (lambda a, b: abs(a),),
-    "bitwise_and": (lambda a, b: a & b, lambda a, b: 1 & a),
-    "bitwise_or": (lambda a, b: a | b, lambda a, b: 1 | a),
-    "bitwise_xor": (lambda a, b: a ^ b, lambda a, b: 1 ^ a),
-    "bitwise_not": (lambda a, b: ~a,),
+    "pow": (lambda a, _: a**2, lambda a, _: 2**a),
+    "abs": (lambda a, _: abs(a),),
+    "bitwise_and": (lambda a, b: a & b, lambda a, _: 1 & a),
+    "bitwise_or": (lambda a, b: a | b, lambda a, _: 1 | a),
+    "bitwise_xor": (lambda a, b: a ^ b, lambda a, _: 1 ^ a),
+    "bitwise_not": (lambda a, _: ~a,),
     "add_": (operator.iadd, lambda a, b: a.add_(b)),
     "mul_": (operator.imul,),
     "sub_": (operator.isub,),
@@ -138,8 +141,8 @@ EXPRESSIONS: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
     "bitwise_and_": (operator.iand,),
     "bitwise_or_": (operator.ior,),
     "bitwise_xor_": (operator.ixor,),
-    "detach": (lambda a, b: a.detach(),),
-    "clone": (lambda a, b: a.clone(),),
+    "detach": (lambda a, _: a.detach(),),
+    "clone": (lambda a, _: a.clone(),),
 }
 CASES = [(name, each) for name, group in EXPRESSIONS.items() for each in group]
 
@@ -150,19 +153,16 @@ class Targets(TorchFunctionMode):
         self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = getattr(func, "__self__", None)
-        target = by_callable().get(func) or (
-            by_callable().get(read) if type(read).__name__ == "getset_descriptor" else None
-        )
+        target = by_callable().get(func)
         if target is None and not hasattr(func, "__code__"):
             raise AssertionError(f"{func} is no target")
         self.names += [target.canonical] if target else []
         return func(*args, **(kwargs or {}))
 
 
-class Reached(TorchDispatchMode):
+class Reached(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,6 +186,28 @@ def test_an_expression_has_the_name_of_the_aten_operator_it_reaches(
     assert reached[0] == name
     seen = observed(Targets(), expression)
     assert seen in ([name], []), "seen is empty where Python code calls the operator"
+
+
+# They reach the operator they are named for by way of others, or of none that is dispatched.
+INDIRECT = {"__matmul__", "__getitem__", "__setitem__"}
+DUNDERS = [
+    target
+    for target in targets()
+    if target.name.startswith("__")
+    and target.canonical not in ("item", "is_nonzero")
+    and target.name not in INDIRECT
+]
+
+
+@pytest.mark.parametrize("target", DUNDERS, ids=lambda target: target.name)
+def test_an_operator_s_method_has_the_name_of_the_aten_operator_it_reaches(target: Target) -> None:
+    operands = 1 if target.canonical == "bitwise_not" else 2
+    dtype = torch.float32 if "div" in target.name else torch.int64
+    with Reached() as reached:
+        target.callable(*(torch.tensor([6, 4], dtype=dtype) for _ in range(operands)))
+    # ATen has the shifts twice; ours have the name that `torch.bitwise_left_shift` has.
+    expected = target.name if "shift" in target.name else target.canonical
+    assert expected in reached.names
 
 
 @pytest.mark.parametrize(

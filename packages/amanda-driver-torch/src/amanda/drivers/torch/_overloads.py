@@ -59,9 +59,7 @@ class Form:
         return _layout(self)
 
 
-def forms(
-    candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]
-) -> tuple[Form, ...]:
+def forms(candidates: Iterable[Signature], nargs: int, keywords: tuple[str, ...]) -> tuple[Form, ...]:
     """The forms that a call with nargs positional arguments and these keywords may have.
 
     Where no signature takes the call, its one form is the order of the call itself.

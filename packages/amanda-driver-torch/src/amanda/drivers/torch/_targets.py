@@ -37,7 +37,8 @@ LOOSE_FUNCTIONS = ("_from_dlpack", "_to_dlpack", "_to_dlpack_versioned")
 SLOTS = ("__getitem__", "__setitem__")
 TENSOR_PROPERTIES = ("T", "H", "mT", "mH", "real", "imag", "data")
 
-# Names for which the ATen operator is called otherwise; every other keeps its own.
+# Names for which the ATen operator is called otherwise; every other keeps its own. Where ATen
+# has one operator twice (`__lshift__`), the spelled-out name stands for both.
 CANONICAL = {
     **{f"__{name}__": name for name in ("add", "mul", "sub", "matmul", "eq", "ne", "lt", "le")},
     **{f"__{name}__": name for name in ("gt", "ge", "getitem")},
