@@ -40,8 +40,10 @@ class Environment:
             session.run(sys.executable, "-m", "venv", str(self.home), external=True)
 
     def run(self, program: str, *arguments: str, **env: str) -> None:
-        """Run a program of the environment."""
-        self.session.run(str(self.home / BIN / program), *arguments, external=True, env=env)
+        """Run a program of the environment; models come with packages, none from a hub."""
+        self.session.run(
+            str(self.home / BIN / program), *arguments, external=True, env={"HF_HUB_OFFLINE": "1", **env}
+        )
 
     def install(self, *arguments: str) -> None:
         """Install with pip, at the versions of constraints.txt."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from amanda import _imports
 from amanda._imports import is_imported, when_imported
 
 Write = Callable[[str], str]
@@ -89,6 +90,33 @@ def test_a_finder_that_joined_meanwhile_stays(module: Write) -> None:
     assert sys.meta_path is place
     assert sys.meta_path == [*before, finder]
     sys.meta_path.remove(finder)  # type: ignore[arg-type]
+
+
+def test_another_finder_that_asks_all_others_is_no_endless_circle(
+    module: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asking:
+        def find_spec(self, *arguments: object) -> object:
+            found = (one.find_spec(*arguments) for one in sys.meta_path if one is not self)  # type: ignore[arg-type]
+            return next((spec for spec in found if spec), None)
+
+    name, seen = module(""), []
+    cancel = when_imported(name, lambda: seen.append(1))
+    before = [finder for finder in sys.meta_path if finder is not _imports._watch]
+    monkeypatch.setattr(sys, "meta_path", [Asking(), *sys.meta_path])
+    importlib.import_module(name)
+    cancel()
+    assert seen == [1]
+    monkeypatch.undo()
+    assert sys.meta_path == before
+
+
+def test_a_module_that_puts_another_object_in_its_place_is_told(module: Write) -> None:
+    name = module("import sys, types\nsys.modules[__name__] = types.SimpleNamespace(value=1)")
+    seen = []
+    when_imported(name, lambda: seen.append(sys.modules[name].value))
+    importlib.import_module(name)
+    assert seen == [1]
 
 
 def test_a_cancelled_watch_is_not_told(module: Write) -> None:

@@ -52,7 +52,7 @@ class Entry:
     def load(self) -> Any:
         """The object. Raises PluginError, with the cause and the fix, where it fails to import."""
         if isinstance(self._outcome, PluginError):
-            raise self._outcome
+            raise self._outcome.with_traceback(None)
         return self._outcome
 
     @cached_property

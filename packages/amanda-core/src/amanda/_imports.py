@@ -71,10 +71,11 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._callbacks:
+        if fullname not in self._callbacks or self not in (finders := list(sys.meta_path)):
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        for finder in finders[finders.index(self) + 1 :]:  # those in front had their turn
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
                     self._extend(spec.loader, fullname)
@@ -88,7 +89,7 @@ class _Watch(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
             execute(module)
-            if sys.modules.get(name) is module:
+            if name in sys.modules:  # as itself, or as what the body put in its place
                 self._fire(name)
 
         try:
@@ -143,8 +144,10 @@ class _Watch(MetaPathFinder):
             if left != self._before:
                 self._before[:] = left
             sys.meta_path = self._before  # type: ignore[assignment]
-        elif self in sys.meta_path:
-            sys.meta_path.remove(self)
+        else:  # someone put a list in place of ours, and may put ours back
+            for finders in (sys.meta_path, self._with_us):
+                if self in finders:
+                    finders.remove(self)
         self._before, self._with_us = [], []
 
 
