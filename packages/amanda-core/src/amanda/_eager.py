@@ -50,7 +50,7 @@ class Trace:
     gradients: which inputs needed a gradient.
     """
 
-    __slots__ = ("facts", "gradients", "op_id", "pending", "plans", "run")
+    __slots__ = ("__weakref__", "facts", "gradients", "op_id", "pending", "plans", "run")
 
     def __init__(self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]) -> None:
         self.op_id = op_id

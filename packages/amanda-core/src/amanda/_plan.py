@@ -154,9 +154,10 @@ class Combined:
 
     forward: whether anything is inserted in the forward pass.
     watching: the plans of layers that have routines for backward ops.
+    quiet: needs of gradients for which nothing is wanted of the backward ops.
     """
 
-    __slots__ = ("after", "before", "forward", "plans", "replace", "watching")
+    __slots__ = ("after", "before", "forward", "plans", "quiet", "replace", "watching")
 
     def __init__(self, plans: Sequence[tuple[Layer, Plan]]) -> None:
         self.plans = tuple(plans)
@@ -165,15 +166,19 @@ class Combined:
         self.replace = only_replacement(plan.replace for _, plan in plans)
         self.forward = bool(self.before or self.replace or self.after)
         self.watching = tuple(plan for layer, plan in plans if layer.wants_backward)
+        self.quiet: set[Hashable] = {None}
 
     def traced(self, gradients: Hashable) -> bool:
         """Whether the backward ops of an execution are wanted.
 
         gradients: which inputs need a gradient; None where autodiff records nothing.
         """
-        return gradients is not None and any(
-            gradients not in plan.settled or any(plan.backward.values()) for plan in self.watching
-        )
+        if gradients in self.quiet:
+            return False
+        wanted = any(gradients not in plan.settled or any(plan.backward.values()) for plan in self.watching)
+        if not wanted:
+            self.quiet.add(gradients)
+        return wanted
 
 
 def guard_key(

@@ -1,6 +1,7 @@
 """The backward pass: which nodes an op made, and hooks where a tool wants them."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,9 @@ class Made:
 class Autograd(EagerDriver):
     """The part of the driver that maps backward ops to forward ops and instruments them."""
 
+    def __init__(self) -> None:
+        self._traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of graphs that are still there
+
     def tracing(self) -> Made:
         """Context that brackets the nodes made by an op."""
         return Made()
@@ -54,6 +58,7 @@ class Autograd(EagerDriver):
         """Leave the trace at the nodes of the op's results; the rest is found from there."""
         if made.start == made.end:
             return
+        self._traces.add(trace)
         origin = Origin(trace, made.start, made.end)
         for value in [*outputs, *(call.inputs[i] for i in call.mutable)]:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -69,8 +74,7 @@ class Autograd(EagerDriver):
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             activation = interceptor.active()
-            layer = None if activation is None else activation.state.layer
-            if layer is None or not any(one.wants_backward for one in layer.chain):
+            if activation is None or not self._traces:
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))

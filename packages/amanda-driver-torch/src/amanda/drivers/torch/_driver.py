@@ -43,6 +43,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     identity_types = (torch.nn.Parameter,)
 
     def __init__(self) -> None:
+        super().__init__()
         self._attributes = Attributes()
         self._surroundings = Surroundings(self)
 
