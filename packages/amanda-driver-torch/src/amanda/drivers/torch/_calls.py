@@ -53,4 +53,4 @@ class TorchCall(Call):
 def _targets(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
     if in_place:
         return (0,)
-    return tuple(i for i in binding.mutable if binding.names[i].startswith("out") and inputs[i] is not None)
+    return tuple(i for i in binding.mutable if binding.names[i] != "noise" and inputs[i] is not None)
