@@ -9,7 +9,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda._plan import Combined, Plan, bind_to_subjects, guard_key
+from amanda._plan import Combined, Plan, bind_to_subjects
 from amanda._routine import TensorOps, run_replacement, run_routine
 from amanda._source import user_source
 from amanda.action import InstrumentationPoint
@@ -86,14 +86,6 @@ class EagerExecution(TensorOps):
         """An op's result as a list of outputs, and how to put such a list back into its form."""
 
     @abstractmethod
-    def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype, rank and device of every tensor among the inputs."""
-
-    @abstractmethod
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
-        """Shape of every tensor among the inputs."""
-
-    @abstractmethod
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Which of the inputs need a gradient; None where autodiff records nothing."""
 
@@ -136,7 +128,7 @@ class EagerExecution(TensorOps):
         if reason is not None:
             state.report(site.key, reason)
             return site.invoke(args, kwargs)
-        key = guard_key(layer, call.inputs, self.signature, self.shapes)
+        key = layer.key(self, call.inputs)
         if known is not None and key in known:
             return self._execute(known[key], call, state, op_id)
         return self._first(call, state, op_id, key)
@@ -153,7 +145,7 @@ class EagerExecution(TensorOps):
         pairs: list[tuple[Layer, Plan]] = []
         inherited: OpContext | None = None
         for one in layer.chain:
-            own = key if one is layer else guard_key(one, call.inputs, self.signature, self.shapes)
+            own = key if one is layer else one.key(self, call.inputs)
             plan = one.plans.get(op_id, {}).get(own) if state.cache else None
             if plan is None:
                 context = OpContext(facts, one.analyse, inherited)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import _plugins, interceptor
-from amanda._notes import explained
+from amanda._notes import add_note, explained
 from amanda._order import routines_at
 from amanda._source import codes
 from amanda.action import Action, InstrumentationPoint
@@ -15,7 +15,8 @@ from amanda.context import OpContext
 from amanda.errors import ReplaceConflictError
 
 if TYPE_CHECKING:
-    from amanda.tool import Tool
+    from amanda._routine import TensorOps
+    from amanda.tool import Analysis, Tool
 
 LAYERS_PER_TOOL = 16
 
@@ -67,9 +68,9 @@ class Layer:
         applied = [tool for layer in self.chain for tool in layer.tools]
         self.applied = tuple(applied)
         self.routines = {point: routines_at(point, self.tools, applied) for point in InstrumentationPoint}
-        self.guards: list[Any] = [*(parent.guards if parent else ())]
+        self.guards: list[Analysis] = [*(parent.guards if parent else ())]
         for routines in self.routines.values():
-            self.guards += [one.guard for one in routines if one.guard is not None]
+            self.guards += [one for one in routines if one.guard is not None]
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.table = interceptor.PlanTable()
@@ -82,6 +83,19 @@ class Layer:
             with explained(context._facts, routine.tool, point.value), routine.tool._amanda.lock:
                 routine.callback(context)
         _plugins.plugin_manager().hook.amanda_op_analysed(context=context)
+
+    def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:
+        """What a plan is made for: the signature of the op's inputs, and what the guards answer."""
+        if not self.guards:
+            return ops.signature(inputs)
+        answers: list[Hashable] = [ops.signature(inputs)]
+        for tool, _, _, guard, _ in self.guards:
+            try:
+                answers.append(guard(list(inputs)) if callable(guard) else ops.shapes(inputs))
+            except BaseException as error:
+                add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
+                raise
+        return tuple(answers)
 
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""
@@ -179,16 +193,3 @@ class Combined:
         if not wanted:
             self.quiet.add(gradients)
         return wanted
-
-
-def guard_key(
-    layer: Layer,
-    inputs: Sequence[Any],
-    signature: Callable[[Any], Hashable],
-    shape: Callable[[Any], Hashable],
-) -> Hashable:
-    """What a plan of this layer was made for: the signature of its inputs, and its guards' answers."""
-    key: list[Hashable] = [signature(inputs)]
-    for guard in layer.guards:
-        key.append(shape(inputs) if guard == "shape" else guard(list(inputs)))
-    return tuple(key)

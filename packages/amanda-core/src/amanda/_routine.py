@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,14 @@ class TensorOps(ABC):
     @abstractmethod
     def is_tensor(self, value: Any) -> bool:
         """Whether a value is a tensor of the framework."""
+
+    @abstractmethod
+    def signature(self, inputs: Sequence[Any]) -> Hashable:
+        """dtype, rank and device of every tensor among the inputs."""
+
+    @abstractmethod
+    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+        """Shape of every tensor among the inputs."""
 
     @abstractmethod
     def isolated(self) -> AbstractContextManager[Any]:
@@ -78,21 +86,19 @@ def run_routine(
     isolated = not (action.differentiable or state.autodiff)
     try:
         picked = values if select is None else _picked(action, values, facts)
-        results = _call(ops, action, picked, run, isolated)
+        positions = range(len(values)) if select is None else select
+        given = _given(ops, action, picked, [i in mutable for i in positions] if mutable else (), isolated)
+        results = _call(ops, action, picked, given, run, isolated)
         if results is None:
             return values
-        positions = range(len(values)) if select is None else select
         changed = values
         for position, original, result in zip(positions, picked, results, strict=True):
             if result is original:
                 continue
             if changed is values:
                 changed = list(values)
-            target = values[position]
-            if position in mutable and ops.is_tensor(target):
-                if isolated:
-                    result = _checked(ops, original, result)
-                ops.write(target, result, isolated)
+            if position in mutable:
+                _write(ops, original, result, isolated)
             else:
                 changed[position] = _substitute(ops, original, result) if isolated else result
         return changed
@@ -113,24 +119,27 @@ def run_replacement(
 
     targets: positions of the user's tensors that the op would have written and returned.
     """
-    given = [ops.copied(value) if i in targets else value for i, value in enumerate(values)]
+    given = [_copied(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     with explained(facts, action.tool, str(action)):
+        lent = _spread(given[i] for i in targets)
+        versions = ops.versions(lent)
         picked = given if action.select is None else _picked(action, given, facts)
         with action.tool._amanda.lock:
             result = action.func(*picked, **kwargs)
         if not targets:
             return result
-        results = result if isinstance(result, (list, tuple)) else (result,)
-        if len(results) != len(targets):
+        written = _spread(values[i] for i in targets)
+        results = lent if result is None else _spread([result])
+        if len(results) != len(written):
             raise RoutineError(
-                f"{action} returned {len(results)} values for an op that writes {len(targets)}"
+                f"{action} returned {len(results)} values for an op that writes {len(written)}"
             )
-        for target, new in zip(targets, results, strict=True):
-            if new is not given[target]:
-                ops.write(values[target], new, isolated=False)
-        written = [values[target] for target in targets]
-        return written[0] if len(written) == 1 else type(result)(written)
+        for target, copy, version, new in zip(written, lent, versions, results, strict=True):
+            if new is not copy or version is None or ops.version(copy) != version:
+                ops.write(target, new, isolated=False)
+        own = [values[i] for i in targets]
+        return own[0] if len(own) == 1 else tuple(own)
 
 
 def _picked(action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
@@ -143,32 +152,54 @@ def _picked(action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
         ) from None
 
 
+def _given(
+    ops: TensorOps, action: Action, picked: list[Any], mutable: Sequence[bool], isolated: bool
+) -> list[Any]:
+    """What the routine is handed: no graph that `run` could keep alive, no tensor that is written later."""
+    if isolated:
+        return [ops.kept(value) for value in picked] if action.takes_run else picked
+    if any(mutable):
+        return [_copied(ops, one) if flag else one for one, flag in zip(picked, mutable, strict=True)]
+    return picked
+
+
 def _call(
-    ops: TensorOps, action: Action, picked: list[Any], run: dict[str, Any], isolated: bool
+    ops: TensorOps,
+    action: Action,
+    picked: list[Any],
+    given: list[Any],
+    run: dict[str, Any],
+    isolated: bool,
 ) -> Sequence[Any] | None:
-    kwargs = action.kwargs
-    given: Sequence[Any] = picked
-    if action.takes_run:
-        kwargs = {**kwargs, "run": run}
-        if isolated:
-            given = [ops.kept(value) for value in picked]
+    kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     with action.tool._amanda.lock:
+        versions = ops.versions(given) if isolated or given is not picked else []
         if not isolated:
-            return _matched(action, action.func(*given, **kwargs), picked, given)
-        versions = ops.versions(given)
-        result = ops.call_isolated(action.func, given, kwargs)
-        if ops.versions(given) != versions:
-            index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
-            raise MutationError(
-                f"{action} wrote into value {index} that it was given; return a new value instead, or mark "
-                "the routine @amanda.differentiable"
-            )
-    return _matched(action, result, picked, given)
+            result = action.func(*given, **kwargs)
+        else:
+            result = ops.call_isolated(action.func, given, kwargs)
+            if ops.versions(given) != versions:
+                index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
+                raise MutationError(
+                    f"{action} wrote into value {index} that it was given; return a new value instead, or "
+                    "mark the routine @amanda.differentiable"
+                )
+    if given is picked:
+        return _matched(action, result, picked)
+    unchanged = {
+        id(lent): own
+        for lent, own, version in zip(given, picked, versions, strict=True)
+        if ops.version(lent) == version
+    }
+    if result is None:
+        if len(unchanged) == len(given):
+            return None
+        result = given
+    matched = _matched(action, result, picked)
+    return matched and [unchanged.get(id(one), one) for one in matched]
 
 
-def _matched(
-    action: Action, result: Any, picked: Sequence[Any], given: Sequence[Any]
-) -> Sequence[Any] | None:
+def _matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
     """The routine's result as one value for each that it was given; None for no change."""
     if result is None:
         return None
@@ -185,10 +216,7 @@ def _matched(
     else:
         count = len(result) if isinstance(result, (list, tuple)) else 1
         raise _wrong_count(action, count, len(picked))
-    if given is picked:
-        return results
-    back = {id(lent): own for lent, own in zip(given, picked, strict=True)}
-    return [back.get(id(one), one) for one in results]
+    return results
 
 
 def _wrong_count(action: Action, count: int, wanted: int) -> RoutineError:
@@ -197,6 +225,17 @@ def _wrong_count(action: Action, count: int, wanted: int) -> RoutineError:
         f"{action} returned {count} values; it was given {wanted} {values} and may return None (no "
         f"change) or {'that one value' if wanted == 1 else f'a sequence of {wanted}'}"
     )
+
+
+def _spread(values: Iterable[Any]) -> list[Any]:
+    """Values, each list among them as its elements."""
+    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def _copied(ops: TensorOps, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [ops.copied(one) for one in value]
+    return ops.copied(value)
 
 
 def _checked(ops: TensorOps, original: Any, result: Any) -> Any:
@@ -208,18 +247,34 @@ def _checked(ops: TensorOps, original: Any, result: Any) -> Any:
     return result
 
 
-def _substitute(ops: TensorOps, original: Any, result: Any) -> Any:
-    if not ops.is_tensor(original):
-        if isinstance(original, (list, tuple)) and isinstance(result, (list, tuple)):
-            return _substitute_each(ops, original, result)
+def _listed(original: Sequence[Any], result: Any) -> Sequence[Any]:
+    """The result for a list of tensors: a list of as many."""
+    if isinstance(result, (list, tuple)) and len(result) == len(original):
         return result
-    return ops.straight_through(original, _checked(ops, original, result))
+    count = f"{len(result)} values" if isinstance(result, (list, tuple)) else type(result).__name__
+    raise RoutineError(
+        f"a routine returned {count} where a list of {len(original)} tensors was given; return a list of as "
+        "many, or mark it @amanda.differentiable if it is meant to change how many there are"
+    )
 
 
-def _substitute_each(ops: TensorOps, original: Sequence[Any], result: Sequence[Any]) -> Any:
-    if len(original) != len(result):
+def _write(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
+    """Copy a routine's result into the user's tensor, or each of a list."""
+    if isinstance(target, (list, tuple)):
+        for own, new in zip(target, _listed(target, result), strict=True):
+            if new is not own:
+                _write(ops, own, new, isolated)
+    else:
+        ops.write(target, _checked(ops, target, result), isolated)
+
+
+def _substitute(ops: TensorOps, original: Any, result: Any) -> Any:
+    if ops.is_tensor(original):
+        return ops.straight_through(original, _checked(ops, original, result))
+    if not isinstance(original, (list, tuple)) or not all(ops.is_tensor(one) for one in _spread(original)):
         return result
     each = [
-        new if new is old else _substitute(ops, old, new) for old, new in zip(original, result, strict=True)
+        new if new is old else _substitute(ops, old, new)
+        for old, new in zip(original, _listed(original, result), strict=True)
     ]
     return tuple(each) if isinstance(original, tuple) else each

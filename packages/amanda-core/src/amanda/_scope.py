@@ -16,7 +16,7 @@ from amanda._attachment import attachment
 from amanda._order import in_order
 from amanda._plan import layer_of
 from amanda._report import Report
-from amanda._state import current_state, in_force, restore
+from amanda._state import activated, current_state, restore
 from amanda.errors import ScopeError, ToolError
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class Scope:
         layer = layer_of(tools, outer.layer) if tools or outer.layer is None else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
         attachment.open(self)
-        token = interceptor.ACTIVATION.set(state.activation())
+        self._activations.append(state.activation())
+        token = interceptor.ACTIVATION.set(self._activations[0])
         interceptor.reset_root()
         self._entries.append((threading.get_ident(), token))
         _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
@@ -121,7 +122,7 @@ class Scope:
         def bound(*args: P.args, **kwargs: P.kwargs) -> T:
             if self.closed:
                 return function(*args, **kwargs)
-            with in_force(state.activation()):
+            with activated(state):
                 return function(*args, **kwargs)
 
         return bound

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -39,11 +39,7 @@ class State:
     def activation(self) -> interceptor.Activation:
         """What the interceptor consults while this state is in force."""
         table = self.layer.table if self.layer is not None and self.cache else None
-        active = self.enabled and self.layer is not None
-        activation = interceptor.Activation(table, self, active)
-        if self.scopes:
-            self.scopes[-1]._activations.append(activation)
-        return activation
+        return interceptor.Activation(table, self, self.enabled and self.layer is not None)
 
 
 _OUTSIDE = State()
@@ -79,46 +75,55 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
         raise ScopeError("this switch was left already") from error
 
 
-def _switched(**changes: bool) -> Iterator[None]:
-    state = replace(current_state(), **changes)  # type: ignore[arg-type]
-    with in_force(state.activation()):
-        yield
-
-
 @contextmanager
-def enabled() -> Iterator[None]:
+def activated(state: State) -> Iterator[None]:
+    """Put a state in force until the context is left or its innermost scope closes."""
+    activation = state.activation()
+    owners = state.scopes[-1:]
+    for scope in owners:
+        scope._activations.append(activation)
+    try:
+        with in_force(activation):
+            yield
+    finally:
+        activation.active = False
+        for scope in owners:
+            if activation in scope._activations:
+                scope._activations.remove(activation)
+
+
+def _switched(**changes: bool) -> AbstractContextManager[None]:
+    return activated(replace(current_state(), **changes))  # type: ignore[arg-type]
+
+
+def enabled() -> AbstractContextManager[None]:
     """Instrument inside this context, also within `disabled`."""
-    yield from _switched(enabled=True)
+    return _switched(enabled=True)
 
 
-@contextmanager
-def disabled() -> Iterator[None]:
+def disabled() -> AbstractContextManager[None]:
     """Instrument nothing inside this context."""
-    yield from _switched(enabled=False)
+    return _switched(enabled=False)
 
 
-@contextmanager
-def cache_enabled() -> Iterator[None]:
+def cache_enabled() -> AbstractContextManager[None]:
     """Keep plans: an op's analysis runs once."""
-    yield from _switched(cache=True)
+    return _switched(cache=True)
 
 
-@contextmanager
-def cache_disabled() -> Iterator[None]:
+def cache_disabled() -> AbstractContextManager[None]:
     """Keep no plans: an op's analysis runs at each execution."""
-    yield from _switched(cache=False)
+    return _switched(cache=False)
 
 
-@contextmanager
-def autodiff_enabled() -> Iterator[None]:
+def autodiff_enabled() -> AbstractContextManager[None]:
     """Let every routine take part in the backward pass, as if marked `@differentiable`."""
-    yield from _switched(autodiff=True)
+    return _switched(autodiff=True)
 
 
-@contextmanager
-def autodiff_disabled() -> Iterator[None]:
+def autodiff_disabled() -> AbstractContextManager[None]:
     """Keep routines outside the backward pass, unless they are marked `@differentiable`."""
-    yield from _switched(autodiff=False)
+    return _switched(autodiff=False)
 
 
 def is_enabled() -> bool:
