@@ -277,17 +277,25 @@ class Detour(_Wrapped):
         return self._site.dispatch(*args, **kwargs)
 
 
+PathOf = Callable[[Any, Any], tuple[int, bool]]
+
+
 class Enclosure(_Wrapped):
-    """A method whose calls are regions: the ops in them belong to the object called."""
+    """A method whose calls are regions, to which the ops in them belong.
+
+    path: 64 bits for where a subject lies in its owner, and whether it lies there to stay; without it,
+    subjects are told apart by the order of their first use.
+    """
+
+    def __init__(self, function: Any, path: PathOf | None = None) -> None:
+        super().__init__(function)
+        self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args or active() is None:
             return self.__wrapped__(*args, **kwargs)
-        outer, parent = _thread.top, _thread.region()
-        place = mix(parent.hash, ordinal(args[0]))
-        if parent.hash != ROOT_HASH:
-            place = mix(place, parent.occurrence(place))
-        region = Region(place, parent, args[0])
+        outer = _thread.top
+        region = self._region(_thread.region(), args[0])
         region.entry = sys._getframe(1)
         _thread.top = region
         try:
@@ -296,6 +304,19 @@ class Enclosure(_Wrapped):
             _thread.top = outer
             if outer is None:
                 _thread.root.counts.clear()
+
+    def _region(self, parent: Region, subject: Any) -> Region:
+        if self._path is None or parent.hash == ROOT_HASH or parent.subject is None:
+            place = mix(parent.hash, ordinal(subject))
+        else:
+            with Suspension():
+                name, lasting = self._path(parent.subject, subject)
+            if lasting:
+                ordinal(subject), ordinal(parent.subject)
+            place = mix(parent.hash, name)
+        if parent.hash != ROOT_HASH:
+            place = mix(place, parent.occurrence(place))
+        return Region(place, parent, subject)
 
 
 class Snapshot:

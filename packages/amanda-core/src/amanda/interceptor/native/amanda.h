@@ -3,6 +3,9 @@
 #define AMANDA_H
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#ifdef Py_GIL_DISABLED
+#error "the native interceptor needs the GIL; a free-threaded build is served by the pure-Python one"
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -75,7 +78,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     PyObject *function; /* owned; what is called in the end, attributes included */
-    PyObject *site;     /* owned or NULL */
+    PyObject *site;     /* owned; a detour's site, or whom an enclosure asks for paths */
 } Wrapped;
 
 #define WRAPPED_FLAGS (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR)

@@ -8,7 +8,7 @@
 #define AMANDA_FRAMES_H
 #include "amanda.h"
 
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000
 #define AMANDA_INTERNAL_FRAMES 1
 #define Py_BUILD_CORE
 #include <internal/pycore_frame.h>

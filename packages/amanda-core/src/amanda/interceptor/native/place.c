@@ -28,9 +28,16 @@ typedef struct {
     uint32_t first[];
 } CodeNote;
 
+/* The path of an object within another that encloses its calls. */
+typedef struct {
+    uint64_t owner, hash;
+} Path;
+
 typedef struct {
     uint64_t ordinal;
     PyObject *reference;
+    Path *paths;
+    int path_count;
 } Named;
 
 static struct {
@@ -214,6 +221,7 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     map_set(&house.named, key, NULL);
     uint64_t ordinal = named->ordinal;
     Py_DECREF(named->reference);
+    PyMem_RawFree(named->paths);
     PyMem_RawFree(named);
     if (house.on_death) return PyObject_CallFunction(house.on_death, "K", ordinal);
     Py_RETURN_NONE;
@@ -243,7 +251,7 @@ int ordinal_of(PyObject *object, uint64_t *ordinal) {
             PyErr_NoMemory();
             return -1;
         }
-        *named = (Named){++house.ordinals, reference};
+        *named = (Named){++house.ordinals, reference, NULL, 0};
     }
     *ordinal = named->ordinal;
     return 0;
@@ -281,17 +289,59 @@ static void *running_frame(void) {
     return frame;
 }
 
-static Region *enclosed(Thread *thread, PyObject *subject) {
-    Region *parent = current_region(thread);
-    uint64_t ordinal;
-    if (!parent || ordinal_of(subject, &ordinal)) return NULL;
-    uint64_t hash = mix(parent->hash, ordinal);
-    if (!at_root(parent)) {
-        int failed;
-        hash = mix(hash, occurrence_of(parent, hash, &failed));
-        if (failed) return NULL;
+static const Path *known_path(PyObject *owner, PyObject *subject) {
+    const Named *named = map_get(&house.named, (uint64_t)(uintptr_t)subject);
+    const Named *outer = named ? map_get(&house.named, (uint64_t)(uintptr_t)owner) : NULL;
+    for (int i = 0; outer && i < named->path_count; i++)
+        if (named->paths[i].owner == outer->ordinal) return &named->paths[i];
+    return NULL;
+}
+
+static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
+    uint64_t inner, outer;
+    if (ordinal_of(subject, &inner) || ordinal_of(owner, &outer)) return -1;
+    Named *named = map_get(&house.named, (uint64_t)(uintptr_t)subject);
+    if (!named || !outer) return 0;
+    Path *paths = PyMem_RawRealloc(named->paths, (size_t)(named->path_count + 1) * sizeof(Path));
+    if (!paths) {
+        PyErr_NoMemory();
+        return -1;
     }
-    return new_region(hash, parent, subject);
+    paths[named->path_count++] = (Path){outer, hash};
+    named->paths = paths;
+    return 0;
+}
+
+/* Hash of where `subject` lies in `owner`: asked of Python once, unless it is there for a while only. */
+static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *subject, uint64_t *hash) {
+    const Path *known = known_path(owner, subject);
+    if (known) {
+        *hash = known->hash;
+        return 0;
+    }
+    thread->off++;
+    PyObject *told = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
+    thread->off--;
+    unsigned long long answer;
+    int lasting, failed = !told || !PyArg_ParseTuple(told, "Kp", &answer, &lasting);
+    Py_XDECREF(told);
+    if (failed || (lasting && keep_path(owner, subject, answer))) return -1;
+    *hash = answer;
+    return 0;
+}
+
+static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
+    Region *parent = current_region(thread);
+    uint64_t name;
+    int failed = 0;
+    if (!parent) return NULL;
+    if (at_root(parent) || !parent->subject || !ask) {
+        if (ordinal_of(subject, &name)) return NULL;
+    } else if (path_hash(thread, ask, parent->subject, subject, &name))
+        return NULL;
+    uint64_t hash = mix(parent->hash, name);
+    if (!at_root(parent)) hash = mix(hash, occurrence_of(parent, hash, &failed));
+    return failed ? NULL : new_region(hash, parent, subject);
 }
 
 static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
@@ -300,7 +350,7 @@ static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t na
     Activation *activation = PyVectorcall_NARGS(nargsf) ? active_activation(thread) : NULL;
     if (!activation) return PyObject_Vectorcall(function, args, nargsf, names);
     Py_DECREF(activation);
-    Region *region = enclosed(thread, args[0]), *outer = thread->top;
+    Region *region = enclosed(thread, ((Wrapped *)self)->site, args[0]), *outer = thread->top;
     if (!region) return NULL;
     region->entry = running_frame();
     thread->top = region;
@@ -312,14 +362,16 @@ static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t na
 }
 
 static PyObject *enclosure_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *function;
-    if (!PyArg_ParseTuple(args, "O", &function)) return NULL;
-    return wrapped_new(type, enclosure_call, function, NULL);
+    PyObject *function, *ask = NULL;
+    if (!PyArg_ParseTuple(args, "O|O", &function, &ask)) return NULL;
+    return wrapped_new(type, enclosure_call, function, ask);
 }
 
 PyTypeObject Enclosure_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Enclosure",
-    .tp_doc = "A method whose calls are regions: the ops in them belong to the object called.",
+    .tp_doc = "Enclosure(function, path=None): a method whose calls are regions, to which the ops in them belong.\n\n"
+              "path(owner, subject): 64 bits for where `subject` lies in `owner`, and whether it lies there to stay;\n"
+              "without it, objects are told apart by the order of their first use.",
     .tp_base = &Wrapped_Type,
     .tp_flags = WRAPPED_FLAGS,
     .tp_new = enclosure_new,

@@ -1,11 +1,12 @@
 """Module calls: regions of the program, and the path of a module in its model."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
 import torch
-from amanda.backend import BOUNDARY, Attributes, codes
+from amanda.backend import BOUNDARY, Attributes, codes, digest
 from amanda.interceptor import Enclosure
 
 _METHODS = ("_wrapped_call_impl", "_call_impl")
@@ -18,22 +19,24 @@ def enclose_modules(attributes: Attributes) -> None:
         code = getattr(module, method).__code__
         for own in (code, *(one for one in code.co_consts if isinstance(one, CodeType))):
             codes.add_code(own, BOUNDARY)
-    attributes.set(module, "__call__", Enclosure(vars(module)["__call__"]))
+    attributes.set(module, "__call__", Enclosure(vars(module)["__call__"], _place_within))
 
 
 def module_path(subjects: Sequence[Any]) -> str:
     """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1"."""
     modules = [one for one in subjects if isinstance(one, torch.nn.Module)]
-    parts = [
-        _name_within(outer, inner)
-        for outer, inner in zip(modules, modules[1:], strict=False)
-        if inner is not outer
-    ]
+    parts = [_name_within(outer, inner) for outer, inner in pairwise(modules) if inner is not outer]
     return ".".join(part for part in parts if part)
 
 
 def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     for name, module in outer.named_modules():
         if module is inner:
-            return name
+            return str(name)
     return f"({type(inner).__name__})"
+
+
+def _place_within(outer: Any, inner: Any) -> tuple[int, bool]:
+    """Hash of a module's path in the one that calls it; one made for this call lies there by its type."""
+    name = _name_within(outer, inner)
+    return digest(name), not name.startswith("(")
