@@ -1,6 +1,6 @@
 """The public names of `amanda`."""
 
-from amanda._plugins import list_drivers, list_tools, load_tool
+from amanda._plugins import Plugin, list_drivers, list_tools, load_tool
 from amanda._report import Report, Uninstrumented
 from amanda._scope import Scope, apply
 from amanda._state import (
@@ -33,6 +33,7 @@ __all__ = [
     "InstrumentationPoint",
     "Namespace",
     "OpContext",
+    "Plugin",
     "Report",
     "Scope",
     "Tool",

@@ -11,6 +11,7 @@ Without a C compiler at install time the same face is served in pure Python, whe
 replaced by attribute; `NATIVE` says which one is in force and `REASON` why.
 """
 
+import importlib.util
 import os
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,11 @@ else:
 
         NATIVE = True
     except ImportError as error:
-        REASON = f"the native interceptor was not built when amanda-core was installed ({error})"
+        REASON = (
+            "the native interceptor cannot be loaded: " + str(error)
+            if importlib.util.find_spec("amanda.interceptor._native")
+            else "the native interceptor was not built; install a C compiler, then amanda-core again"
+        )
 
 if TYPE_CHECKING or not NATIVE:
     from amanda.interceptor._fallback import (
