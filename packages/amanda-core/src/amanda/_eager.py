@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda._plan import Combined, Plan, bind_to_subjects
-from amanda._routine import TensorOps, run_replacement, run_routine
+from amanda._routine import TensorOps, run_replacement, run_routine, spread
 from amanda._source import user_source
 from amanda.action import InstrumentationPoint
 from amanda.context import OpContext, OpFacts
@@ -39,9 +39,17 @@ class Call:
         """Run the op itself on these inputs."""
         raise NotImplementedError
 
+    def formed(self, result: Any) -> Any:
+        """A replacement's result in the form that the op's own has."""
+        return result
+
     def attributes(self) -> dict[str, Any]:
         """The non-tensor arguments by name."""
         return {}
+
+    def op_type(self) -> str:
+        """The framework's own name for what the op computes, one for all its spellings."""
+        return str(getattr(self.op, "__name__", self.op))
 
 
 class Trace:
@@ -98,7 +106,7 @@ class EagerExecution(TensorOps):
         return None
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """Context around the op that finds the backward ops which it makes."""
+        """Context around the op that finds the backward ops which it makes; made before its routines run."""
         raise NotImplementedError
 
     def attach_trace(self, trace: Trace, made: Any, call: Call, outputs: list[Any]) -> None:
@@ -139,7 +147,7 @@ class EagerExecution(TensorOps):
         subjects = interceptor.subjects()
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
-            scope=self.scope_name(subjects), source=user_source(),
+            scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
         )  # fmt: skip
         fresh: list[tuple[Layer, Hashable, Plan]] = []
         pairs: list[tuple[Layer, Plan]] = []
@@ -180,11 +188,12 @@ class EagerExecution(TensorOps):
             inputs = run_routine(self, action, inputs, told, run, state, call.mutable)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
-        if trace is None:
-            outputs = self._compute(combined, call, inputs, told, run)
+        tracing = self.tracing() if combined.watching else None
+        if trace is None or tracing is None:
+            outputs = self._compute(combined, call, inputs, told, run, bool(fresh))
         else:
-            with self.tracing() as made:
-                outputs = self._compute(combined, call, inputs, told, run)
+            with tracing as made:
+                outputs = self._compute(combined, call, inputs, told, run, bool(fresh))
         values, rebuild = self.flatten(outputs)
         if facts is not None:
             facts.inputs, facts.outputs = list(inputs), list(values)
@@ -195,18 +204,27 @@ class EagerExecution(TensorOps):
             trace.facts = self._kept_facts(told, inputs, values, trace)
             self.attach_trace(trace, made, call, values)
         changed = values
-        written = [inputs[i] for i in call.mutable]
+        written = spread(inputs[i] for i in call.mutable) if call.mutable else None
         for action in combined.after:
-            mutable = [i for i, value in enumerate(changed) if any(value is one for one in written)]
-            changed = run_routine(self, action, changed, told, run, state, mutable)
+            mutable = written and [i for i, one in enumerate(changed) if any(one is own for own in written)]
+            changed = run_routine(self, action, changed, told, run, state, mutable or ())
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
-        self, combined: Combined, call: Call, inputs: list[Any], told: OpFacts, run: dict[str, Any]
+        self,
+        combined: Combined,
+        call: Call,
+        inputs: list[Any],
+        told: OpFacts,
+        run: dict[str, Any],
+        fresh: bool,
     ) -> Any:
-        if combined.replace is None:
-            return call.invoke(inputs)
-        return run_replacement(self, combined.replace, inputs, told, run, call.targets)
+        if combined.replace is not None:
+            return call.formed(run_replacement(self, combined.replace, inputs, told, run, call.targets))
+        if call.mutable and (combined.after or fresh):
+            with self.written_later([inputs[i] for i in call.mutable]):
+                return call.invoke(inputs)
+        return call.invoke(inputs)
 
     def _kept_facts(self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace) -> OpFacts:
         facts = told.at_backward(None, 0, True)
@@ -219,10 +237,7 @@ class EagerExecution(TensorOps):
         return facts
 
     def _identities(self, inputs: Sequence[Any]) -> list[Any]:
-        spread = [
-            item for value in inputs for item in (value if isinstance(value, (list, tuple)) else (value,))
-        ]
-        return [value for value in spread if isinstance(value, self.identity_types)]
+        return [value for value in spread(inputs) if isinstance(value, self.identity_types)]
 
     def _keep(self, layer: Layer, op_id: int, key: Hashable, combined: Combined) -> None:
         known = layer.table.get(op_id)

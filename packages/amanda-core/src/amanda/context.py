@@ -36,6 +36,7 @@ class OpFacts:
     replaceable: bool = True
     dropped: bool = False
     read_value: Callable[[Any], Any] = field(default=lambda value: value)
+    op_type: str = ""
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -47,7 +48,7 @@ class OpFacts:
         return OpFacts(
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
-            read_value=self.read_value,
+            read_value=self.read_value, op_type=self.op_type,
         )  # fmt: skip
 
     @property
@@ -88,6 +89,13 @@ class OpContext(dict[str, Any]):
     def get_op(self) -> Any:
         """The forward op: PyTorch's callable, TensorFlow's operation; it has a `__name__`."""
         return self._facts.op
+
+    def get_op_type(self) -> str:
+        """The framework's own name for what the op computes, one for all its spellings.
+
+        PyTorch: "add" for `a + b`, `torch.add` and `Tensor.__radd__`.  TensorFlow: the operation's type.
+        """
+        return self._facts.op_type
 
     def get_op_id(self) -> int:
         """64 bits that name the op's place in the program."""

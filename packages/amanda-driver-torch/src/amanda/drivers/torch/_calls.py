@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from amanda.backend import Call
 from amanda.interceptor import Site
 
@@ -45,9 +46,24 @@ class TorchCall(Call):
             args, kwargs = self._binding.call_arguments(inputs)
         return self._site.invoke((*self._head, *args), kwargs)
 
+    def formed(self, result: Any) -> Any:
+        """A plain tuple as the named tuple of the op's results, where it has one of that length."""
+        name = f"{self._site.key}_out" if self.targets else self._site.key
+        named = getattr(torch.return_types, name, None)
+        if type(result) not in (tuple, list) or named is None or named.n_sequence_fields != len(result):
+            return result
+        return named(result)
+
     def attributes(self) -> dict[str, Any]:
         """The non-tensor arguments by name, defaults included."""
         return self._binding.attributes(self.inputs)
+
+    def op_type(self) -> str:
+        """The ATen operator, without its overload; "library::name" of a custom op, a Function's name."""
+        if not self._head:
+            return self._site.key
+        name = getattr(self.op, "_qualified_op_name", None) or getattr(self.op, "__name__", str(self.op))
+        return str(name).removeprefix("aten::")
 
 
 def _targets(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
