@@ -102,7 +102,7 @@ class BackwardStep:
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         wanted = [i for i, grad in enumerate(grads) if grad is not None]
         if len(results) == len(grads):
-            return results
+            return [None if grad is None else new for grad, new in zip(grads, results, strict=True)]
         if len(results) == len(wanted):
             for position, value in zip(wanted, results, strict=True):
                 grads[position] = value

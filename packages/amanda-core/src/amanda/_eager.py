@@ -184,11 +184,11 @@ class EagerExecution(TensorOps):
         told = facts or combined.plans[0][1].context._facts
         given = call.inputs
         inputs = given
+        tracing = self.tracing() if combined.watching else None
         for action in combined.before:
             inputs = run_routine(self, action, inputs, told, run, state, call.mutable)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
-        tracing = self.tracing() if combined.watching else None
         if trace is None or tracing is None:
             outputs = self._compute(combined, call, inputs, told, run, bool(fresh))
         else:

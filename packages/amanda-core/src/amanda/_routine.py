@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from amanda._notes import add_note, describe, explained
@@ -59,6 +59,10 @@ class TensorOps(ABC):
     @abstractmethod
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor, straight through where isolated."""
+
+    def written_later(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Context around an op whose backward ops keep copies of these values, which are written after it."""
+        return nullcontext()
 
     @abstractmethod
     def kept(self, value: Any) -> Any:
@@ -122,15 +126,15 @@ def run_replacement(
     given = [_copied(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     with explained(facts, action.tool, str(action)):
-        lent = _spread(given[i] for i in targets)
+        lent = spread(given[i] for i in targets)
         versions = ops.versions(lent)
         picked = given if action.select is None else _picked(action, given, facts)
         with action.tool._amanda.lock:
             result = action.func(*picked, **kwargs)
         if not targets:
             return result
-        written = _spread(values[i] for i in targets)
-        results = lent if result is None else _spread([result])
+        written = spread(values[i] for i in targets)
+        results = lent if result is None else spread([result])
         if len(results) != len(written):
             raise RoutineError(
                 f"{action} returned {len(results)} values for an op that writes {len(written)}"
@@ -227,7 +231,7 @@ def _wrong_count(action: Action, count: int, wanted: int) -> RoutineError:
     )
 
 
-def _spread(values: Iterable[Any]) -> list[Any]:
+def spread(values: Iterable[Any]) -> list[Any]:
     """Values, each list among them as its elements."""
     return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
 
@@ -271,7 +275,7 @@ def _write(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
 def _substitute(ops: TensorOps, original: Any, result: Any) -> Any:
     if ops.is_tensor(original):
         return ops.straight_through(original, _checked(ops, original, result))
-    if not isinstance(original, (list, tuple)) or not all(ops.is_tensor(one) for one in _spread(original)):
+    if not isinstance(original, (list, tuple)) or not all(ops.is_tensor(one) for one in spread(original)):
         return result
     each = [
         new if new is old else _substitute(ops, old, new)

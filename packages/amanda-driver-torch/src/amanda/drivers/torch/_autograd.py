@@ -16,25 +16,30 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 _LEAF_PLACE = 1 << 32
 _ORDER_STEP = 1 << 40
 
-_sequence = torch.autograd._get_sequence_nr
+_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class Origin(NamedTuple):
-    """Which execution a node comes from: those made between two readings of the sequence number.
+    """Which execution a node comes from, told by readings of the sequence number.
 
+    begin: before the op's routines, which may make nodes too.  start, end: around the op.
     order: 0 for the backward pass of an op, 1 for that of its backward op, and so on.
     """
 
     trace: Trace
+    begin: int
     start: int
     end: int
     order: int = 0
 
 
 class Made:
-    """Context that brackets the nodes made within it."""
+    """Context that brackets the nodes made within it, and those made since it was itself."""
 
-    __slots__ = ("end", "start")
+    __slots__ = ("begin", "end", "start")
+
+    def __init__(self) -> None:
+        self.begin = _sequence()
 
     def __enter__(self) -> "Made":
         self.start = self.end = _sequence()
@@ -59,7 +64,7 @@ class Autograd(EagerDriver):
         if made.start == made.end:
             return
         self._traces.add(trace)
-        origin = Origin(trace, made.start, made.end)
+        origin = Origin(trace, made.begin, made.start, made.end)
         for value in [*outputs, *(call.inputs[i] for i in call.mutable)]:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor):
@@ -94,9 +99,7 @@ class Autograd(EagerDriver):
 class _Backward:
     """One backward pass: its nodes, mapped and hooked."""
 
-    def __init__(
-        self, driver: EagerDriver, state: State, outputs: Sequence[Any], create_graph: bool
-    ) -> None:
+    def __init__(self, driver: EagerDriver, state: State, outputs: Sequence[Any], create_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
@@ -108,7 +111,9 @@ class _Backward:
 
     def _hook(self, node: Any, origin: Origin) -> None:
         leaf = node.name() == ACCUMULATE
-        place = _LEAF_PLACE + interceptor.ordinal(node.variable) if leaf else node._sequence_nr() - origin.start
+        place = (
+            _LEAF_PLACE + interceptor.ordinal(node.variable) if leaf else node._sequence_nr() - origin.start
+        )
         place += origin.order * _ORDER_STEP
         step = BackwardStep(self._driver, origin.trace, type(node), place, self._state, not leaf)
         if step.wanted or self._create_graph:
@@ -148,9 +153,7 @@ class _Hooks:
         self._start = _sequence()
         return _changed(grad_outputs, grads)
 
-    def after(
-        self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]
-    ) -> tuple[Any, ...] | None:
+    def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._map_second_order(grad_inputs)
         with Suspension():
             return _changed(grad_inputs, self._step.after(grad_inputs, grad_outputs))
@@ -160,7 +163,7 @@ class _Hooks:
         end = _sequence()
         if end == self._start or not torch.is_grad_enabled():
             return
-        origin = Origin(self._origin.trace.again(), self._start, end, self._origin.order + 1)
+        origin = Origin(self._origin.trace.again(), self._start, self._start, end, self._origin.order + 1)
         for grad in grad_inputs:
             if isinstance(grad, torch.Tensor):
                 _mark(grad, origin)
@@ -175,7 +178,7 @@ def _changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
 def _mark(tensor: torch.Tensor, origin: Origin) -> None:
     node = tensor.grad_fn
     if node is not None and origin.start <= node._sequence_nr() < origin.end:
-        node.metadata.setdefault(KEY, origin)
+        node.metadata.setdefault(KEY, origin)  # type: ignore[attr-defined]
 
 
 def _graph_from(outputs: Sequence[Any]) -> tuple[dict[int, Any], list[tuple[Any, Any]]]:
@@ -199,14 +202,15 @@ def _origins(nodes: dict[int, Any], edges: list[tuple[Any, Any]]) -> dict[int, O
     """Which execution each node comes from, by `id`.
 
     A node is told by its mark; one that an op made inside is told by the nodes that lead to it;
-    a leaf belongs to the op that used it first.
+    a leaf belongs to the op that used it first, be it through what a routine made of it.
     """
     origins = {key: node.metadata[KEY] for key, node in nodes.items() if KEY in node.metadata}
+    of_routines: dict[int, Origin] = {}
     spreading = True
     while spreading:
         spreading = False
         for parent, child in edges:
-            origin = origins.get(id(parent))
+            origin = origins.get(id(parent)) or of_routines.get(id(parent))
             if origin is None:
                 continue
             known = origins.get(id(child))
@@ -215,5 +219,8 @@ def _origins(nodes: dict[int, Any], edges: list[tuple[Any, Any]]) -> dict[int, O
                     origins[id(child)] = origin
             elif known is None and origin.start <= child._sequence_nr() < origin.end:
                 origins[id(child)] = origin
+                spreading = True
+            elif id(child) not in of_routines and origin.begin <= child._sequence_nr() < origin.start:
+                of_routines[id(child)] = origin
                 spreading = True
     return origins

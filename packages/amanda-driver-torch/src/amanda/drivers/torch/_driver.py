@@ -91,7 +91,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 self.handle, TRANSPARENT | IMPLEMENTATION,
             )  # fmt: skip
         op = PropertyRead(target.callable) if target.kind == "getset" else target.callable
-        return Site(target.callable, op, target.canonical, digest("torch", target.canonical), self.handle)
+        # Inside another op it is how that op gives its result the class of a Tensor subclass.
+        flags = IMPLEMENTATION if target.name == "as_subclass" else 0
+        return Site(
+            target.callable, op, target.canonical, digest("torch", target.canonical), self.handle, flags
+        )  # fmt: skip
 
     @cached_property
     def _detours(self) -> list[tuple[Any, str, Detour]]:

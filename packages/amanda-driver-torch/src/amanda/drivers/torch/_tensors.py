@@ -1,10 +1,12 @@
 """Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from amanda.errors import RoutineError
+from amanda.interceptor import Suspension
 
 from ._schema import flatten_outputs
 
@@ -16,18 +18,18 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.detach()  # no view: it may be written in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
         return tangent.view_as(tangent)
 
 
@@ -35,13 +37,13 @@ class WriteThrough(torch.autograd.Function):
     """A routine's value written into an original: the gradient passes as if nothing was written."""
 
     @staticmethod
-    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(original)
         original.copy_(value)
         return original
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -80,7 +82,9 @@ class TorchTensors:
     def versions(self, values: Sequence[Any]) -> list[Any]:
         """The version of each value; a hot path, so the common case is spelt out."""
         try:
-            return [value._version if type(value) is torch.Tensor else self.version(value) for value in values]
+            return [
+                value._version if type(value) is torch.Tensor else self.version(value) for value in values
+            ]
         except RuntimeError:  # an inference tensor has none
             return [self.version(value) for value in values]
 
@@ -97,7 +101,7 @@ class TorchTensors:
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
-        value = _fitting(original, value)
+        value = _detached(_fitting(original, value))
         if original.requires_grad and torch.is_grad_enabled() and not original.is_inference():
             return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
         return value
@@ -106,15 +110,32 @@ class TorchTensors:
         """Copy a value into the user's tensor."""
         if not isinstance(value, torch.Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
-        value = _fitting(target, value)
+        if target.numel() == 0 and not target.requires_grad:
+            target.resize_(value.shape)  # as `out=` does
+        if not isolated:
+            target.copy_(_same_shape(target, value))
+            return
+        value = _detached(_fitting(target, value))
         recorded = target.requires_grad and torch.is_grad_enabled()
-        if isolated and recorded and not (target.is_leaf and not target._is_view()):
+        if recorded and not (target.is_leaf and not target._is_view()):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
-        elif isolated:
+        else:
             with GradOff():
                 target.copy_(value)
-        else:
-            target.copy_(value)
+
+    def written_later(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Context around an op whose backward ops keep copies of what will be written once more."""
+        listed = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+        written = [one for each in listed for one in each if isinstance(one, torch.Tensor)]
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer_pack, unpack = outer or (_itself, _itself)
+
+        def pack(saved: torch.Tensor) -> Any:
+            with Suspension():
+                shared = any(_shares(saved, one) for one in written)
+                return outer_pack(saved.clone() if shared else saved)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def kept(self, value: Any) -> Any:
         """A tensor's data without its graph; a leaf, such as a parameter, as it is."""
@@ -172,13 +193,30 @@ def _shape(value: Any) -> Hashable:
     return None
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout == other.layout and bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    return value.detach() if value.requires_grad and value.grad_fn is not None else value
+
+
+def _same_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not (original.is_nested or value.is_nested) and original.shape != value.shape:
+        raise RoutineError(
+            f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was "
+            "given; mark it @amanda.differentiable if it is meant to change shapes"
+        )
+    return value
+
+
 def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     with GradOff():
-        if not (original.is_nested or value.is_nested) and original.shape != value.shape:
-            raise RoutineError(
-                f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was "
-                "given; mark it @amanda.differentiable if it is meant to change shapes"
-            )
+        _same_shape(original, value)
         if original.is_complex() != value.is_complex():
             raise RoutineError(
                 f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "
@@ -187,7 +225,8 @@ def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if value.dtype != original.dtype and original.dtype.is_floating_point | original.is_complex():
             if not (value.dtype.is_floating_point or value.is_complex()):
                 raise RoutineError(
-                    f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
+                    f"a routine returned {value.dtype} where {original.dtype} was given; "
+                    "return a floating type"
                 )
-            value = value.to(original.dtype)
-        return value.detach() if value.requires_grad and value.grad_fn is not None else value
+            return value.to(original.dtype)
+        return value
