@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """Attaches drivers when the first scope of the process opens, detaches them after the last closes."""
+    """Attaches drivers when the first scope of the process opens, detaches them after the last closes.
+
+    guests: driver classes that are used though no distribution registers them.
+    """
 
     def __init__(self) -> None:
+        self.guests: list[type[Driver]] = []
         self._lock = threading.RLock()
         self._scopes: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
@@ -74,7 +78,7 @@ class Attachment:
 
     def _attach_loaded(self) -> None:
         self._broken.clear()
-        for kind in _plugins.loaded_drivers():
+        for kind in dict.fromkeys([*_plugins.loaded_drivers(), *self.guests]):
             self.attach(kind)
 
     def _await_others(self) -> None:

@@ -1,0 +1,190 @@
+"""Meaning 4: an op is analysed once for a set of tools, and again when what was decided by changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import amanda
+from amanda.context import OpContext
+from amanda.testing._sample import Sample
+from amanda.testing._suite._tools import also, inserting, tool
+
+
+class Kept:
+    """Something that can be referenced weakly."""
+
+
+class CachingTests:
+    """Plans and their guards."""
+
+    def test_an_op_is_analysed_once_for_a_set_of_tools(self, sample: Sample) -> None:
+        counts = [0, 0]
+
+        def count(index: int) -> None:
+            counts[index] += 1
+
+        made = also(tool(lambda _: count(0)), lambda _: count(1), backward=True)
+        model, x = sample.model(), sample.input()
+        with amanda.apply(made):
+            sample.backward(model(x))
+            once = list(counts)
+            for _ in range(3):
+                sample.backward(model(x))
+        with amanda.apply(made):
+            sample.backward(model(x))
+        assert counts[0] >= 4
+        assert counts[1] >= 4
+        assert counts[0] <= once[0] + 1  # the sum of `backward` lies at one place for each scope
+        assert counts[1] <= once[1] + 2
+
+    def test_routines_run_at_every_execution(self, sample: Sample) -> None:
+        runs = []
+        model, x = sample.model(), sample.input()
+        with amanda.apply(inserting("insert_before_op", sample.name("linear"), lambda *_: runs.append(1))):
+            for _ in range(3):
+                model(x)
+        assert len(runs) == 6
+
+    def test_another_set_of_tools_has_plans_of_its_own(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+        analysed: list[str] = []
+        one = tool(lambda _: analysed.append("one"), sample.name("relu"))
+        two = tool(lambda _: analysed.append("two"), sample.name("relu"))
+        with amanda.apply(one):
+            model(x)
+        with amanda.apply(one, two):
+            model(x)
+        with amanda.apply(one):
+            model(x)
+        assert analysed == ["one", "one", "two"]
+
+    def test_an_analysis_that_is_added_later_is_heard(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+        analysed: list[str] = []
+        made = tool(lambda _: analysed.append("one"), sample.name("relu"))
+        with amanda.apply(made):
+            model(x)
+        also(made, lambda _: analysed.append("two"), sample.name("relu"))
+        with amanda.apply(made):
+            model(x)
+        assert analysed == ["one", "one", "two"]
+
+    def test_a_plan_with_actions_is_guarded_by_dtype_and_rank(self, sample: Sample) -> None:
+        wide, narrow, *_ = sample.dtypes
+        analysed: list[Any] = []
+
+        def analysis(context: OpContext) -> None:
+            analysed.append(sample.dtype(context.get_inputs()[0]))
+            context.insert_before_op(lambda *_: None)
+
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(tool(analysis, sample.name("relu"))):
+            for _ in range(2):
+                module(sample.tensor([1.0], wide))
+                module(sample.tensor([1.0], narrow))
+                module(sample.tensor([[1.0]], wide))
+                module(sample.tensor([1.0, 2.0], wide))
+        assert analysed == [wide, narrow, wide]
+
+    def test_a_tool_that_decides_by_shape_is_asked_for_each(self, sample: Sample) -> None:
+        shapes: list[Any] = []
+        see = tool(
+            lambda context: shapes.append(sample.shape(context.get_inputs()[0])),
+            sample.name("relu"),
+            guard="shape",
+        )
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(see):
+            for _ in range(2):
+                module(sample.tensor([1.0]))
+                module(sample.tensor([1.0, 2.0]))
+        assert shapes == [(1,), (2,)]
+
+    def test_a_tool_that_decides_by_a_callable_is_asked_for_each_answer(self, sample: Sample) -> None:
+        analysed: list[Any] = []
+
+        def is_empty(inputs: Any) -> bool:
+            return sample.numbers(inputs[0])[0] == 0
+
+        see = tool(
+            lambda context: analysed.append(is_empty(context.get_inputs())),
+            sample.name("relu"),
+            guard=lambda inputs: is_empty(inputs),
+        )
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(see):
+            for number in (0.0, 1.0, 2.0, 0.0):
+                module(sample.tensor([number]))
+        assert analysed == [True, False]
+
+    def test_with_the_cache_off_analysis_runs_at_every_execution(self, sample: Sample) -> None:
+        analysed: list[str] = []
+        made = tool(lambda _: analysed.append("forward"), sample.name("relu"))
+        also(made, lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
+        model, x = sample.model(), sample.input()
+        with amanda.apply(made), amanda.cache_disabled():
+            assert not amanda.is_cache_enabled()
+            for _ in range(3):
+                sample.backward(model(x))
+        assert analysed == ["forward", "backward"] * 3
+
+    def test_the_cache_comes_back_on(self, sample: Sample) -> None:
+        analysed: list[str] = []
+        model, x = sample.model(), sample.input()
+        with (
+            amanda.apply(tool(lambda _: analysed.append("one"), sample.name("relu"))),
+            amanda.cache_disabled(),
+            amanda.cache_enabled(),
+        ):
+            for _ in range(3):
+                model(x)
+        assert analysed == ["one"]
+
+    def test_a_backward_op_first_seen_later_is_analysed_then(self, sample: Sample) -> None:
+        analysed: list[str] = []
+        made = tool(lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(made):
+            module(sample.tensor([1.0]))
+            module(sample.tensor([1.0], requires_grad=True))
+            sample.backward(module(sample.tensor([1.0], requires_grad=True)))
+        assert analysed == ["backward"]
+
+    def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
+        kept: list[weakref.ref[Kept]] = []
+        model, x = sample.model(), sample.input()
+        made = tool(lambda context: _keep(context, kept), sample.name("linear"))
+        with amanda.apply(made):
+            model(x)
+        del made
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
+
+    def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
+        kept: list[weakref.ref[Kept]] = []
+        model, x = sample.model(), sample.input()
+        made = tool(lambda context: _keep(context, kept))
+        also(made, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
+        with amanda.apply(made):
+            sample.backward(model(x))
+            of_model = kept[:3]
+            del model
+            gc.collect()
+            assert [one() for one in of_model] == [None, None, None]
+
+    def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
+        kept: list[weakref.ref[Kept]] = []
+        weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
+        with amanda.apply(tool(lambda context: _keep(context, kept), sample.name("linear"))):
+            sample.linear(x, weight)
+            del weight
+            gc.collect()
+            assert [one() for one in kept] == [None]
+
+
+def _keep(context: OpContext, kept: list[weakref.ref[Kept]]) -> None:
+    value = context["kept"] = Kept()
+    kept.append(weakref.ref(value))
+    context.insert_before_op(lambda *_: None)

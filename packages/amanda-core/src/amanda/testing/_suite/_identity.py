@@ -1,0 +1,225 @@
+"""Meaning 3: an op is a place in the program, and its id is the same wherever the place is."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from typing import Any
+
+import amanda
+from amanda.interceptor import OCCURRENCE_CAP
+from amanda.testing._sample import Sample
+from amanda.testing._suite._tools import Executed, Seen, also, tool
+
+PROGRAM = """
+import importlib.util, sys
+import amanda
+from amanda.testing import attached
+from amanda.testing._suite._tools import Seen
+spec = importlib.util.spec_from_file_location("sample_of_a_driver", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
+sample = getattr(module, sys.argv[2])()
+seen = Seen()
+with attached(sample.driver), amanda.apply(seen):
+    model = sample.model()
+    x = sample.input()
+    for _ in range(2):
+        sample.backward(model(x))
+    sample.add(x, sample.relu(x))
+print(seen.ops)
+"""
+
+
+class IdentityTests:
+    """Ids of ops."""
+
+    def test_an_op_has_the_same_id_in_the_next_iteration(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+        linear = Executed(sample.name("linear"))
+        with amanda.apply(linear):
+            for _ in range(3):
+                sample.backward(model(x))
+        assert linear.ids[:2] == linear.ids[2:4] == linear.ids[4:]
+        assert linear.ids[0] != linear.ids[1]
+
+    def test_an_op_has_the_same_id_in_the_next_scope(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+        linear = Executed(sample.name("linear"))
+        for _ in range(2):
+            with amanda.apply(linear):
+                model(x)
+        assert linear.ids[:2] == linear.ids[2:]
+
+    def test_an_op_has_the_same_id_outside_modules_in_the_next_iteration(self, sample: Sample) -> None:
+        seen = Executed(sample.name("relu"))
+        with amanda.apply(seen):
+            for _ in range(3):
+                x = sample.tensor([1.0], requires_grad=True)
+                sample.backward(sample.relu(sample.relu(x)))
+        assert seen.ids[:2] == seen.ids[2:4] == seen.ids[4:]
+        assert seen.ids[0] != seen.ids[1]
+
+    def test_an_op_keeps_its_id_when_a_neighbour_is_skipped(self, sample: Sample) -> None:
+        skip = False
+
+        def forward(x: Any) -> Any:
+            if not skip:
+                x = sample.relu(x)
+            return sample.relu(x)
+
+        seen = Executed(sample.name("relu"))
+        module, x = sample.module(forward), sample.input()
+        with amanda.apply(seen):
+            module(x)
+            skip = True
+            module(x)
+        first, second, alone = seen.ids
+        assert first != second
+        assert alone == second
+
+    def test_two_calls_on_one_line_are_two_ops(self, sample: Sample) -> None:
+        seen = Seen()
+        x = sample.input()
+        with amanda.apply(seen):
+            sample.add(sample.relu(x), sample.relu(x))
+        assert len(set(seen.ids(sample.name("relu")))) == 2
+
+    def test_two_models_of_one_class_have_ops_of_their_own(self, sample: Sample) -> None:
+        seen = Seen()
+        one, other, x = sample.model(), sample.model(), sample.input()
+        with amanda.apply(seen):
+            for model in (one, other, one, other):
+                model(x)
+        assert len(set(seen.ids(sample.name("linear")))) == 4
+        assert len(seen.ids(sample.name("linear"))) == 4
+        assert len(set(seen.ids(sample.name("relu")))) == 2
+
+    def test_one_call_site_over_several_weights_is_several_ops(self, sample: Sample) -> None:
+        weights = [sample.parameter([[float(i)]]) for i in range(1, 4)]
+        x = sample.tensor([[1.0]])
+        seen = Executed(sample.name("linear"))
+
+        def forward(x: Any, order: Any) -> None:
+            for weight in order:
+                sample.linear(x, weight)
+
+        module = sample.module(forward)
+        with amanda.apply(seen):
+            module(x, weights)
+            module(x, weights[::-1])
+        assert len(set(seen.ids)) == 3
+        assert seen.ids[:3] == seen.ids[3:][::-1]
+
+    def test_repeats_of_a_place_are_told_apart_up_to_a_cap(self, sample: Sample) -> None:
+        def forward(x: Any) -> Any:
+            for _ in range(OCCURRENCE_CAP + 20):
+                x = sample.relu(x)
+            return x
+
+        seen = Executed(sample.name("relu"))
+        module, x = sample.module(forward), sample.input()
+        with amanda.apply(seen):
+            module(x)
+            module(x)
+        half = len(seen.ids) // 2
+        assert seen.ids[:half] == seen.ids[half:]
+        assert len(set(seen.ids)) == OCCURRENCE_CAP
+        assert len(set(seen.ids[:OCCURRENCE_CAP])) == OCCURRENCE_CAP
+        assert len(set(seen.ids[OCCURRENCE_CAP - 1 : half])) == 1
+
+    def test_ids_are_bounded_in_a_loop_outside_modules(self, sample: Sample) -> None:
+        seen = Seen()
+        x = sample.input()
+        with amanda.apply(seen):
+            for _ in range(3 * OCCURRENCE_CAP):
+                sample.relu(x)
+        assert len(seen.ids(sample.name("relu"))) == OCCURRENCE_CAP
+
+    def test_two_paths_to_one_line_are_two_ops(self, sample: Sample) -> None:
+        def shared(x: Any) -> Any:
+            return sample.relu(x)
+
+        def forward(x: Any) -> Any:
+            x = shared(x)
+            return shared(x)
+
+        seen = Executed(sample.name("relu"))
+        module, x = sample.module(forward), sample.input()
+        with amanda.apply(seen):
+            module(x)
+            module(x)
+        assert seen.ids[0] != seen.ids[1]
+        assert seen.ids[:2] == seen.ids[2:]
+
+    def test_a_module_called_twice_has_ops_for_each_call(self, sample: Sample) -> None:
+        model = sample.model()
+        twice = sample.module(lambda x: model.first(model.first(x)))
+        seen = Executed(sample.name("linear"))
+        x = sample.input()
+        with amanda.apply(seen):
+            twice(x)
+            twice(x)
+        assert seen.ids[0] != seen.ids[1]
+        assert seen.ids[:2] == seen.ids[2:]
+
+    def test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run(self, sample: Sample) -> None:
+        model = sample.model()
+
+        def forward(x: Any) -> Any:
+            return sample.checkpoint(lambda value: model.second(sample.relu(model.first(value))), x)
+
+        module = sample.module(forward)
+        linear, relu = Executed(sample.name("linear")), Executed(sample.name("relu"))
+        with amanda.apply(linear, relu):
+            for _ in range(2):
+                sample.backward(module(sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)))
+        assert len(linear.ids) == 8
+        assert linear.ids[:2] == linear.ids[2:4] == linear.ids[4:6] == linear.ids[6:]
+        assert len(relu.ids) == 4
+        assert len(set(relu.ids)) == 1
+
+    def test_a_checkpoint_outside_modules_computes_the_same_ops_again(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        with amanda.apply(relu):
+            x = sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+            sample.backward(sample.checkpoint(lambda value: sample.relu(sample.relu(value)), x))
+        assert len(relu.ids) == 4
+        assert relu.ids[:2] == relu.ids[2:]
+        assert relu.ids[0] != relu.ids[1]
+
+    def test_backward_ops_have_ids_that_stay(self, sample: Sample) -> None:
+        ids: list[int | None] = []
+        model, x = sample.model(), sample.input()
+        made = tool(lambda context: ids.append(context.get_backward_op_id()), backward=True)
+        with amanda.apply(made), amanda.cache_disabled():
+            for _ in range(2):
+                sample.backward(model(x))
+        half = len(ids) // 2
+        assert half > 4
+        assert sorted(map(str, ids[:half])) == sorted(map(str, ids[half:]))
+        assert len(set(ids)) == half
+
+    def test_ids_are_64_bits_and_not_zero(self, sample: Sample) -> None:
+        seen = Seen()
+        backward: list[int] = []
+        also(seen, lambda context: backward.append(context.get_backward_op_id() or 0), backward=True)
+        with amanda.apply(seen):
+            sample.backward(sample.model()(sample.input()))
+        ids = [op_id for _, op_id in seen.ops] + backward
+        assert all(0 < op_id < 1 << 64 for op_id in ids)
+        assert max(ids) > 1 << 48
+
+    def test_ids_are_the_same_in_another_process(self, sample: Sample) -> None:
+        outputs = set()
+        for seed in ("1", "2"):
+            program = [sys.executable, "-c", PROGRAM, inspect.getfile(type(sample)), type(sample).__name__]
+            environment = {**os.environ, "PYTHONHASHSEED": seed}
+            done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            outputs.add(done.stdout)
+        assert len(outputs) == 1
+        assert sample.name("linear") in outputs.pop()

@@ -1,0 +1,195 @@
+"""Meanings 6 and 7: routines run at every execution; a replacement computes instead of the op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda.errors import ActionError, ReplaceConflictError
+from amanda.testing._sample import Sample
+from amanda.testing._suite._tools import also, inserting, tool
+
+
+class RoutineTests:
+    """The six actions."""
+
+    def test_a_routine_runs_at_every_execution_with_runtime_values(self, sample: Sample) -> None:
+        seen: list[Any] = []
+
+        def routine(value: Any) -> None:
+            seen.append(sample.numbers(value))
+
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
+            for number in (1.0, 2.0, 3.0):
+                module(sample.tensor([number]))
+        assert seen == [[1.0], [2.0], [3.0]]
+
+    def test_a_tool_injects_arguments_into_its_routine(self, sample: Sample) -> None:
+        def scale(value: Any, factor: float) -> Any:
+            return value * factor
+
+        with amanda.apply(inserting("insert_before_op", sample.name("relu"), scale, factor=4.0)):
+            assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [4.0]
+
+    @pytest.mark.parametrize("mark", [amanda.observer, amanda.traceable, amanda.differentiable])
+    def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
+        runs = []
+
+        @mark
+        def routine(*_: Any) -> None:
+            runs.append(1)
+
+        made = tool(lambda context: context.insert_before_op(routine), sample.name("relu"))
+        also(
+            made, lambda context: context.insert_after_op(routine), sample.name("relu"), require_outputs=True
+        )
+        with amanda.apply(made):
+            for _ in range(2):
+                sample.relu(sample.tensor([1.0]))
+        assert len(runs) == 4
+
+    def test_all_points_of_an_op_run_in_order(self, sample: Sample) -> None:
+        order: list[str] = []
+        made = tool(lambda _: None)
+        for action in ("insert_before_op", "insert_after_op"):
+            also(made, _recording(action, order), sample.name("relu"))
+        for action in ("insert_before_backward_op", "insert_after_backward_op"):
+            also(made, _recording(action, order), sample.relu_backward, backward=True)
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(made):
+            for _ in range(2):
+                sample.backward(module(sample.tensor([1.0], requires_grad=True)))
+        one_run = [
+            "insert_before_op", "insert_after_op", "insert_before_backward_op", "insert_after_backward_op",
+        ]  # fmt: skip
+        assert order == one_run * 2
+
+    def test_gradients_are_changed_before_and_after_a_backward_op(self, sample: Sample) -> None:
+        x = sample.tensor([-1.0, 2.0], requires_grad=True)
+        before = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
+        after = inserting("insert_after_backward_op", sample.relu_backward, lambda grad: grad + 1)
+        with amanda.apply(before, after):
+            sample.backward(sample.relu(x))
+        assert sample.numbers(sample.gradient(x)) == [1.0, 4.0]
+
+    def test_changed_gradients_hold_for_every_backward_pass(self, sample: Sample) -> None:
+        module = sample.module(lambda x: sample.relu(x))
+        gradients = []
+        with amanda.apply(
+            inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
+        ):
+            for _ in range(3):
+                x = sample.tensor([2.0], requires_grad=True)
+                sample.backward(module(x))
+                gradients.append(sample.numbers(sample.gradient(x)))
+        assert gradients == [[3.0]] * 3
+
+    def test_a_replacement_computes_instead_of_the_op(self, sample: Sample) -> None:
+        x = sample.tensor([-1.0, 2.0])
+        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value * 10)):
+            assert sample.numbers(sample.relu(x)) == [-10.0, 20.0]
+        assert sample.numbers(sample.relu(x)) == [0.0, 2.0]
+
+    def test_a_replacement_takes_part_in_the_backward_pass(self, sample: Sample) -> None:
+        x = sample.tensor([-1.0, 2.0], requires_grad=True)
+        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value * 10)):
+            sample.backward(sample.relu(x))
+        assert sample.numbers(sample.gradient(x)) == [10.0, 10.0]
+
+    def test_the_identity_as_a_replacement_removes_the_op(self, sample: Sample) -> None:
+        x = sample.tensor([-1.0, 2.0], requires_grad=True)
+        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value)):
+            result = sample.relu(x)
+            sample.backward(result)
+        assert sample.numbers(result) == [-1.0, 2.0]
+        assert sample.numbers(sample.gradient(x)) == [1.0, 1.0]
+
+    def test_before_and_after_routines_run_around_a_replacement(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        made = inserting("replace_op", sample.name("relu"), lambda value: value * 10)
+        before = inserting("insert_before_op", sample.name("relu"), lambda value: value + 1)
+        after = inserting("insert_after_op", sample.name("relu"), lambda value: value + 5)
+        with amanda.apply(made, before, after):
+            assert sample.numbers(sample.relu(x)) == [25.0]
+
+    def test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        with amanda.apply(inserting("replace_op", sample.name("add_"), lambda a, b: a * 7)):
+            result = sample.add_(x, 1.0)
+        assert result is x
+        assert sample.numbers(x) == [7.0]
+
+    def test_a_replacement_of_a_backward_op_gives_the_gradients(self, sample: Sample) -> None:
+        module = sample.module(lambda x: sample.relu(x))
+        gradients = []
+        with amanda.apply(inserting("replace_backward_op", sample.relu_backward, lambda grad: grad * 100)):
+            for _ in range(2):
+                x = sample.tensor([-1.0, 2.0], requires_grad=True)
+                sample.backward(module(x))
+                gradients.append(sample.numbers(sample.gradient(x)))
+        assert gradients == [[100.0, 100.0]] * 2
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_two_tools_that_replace_one_op_are_both_named(self, sample: Sample, nested: bool) -> None:
+        class Quantizer(amanda.Tool):
+            pass
+
+        class Pruner(amanda.Tool):
+            pass
+
+        tools = [
+            also(kind(), lambda context: context.replace_op(lambda value: value), sample.name("relu"))
+            for kind in (Quantizer, Pruner)
+        ]
+        with pytest.raises(ReplaceConflictError) as caught:  # noqa: PT012
+            if nested:
+                with amanda.apply(tools[0]), amanda.apply(tools[1]):
+                    sample.relu(sample.tensor([1.0]))
+            else:
+                with amanda.apply(*tools):
+                    sample.relu(sample.tensor([1.0]))
+        assert "Quantizer" in str(caught.value)
+        assert "Pruner" in str(caught.value)
+
+    def test_two_tools_that_replace_one_backward_op_are_both_named(self, sample: Sample) -> None:
+        class Quantizer(amanda.Tool):
+            pass
+
+        class Pruner(amanda.Tool):
+            pass
+
+        tools = [
+            also(
+                kind(),
+                lambda context: context.replace_backward_op(lambda grad: grad),
+                sample.relu_backward,
+                backward=True,
+            )
+            for kind in (Quantizer, Pruner)
+        ]
+        with (
+            amanda.apply(*tools),
+            pytest.raises(ReplaceConflictError, match=r"Pruner.*Quantizer|Quantizer.*Pruner"),
+        ):
+            sample.backward(sample.relu(sample.tensor([1.0], requires_grad=True)))
+
+    def test_an_action_at_the_wrong_point_says_where_it_belongs(self, sample: Sample) -> None:
+        wrong = tool(
+            lambda context: context.insert_before_backward_op(lambda grad: grad), sample.name("relu")
+        )
+        with amanda.apply(wrong), pytest.raises(ActionError, match="backward=True"):
+            sample.relu(sample.tensor([1.0]))
+        late = tool(
+            lambda context: context.insert_before_op(lambda value: value),
+            sample.name("relu"),
+            require_outputs=True,
+        )
+        with amanda.apply(late), pytest.raises(ActionError, match="require_outputs=False"):
+            sample.relu(sample.tensor([1.0]))
+
+
+def _recording(action: str, order: list[str]) -> Any:
+    return lambda context: getattr(context, action)(lambda *_: order.append(action))

@@ -1,0 +1,236 @@
+"""Meaning 10: how far a scope reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda.context import OpContext
+from amanda.testing._sample import Sample
+from amanda.testing._suite._tools import Executed, also, inserting, tool
+
+
+class ScopeTests:
+    """Scopes, threads, tasks and processes."""
+
+    def test_ops_of_a_routine_are_not_instrumented(self, sample: Sample) -> None:
+        seen: list[str] = []
+
+        def routine(value: Any) -> Any:
+            return sample.relu(sample.relu(value))
+
+        def analysis(context: OpContext) -> None:
+            seen.append(context.get_op().__name__)
+            sample.relu(context.get_inputs()[0])
+            context.insert_before_op(routine)
+            context.insert_after_op(routine)
+
+        with amanda.apply(tool(analysis, sample.name("relu"))):
+            sample.relu(sample.tensor([1.0]))
+        assert seen == [sample.name("relu")]
+
+    def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        also(
+            relu,
+            lambda context: context.insert_before_backward_op(lambda grad: sample.relu(grad)),
+            sample.relu_backward,
+            backward=True,
+        )
+        with amanda.apply(relu):
+            sample.backward(sample.relu(sample.tensor([1.0], requires_grad=True)))
+        assert len(relu.ids) == 1
+
+    def test_ops_of_a_replacement_are_not_instrumented(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        also(relu, lambda context: context.replace_op(lambda value: sample.relu(value)), sample.name("relu"))
+        with amanda.apply(relu):
+            sample.relu(sample.tensor([1.0]))
+        assert len(relu.ids) == 1
+
+    def test_nothing_is_seen_outside_a_scope(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        with amanda.apply(relu):
+            pass
+        sample.relu(sample.tensor([1.0]))
+        assert relu.ids == []
+
+    def test_disabled_instruments_nothing_until_enabled(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        with amanda.apply(relu):
+            with amanda.disabled():
+                assert not amanda.is_enabled()
+                sample.relu(x)
+                assert relu.ids == []
+                with amanda.enabled():
+                    sample.relu(x)
+            sample.relu(x)
+        assert len(relu.ids) == 2
+
+    def test_threads_do_not_see_each_others_scopes(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        with amanda.apply(relu):
+            _in_thread(lambda: sample.relu(x))
+            assert relu.ids == []
+            sample.relu(x)
+        assert len(relu.ids) == 1
+
+    def test_bind_carries_a_scope_to_another_thread(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        with amanda.apply(relu) as scope:
+            bound = scope.bind(lambda: sample.relu(x))
+            _in_thread(bound)
+            assert len(relu.ids) == 1
+        _in_thread(bound)
+        assert len(relu.ids) == 1
+
+    def test_asyncio_tasks_do_not_see_each_others_scopes(self, sample: Sample) -> None:
+        seen = {name: Executed(sample.name("relu")) for name in ("one", "two")}
+
+        async def work(made: Executed, times: int) -> None:
+            with amanda.apply(made):
+                for _ in range(times):
+                    sample.relu(sample.tensor([1.0]))
+                    await asyncio.sleep(0)
+
+        async def bystander() -> None:
+            for _ in range(5):
+                sample.relu(sample.tensor([1.0]))
+                await asyncio.sleep(0)
+
+        async def main() -> None:
+            await asyncio.gather(work(seen["one"], 2), work(seen["two"], 3), bystander())
+
+        asyncio.run(main())
+        assert [len(made.ids) for made in seen.values()] == [2, 3]
+
+    def test_a_scope_follows_the_backward_pass_that_it_starts(self, sample: Sample) -> None:
+        grads: list[Any] = []
+        x = sample.tensor([1.0], requires_grad=True)
+        with amanda.apply(inserting("insert_before_backward_op", sample.relu_backward, grads.append)):
+            sample.backward(sample.relu(x))
+        assert len(grads) == 1
+
+    def test_backward_routines_run_only_in_a_scope_with_their_tool(self, sample: Sample) -> None:
+        grads: list[Any] = []
+        made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
+        module = sample.module(lambda x: sample.relu(x))
+
+        def forward() -> Any:
+            return module(sample.tensor([1.0], requires_grad=True))
+
+        with amanda.apply(made):
+            sample.backward(forward())
+            left_behind = forward()
+        assert len(grads) == 1
+        sample.backward(left_behind)
+        assert len(grads) == 1
+        with amanda.apply(made):
+            inside = forward()
+        with amanda.apply(made):
+            sample.backward(inside)
+        assert len(grads) == 2
+        with amanda.apply(made):
+            inside = forward()
+        with amanda.apply(amanda.Tool()):
+            sample.backward(inside)
+        assert len(grads) == 2
+
+    def test_a_backward_op_is_analysed_when_its_scope_opens_for_it(self, sample: Sample) -> None:
+        grads: list[Any] = []
+        made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
+        with amanda.apply(made):
+            inside = sample.relu(sample.tensor([1.0], requires_grad=True))
+        with amanda.apply(made):
+            sample.backward(inside)
+        assert len(grads) == 1
+
+    def test_a_scope_is_a_decorator_and_a_handle(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+
+        @amanda.apply(relu)
+        def decorated() -> Any:
+            return sample.relu(x)
+
+        decorated()
+        decorated()
+        assert len(relu.ids) == 2
+        scope = amanda.apply(relu).start()
+        sample.relu(x)
+        scope.stop()
+        sample.relu(x)
+        assert len(relu.ids) == 3
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    def test_a_scope_does_not_follow_a_fork(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        with amanda.apply(relu):
+            sample.relu(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # about threads of the framework, which the child leaves alone
+                child = os.fork()
+            if child == 0:  # pragma: no cover
+                _child(sample, relu)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            sample.relu(x)
+        assert len(relu.ids) == 2
+
+    def test_routines_of_a_tool_run_one_at_a_time(self, sample: Sample) -> None:
+        running, most = [0], [0]
+
+        def routine(_: Any) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            time.sleep(0.002)
+            running[0] -= 1
+
+        x = sample.tensor([1.0])
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)) as scope:
+                threads = [
+                    threading.Thread(target=scope.bind(lambda: [sample.relu(x) for _ in range(5)]))
+                    for _ in range(4)
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert most == [1]
+
+
+def _in_thread(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
+    status = 1
+    try:
+        sample.relu(sample.tensor([1.0]))
+        status = 0 if len(relu.ids) == 1 else 2
+        with amanda.apply(relu):
+            sample.relu(sample.tensor([1.0]))
+        status = status or (0 if len(relu.ids) == 2 else 3)
+    finally:
+        os._exit(status)

@@ -1,0 +1,192 @@
+"""Meaning 11: a tool that changes nothing leaves everything as it is, and a scope leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+import types
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda import interceptor
+from amanda.testing._sample import Sample
+from amanda.testing._suite._tools import POINTS, Insertion, inserting, no_op, tool
+
+
+class TransparencyTests:
+    """Bit-identity, and restoring."""
+
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_a_tool_that_changes_nothing_leaves_every_bit(self, sample: Sample, cached: bool) -> None:
+        plain = _trained(sample)
+        with amanda.apply(no_op()):
+            if cached:
+                assert _trained(sample) == plain
+            else:
+                with amanda.cache_disabled():
+                    assert _trained(sample) == plain
+        assert _trained(sample) == plain
+
+    def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
+        plain = _trained(sample)
+        looking = amanda.Tool()
+        for point in POINTS:
+            looking.add_inst_for_op(lambda context: None, **point)
+        with amanda.apply(looking):
+            assert _trained(sample) == plain
+
+    def test_every_op_gives_what_it_gave(self, sample: Sample) -> None:
+        def results() -> list[bytes]:
+            x = sample.tensor([[1.0, -2.0], [3.0, 4.0]])
+            y, out = sample.tensor([[0.5, 2.0], [1.0, -1.0]]), sample.tensor([[0.0, 0.0], [0.0, 0.0]])
+            first, second = sample.pair(x)
+            sample.add(x, y, out=out)
+            made = [sample.add(x, y), sample.cat([x, y]), first, second, out, sample.many(x, y)]
+            made.append(sample.add_(y, x))
+            return [sample.bits(one) for one in made]
+
+        plain = results()
+        with amanda.apply(no_op()):
+            assert results() == plain
+
+    def test_nothing_is_left_on_tensors_and_modules(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+        sample.backward(model(x))
+        objects = [model, model.first, model.first.weight, x]
+        plain = [_visible(one) for one in [*objects, model(x)]]
+        with amanda.apply(no_op()):
+            result = model(x)
+            sample.backward(result)
+            assert [_visible(one) for one in [*objects, result]] == plain
+        assert [_visible(one) for one in [*objects, result]] == plain
+
+    def test_models_are_copied_and_pickled_in_a_scope(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+        with amanda.apply(no_op()):
+            plain = sample.bits(model(x))
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert sample.bits(twin(x)) == plain
+
+    def test_a_scope_leaves_the_framework_as_it_was(self, sample: Sample) -> None:
+        _trained(sample)
+        with amanda.apply(no_op()):
+            _trained(sample)
+        before = _framework(sample)
+        with amanda.apply(no_op()):
+            _trained(sample)
+        assert _changes(before, _framework(sample)) == []
+
+    @pytest.mark.parametrize("point", range(4))
+    def test_an_exception_in_an_analysis_leaves_the_framework_as_it_was(
+        self, sample: Sample, point: int
+    ) -> None:
+        plain = _trained(sample)
+        before = _framework(sample)
+        with pytest.raises(ZeroDivisionError), amanda.apply(tool(_fail, **POINTS[point])):
+            _trained(sample)
+        assert _changes(before, _framework(sample)) == []
+        assert _trained(sample) == plain
+        with amanda.apply(no_op()):
+            assert _trained(sample) == plain
+
+    @pytest.mark.parametrize("action", Insertion.__args__)  # type: ignore[attr-defined]
+    def test_an_exception_in_a_routine_leaves_the_framework_as_it_was(
+        self, sample: Sample, action: Any
+    ) -> None:
+        plain = _trained(sample)
+        name = sample.relu_backward if "backward" in action else sample.name("relu")
+        before = _framework(sample)
+        failing = inserting(action, name, _fail)
+        with pytest.raises(ZeroDivisionError), amanda.apply(failing):
+            _trained(sample)
+        assert _changes(before, _framework(sample)) == []
+        assert interceptor.active() is None
+        assert _trained(sample) == plain
+        with amanda.apply(no_op()):
+            assert _trained(sample) == plain
+
+    def test_a_scope_goes_on_after_an_exception_was_caught_in_it(self, sample: Sample) -> None:
+        fails = [True, False]
+        seen: list[Any] = []
+
+        def routine(value: Any) -> None:
+            seen.append(value)
+            if fails.pop(0):
+                raise ZeroDivisionError
+
+        x = sample.tensor([1.0])
+        with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
+            with pytest.raises(ZeroDivisionError):
+                sample.relu(x)
+            sample.relu(x)
+        assert len(seen) == 2
+
+    def test_an_exception_of_the_op_itself_passes_as_it_is(self, sample: Sample) -> None:
+        bad = sample.tensor([[1.0, 2.0, 3.0, 4.0]]), sample.parameter([[1.0]])
+        with pytest.raises(Exception) as plain:  # noqa: PT011
+            sample.linear(*bad)
+        with amanda.apply(no_op()), pytest.raises(type(plain.value)) as instrumented:
+            sample.linear(*bad)
+        assert str(instrumented.value) == str(plain.value)
+        assert getattr(instrumented.value, "__notes__", []) == []
+
+    def test_memory_does_not_grow_over_iterations(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+
+        def objects() -> int:
+            gc.collect()
+            return len(gc.get_objects())
+
+        with amanda.apply(no_op()):
+            for _ in range(5):
+                sample.backward(model(x))
+            before = objects()
+            for _ in range(50):
+                sample.backward(model(x))
+            assert objects() - before < 25
+
+
+def _trained(sample: Sample) -> list[bytes]:
+    model, x = sample.model(), sample.input()
+    result = model(x)
+    sample.backward(result)
+    gradients = [sample.gradient(layer.weight) for layer in (model.first, model.second)]
+    return [sample.bits(one) for one in (result, *gradients)]
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("a tool's own mistake")
+
+
+def _visible(thing: Any) -> Any:
+    values = getattr(thing, "__dict__", {})
+    hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
+    return type(thing), sorted(values), sorted(dir(thing)), hooks
+
+
+def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
+    root = sample.driver.framework
+    found: dict[Any, dict[str, Any]] = {}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
+            found[name] = dict(vars(module))
+            for value in list(vars(module).values()):
+                if isinstance(value, type) and value.__module__.startswith(root):
+                    found[value] = dict(vars(value))
+    return found
+
+
+def _changes(before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]) -> list[Any]:
+    mutable = (int, float, bool, str, tuple, type(None), dict, list)
+    return [
+        (holder, name)
+        for holder, names in before.items()
+        for name, value in names.items()
+        if holder not in after
+        or name not in after[holder]
+        or (after[holder][name] is not value and not isinstance(value, mutable))
+    ]

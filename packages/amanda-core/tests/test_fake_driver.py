@@ -1,0 +1,101 @@
+"""The conformance suite on the fake framework."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from amanda.testing import DriverTests, FakeDriver, Sample, fake
+
+
+class Network(fake.Module):
+    """Two layers and what is between them."""
+
+    def __init__(self) -> None:
+        self.first = fake.Linear(fake.Parameter([0.5, 0.25, -1, 1.5, -0.75, 2, 0.125, 1, -0.5], (3, 3)))
+        self.second = fake.Linear(fake.Parameter([1, -0.25, 0.5, -1.5, 0.625, 1, 2, -1, 0.375], (3, 3)))
+
+    def forward(self, input: fake.Tensor) -> fake.Tensor:
+        """The second layer's outputs."""
+        hidden = fake.relu(self.first(input))
+        result: fake.Tensor = self.second(hidden)
+        return result
+
+
+class Calling(fake.Module):
+    """A module that calls a function."""
+
+    def __init__(self, forward: Any) -> None:
+        self.function = forward
+
+    def forward(self, *args: Any) -> Any:
+        """What the function gives."""
+        return self.function(*args)
+
+
+class FakeSample(Sample):
+    """Everything by its own name."""
+
+    driver = FakeDriver
+    names = {"linear": "matmul", "pair": "split", "many": "muladd"}
+    dtypes = ("float64", "float32", "int64", "complex128")
+    relu_backward = "ReluBackward"
+    leaf_backward = "AccumulateGrad"
+
+    linear = property(lambda self: fake.matmul)
+    relu = property(lambda self: fake.relu)
+    add = property(lambda self: fake.add)
+    add_ = property(lambda self: fake.add_)
+    cat = property(lambda self: fake.cat)
+    pair = property(lambda self: fake.split)
+    item = property(lambda self: fake.item)
+    many = property(lambda self: fake.muladd)
+
+    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+        return fake.tensor(values, dtype or "float64", requires_grad)
+
+    def parameter(self, values: Sequence[Any]) -> Any:
+        made = fake.tensor(values)
+        return fake.Parameter(made.numbers, made.shape)
+
+    def bits(self, tensor: Any) -> bytes:
+        return struct.pack(f"{len(tensor.numbers)}d", *tensor.numbers)
+
+    def numbers(self, tensor: Any) -> list[Any]:
+        return list(tensor.numbers)
+
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        shape: tuple[int, ...] = tensor.shape
+        return shape
+
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        return tensor.astype(dtype)
+
+    def overwrite(self, tensor: Any) -> None:
+        tensor.assign(tensor.detach())
+
+    def backward(self, tensor: Any) -> None:
+        fake.sum(tensor).backward()
+
+    def model(self) -> Any:
+        return Network()
+
+    def module(self, forward: Any) -> Any:
+        return Calling(forward)
+
+    def checkpoint(self, function: Any, tensor: Any) -> Any:
+        return fake.checkpoint(function, tensor)
+
+    def beyond(self) -> None:
+        fake.opaque(self.input())
+
+
+class TestFakeDriver(DriverTests):
+    """The suite on the fake framework."""
+
+    @pytest.fixture
+    def sample(self) -> Sample:
+        return FakeSample()
