@@ -257,14 +257,34 @@ int ordinal_of(PyObject *object, uint64_t *ordinal) {
     return 0;
 }
 
+/* Whether values of a type tell ops apart. Answers are kept by the type's version tag, which no
+   other type gets when this one is gone and its address is used again. */
+static inline int is_identity_type(PyTypeObject *type) {
+    static struct {
+        PyTypeObject *type;
+        unsigned tag, epoch;
+        int answer;
+    } cache[64], *known;
+    known = &cache[((uintptr_t)type >> 5) & 63];
+    int tagged = PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG);
+    if (tagged && known->type == type && known->tag == type->tp_version_tag && known->epoch == house.epoch)
+        return known->answer;
+    int answer = 0;
+    for (int i = 0; !answer && i < house.type_count; i++) answer = PyType_IsSubtype(type, house.types[i]);
+    if (tagged) {
+        known->type = type;
+        known->tag = type->tp_version_tag;
+        known->epoch = house.epoch;
+        known->answer = answer;
+    }
+    return answer;
+}
+
 static int mix_identity(uint64_t *hash, PyObject *value) {
-    for (int i = 0; i < house.type_count; i++)
-        if (PyObject_TypeCheck(value, house.types[i])) {
-            uint64_t ordinal;
-            if (ordinal_of(value, &ordinal)) return -1;
-            *hash = mix(*hash, ordinal);
-            break;
-        }
+    uint64_t ordinal;
+    if (!is_identity_type(Py_TYPE(value))) return 0;
+    if (ordinal_of(value, &ordinal)) return -1;
+    *hash = mix(*hash, ordinal);
     return 0;
 }
 
@@ -482,6 +502,7 @@ static PyObject *add_identity_type(PyObject *Py_UNUSED(module), PyObject *type) 
     if (house.type_count == TYPE_LIMIT)
         return PyErr_Format(PyExc_ValueError, "no more than %d types can tell ops apart", TYPE_LIMIT);
     house.types[house.type_count++] = (PyTypeObject *)Py_NewRef(type);
+    house.epoch++;
     Py_RETURN_NONE;
 }
 
