@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from amanda.testing import DriverTests, FakeDriver, Sample, fake
+from amanda.testing import DriverTests, FakeDriver, Sample, fake, never
 
 
 class Network(fake.Module):
@@ -40,7 +40,7 @@ class FakeSample(Sample):
     """Everything by its own name."""
 
     driver = FakeDriver
-    names = {"linear": "matmul", "pair": "split", "many": "muladd"}
+    names: ClassVar = {"linear": "matmul", "pair": "split", "many": "muladd"}
     dtypes = ("float64", "float32", "int64", "complex128")
     relu_backward = "ReluBackward"
     leaf_backward = "AccumulateGrad"
@@ -95,6 +95,10 @@ class FakeSample(Sample):
 
 class TestFakeDriver(DriverTests):
     """The suite on the fake framework."""
+
+    gaps: ClassVar = {
+        "test_an_op_looked_up_before_the_scope_is_seen": never("operators in Python are attributes"),
+    }
 
     @pytest.fixture
     def sample(self) -> Sample:

@@ -257,6 +257,8 @@ class _Wrapped:
         self.__wrapped__ = function
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):
+            return types.MethodType(self, owner)
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +269,10 @@ class _Wrapped:
 
 
 class Detour(_Wrapped):
-    """Takes the place of a Python callable and brings its calls to the site."""
+    """Takes the place of a Python callable, or of the reads of a property, and brings them to the site."""
+
+    def __new__(cls, site: Site) -> "Detour":
+        return super().__new__(_ReadDetour if inspect.isgetsetdescriptor(site.target) else cls)
 
     def __init__(self, site: Site) -> None:
         super().__init__(site.original)
@@ -278,6 +283,19 @@ class Detour(_Wrapped):
 
 
 PathOf = Callable[[Any, Any], tuple[int, bool]]
+
+
+class _ReadDetour(Detour):
+    """Stands in for a property; writes go to it as ever."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self._site.target if instance is None else self._site.dispatch(instance)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._site.target.__set__(instance, value)
+
+    def __delete__(self, instance: Any) -> None:
+        self._site.target.__delete__(instance)
 
 
 class Enclosure(_Wrapped):

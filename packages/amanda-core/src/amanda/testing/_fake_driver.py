@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -95,7 +97,7 @@ class FakeDriver(EagerDriver):
         """Path of the last module within the first."""
         paths = (
             path
-            for outer, inner in zip(subjects, subjects[1:], strict=False)
+            for outer, inner in pairwise(subjects)
             for path, module in outer.named_modules()
             if module is inner
         )
@@ -241,7 +243,8 @@ class FakeCall(Call):
         """Run the operator."""
         if inputs is self.inputs:
             return self._site.invoke(*self._given)
-        bound = inspect.BoundArguments(self._signature, dict(zip(self.names, inputs, strict=True)))  # type: ignore[arg-type]
+        arguments = OrderedDict(zip(self.names, inputs, strict=True))
+        bound = inspect.BoundArguments(self._signature, arguments)
         return self._site.invoke(bound.args, bound.kwargs)
 
     def attributes(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from amanda.backend import Driver
@@ -26,7 +27,7 @@ class Sample(ABC):
     """
 
     driver: ClassVar[type[Driver]]
-    names: ClassVar[dict[str, str]] = {}
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({})
     weight_index: ClassVar[int] = 1
     dtypes: ClassVar[tuple[Any, Any, Any, Any]]
     relu_backward: ClassVar[str]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 
+from amanda import interceptor
 from amanda.testing._attached import attached
 from amanda.testing._sample import Sample
 from amanda.testing._suite._caching import CachingTests
@@ -50,6 +54,22 @@ class DriverTests(
     def _attached(self, sample: Sample) -> Iterator[None]:
         with attached(sample.driver):
             yield
+
+    def test_the_suite_passes_on_the_pure_python_interceptor(self, request: pytest.FixtureRequest) -> None:
+        if not interceptor.NATIVE:
+            return
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        if request.config.inipath is not None:
+            command += ["-c", str(request.config.inipath)]
+        done = subprocess.run(
+            [*command, f"{request.path}::{type(self).__name__}"],
+            env={**os.environ, "AMANDA_NATIVE": "0"},
+            cwd=request.config.rootpath,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-8000:]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

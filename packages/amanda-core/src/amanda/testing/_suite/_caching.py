@@ -106,7 +106,7 @@ class CachingTests:
         analysed: list[Any] = []
 
         def is_empty(inputs: Any) -> bool:
-            return sample.numbers(inputs[0])[0] == 0
+            return bool(sample.numbers(inputs[0])[0] == 0)
 
         see = tool(
             lambda context: analysed.append(is_empty(context.get_inputs())),
@@ -114,9 +114,10 @@ class CachingTests:
             guard=lambda inputs: is_empty(inputs),
         )
         module = sample.module(lambda x: sample.relu(x))
+        tensors = [sample.tensor([number]) for number in (0.0, 1.0, 2.0, 0.0)]
         with amanda.apply(see):
-            for number in (0.0, 1.0, 2.0, 0.0):
-                module(sample.tensor([number]))
+            for x in tensors:
+                module(x)
         assert analysed == [True, False]
 
     def test_with_the_cache_off_analysis_runs_at_every_execution(self, sample: Sample) -> None:

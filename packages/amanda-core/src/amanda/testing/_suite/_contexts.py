@@ -71,8 +71,8 @@ class ContextTests:
         seen: list[tuple[Any, Any]] = []
 
         def backward(context: OpContext) -> None:
-            (grad_output,) = context.get_grad_outputs() or ()
-            (grad_input,) = context.get_grad_inputs() or ()
+            (grad_output,) = context.get_grad_outputs() or [None]
+            (grad_input,) = context.get_grad_inputs() or [None]
             seen.append((sample.numbers(grad_output), sample.numbers(grad_input)))
 
         made = tool(backward, sample.relu_backward, backward=True, require_outputs=True)

@@ -10,7 +10,7 @@ import pytest
 
 import amanda
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import POINTS, Insertion, also, op_name, tool
+from amanda.testing._suite._tools import POINTS, Insertion, also, notes, op_name, tool
 
 
 class Mistake(Exception):
@@ -69,7 +69,7 @@ class FailureTests:
             sample.backward(outer(x))
         assert caught.value.code == 7
         assert str(caught.value) == "not enough bits"
-        (note,) = caught.value.__notes__
+        (note,) = notes(caught.value)
         assert "Faulty" in note
         assert at in note
         assert name in note

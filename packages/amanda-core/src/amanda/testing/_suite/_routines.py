@@ -38,10 +38,10 @@ class RoutineTests:
     def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
         runs = []
 
-        @mark
-        def routine(*_: Any) -> None:
+        def count(*_: Any) -> None:
             runs.append(1)
 
+        routine = mark(count)
         made = tool(lambda context: context.insert_before_op(routine), sample.name("relu"))
         also(
             made, lambda context: context.insert_after_op(routine), sample.name("relu"), require_outputs=True

@@ -64,6 +64,13 @@ class ScopeTests:
         sample.relu(sample.tensor([1.0]))
         assert relu.ids == []
 
+    def test_an_op_looked_up_before_the_scope_is_seen(self, sample: Sample) -> None:
+        early = sample.relu
+        relu = Executed(sample.name("relu"))
+        with amanda.apply(relu):
+            early(sample.tensor([1.0]))
+        assert len(relu.ids) == 1
+
     def test_disabled_instruments_nothing_until_enabled(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         x = sample.tensor([1.0])
@@ -174,7 +181,7 @@ class ScopeTests:
         sample.relu(x)
         assert len(relu.ids) == 3
 
-    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    @pytest.mark.xfail(not hasattr(os, "fork"), reason="never: this system has no fork", run=False)
     def test_a_scope_does_not_follow_a_fork(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         x = sample.tensor([1.0])
@@ -201,14 +208,16 @@ class ScopeTests:
             running[0] -= 1
 
         x = sample.tensor([1.0])
+
+        def work() -> None:
+            for _ in range(5):
+                sample.relu(x)
+
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)
         try:
             with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)) as scope:
-                threads = [
-                    threading.Thread(target=scope.bind(lambda: [sample.relu(x) for _ in range(5)]))
-                    for _ in range(4)
-                ]
+                threads = [threading.Thread(target=scope.bind(work)) for _ in range(4)]
                 for thread in threads:
                     thread.start()
                 for thread in threads:

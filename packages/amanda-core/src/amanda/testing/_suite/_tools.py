@@ -10,8 +10,8 @@ from amanda.tool import Tool
 
 Callback = Callable[[OpContext], Any]
 
-FORWARD_POINTS: list[dict[str, bool]] = [{}, {"require_outputs": True}]
-BACKWARD_POINTS: list[dict[str, bool]] = [{"backward": True}, {"backward": True, "require_outputs": True}]
+FORWARD_POINTS: list[dict[str, Any]] = [{}, {"require_outputs": True}]
+BACKWARD_POINTS: list[dict[str, Any]] = [{"backward": True}, {"backward": True, "require_outputs": True}]
 POINTS = FORWARD_POINTS + BACKWARD_POINTS
 
 
@@ -19,6 +19,11 @@ def op_name(context: OpContext) -> str:
     """`__name__` of the op that the context is of, forward or backward."""
     op = context.get_op() if context.is_forward() else context.get_backward_op()
     return str(op.__name__)
+
+
+def notes(error: BaseException) -> list[str]:
+    """The notes on an exception, also before Python 3.11."""
+    return list(getattr(error, "__notes__", []))
 
 
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:

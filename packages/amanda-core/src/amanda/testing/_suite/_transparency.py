@@ -14,7 +14,7 @@ import pytest
 import amanda
 from amanda import interceptor
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import POINTS, Insertion, inserting, no_op, tool
+from amanda.testing._suite._tools import POINTS, Insertion, inserting, no_op, notes, tool
 
 
 class TransparencyTests:
@@ -132,7 +132,7 @@ class TransparencyTests:
         with amanda.apply(no_op()), pytest.raises(type(plain.value)) as instrumented:
             sample.linear(*bad)
         assert str(instrumented.value) == str(plain.value)
-        assert getattr(instrumented.value, "__notes__", []) == []
+        assert notes(instrumented.value) == []
 
     def test_memory_does_not_grow_over_iterations(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
@@ -175,7 +175,7 @@ def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
         if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
             found[name] = dict(vars(module))
             for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__.startswith(root):
+                if issubclass(type(value), type) and value.__module__.startswith(root):
                     found[value] = dict(vars(value))
     return found
 

@@ -125,11 +125,11 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     with no_grad():
         while ready:
             node = ready.pop()
-            for edge, grad in zip(node.edges, _run(node, waiting.pop(node)), strict=True):
+            for edge, given in zip(node.edges, _run(node, waiting.pop(node)), strict=True):
                 if edge is None:
                     continue
-                if grad is not None:
-                    _give(waiting, edge, grad)
+                if given is not None:
+                    _give(waiting, edge, given)
                 missing[edge[0]] -= 1
                 if not missing[edge[0]]:
                     waiting.setdefault(edge[0], [None] * edge[0].outputs)

@@ -88,8 +88,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 def relu(input: Tensor) -> Tensor:
     """What is above zero, and zero."""
-    result = mapped(lambda a: a if a > 0 else a * 0, input)  # type: ignore[operator]
-    above = mapped(lambda a: 1 if a > 0 else 0, input)  # type: ignore[operator]
+    result = mapped(lambda a: a if a > 0 else a * 0, input)
+    above = mapped(lambda a: 1 if a > 0 else 0, input)
     record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], above),))
     return result
 

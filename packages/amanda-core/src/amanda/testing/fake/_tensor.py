@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
     from amanda.testing.fake._autograd import AccumulateGrad, Node
@@ -67,10 +67,10 @@ class Tensor:
         )
 
     def __add__(self, other: Tensor | Number) -> Tensor:
-        return _framework()._operators.add(self, other)
+        return cast(Tensor, _framework()._operators.add(self, other))
 
     def __mul__(self, other: Tensor | Number) -> Tensor:
-        return _framework()._operators.mul(self, other)
+        return cast(Tensor, _framework()._operators.mul(self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = () if isinstance(self, Parameter) else (self.requires_grad,)
@@ -112,7 +112,7 @@ def rounded(numbers: Sequence[Number], dtype: str) -> list[Any]:
         return [complex(number) for number in numbers]
     if dtype == "int64":
         return [int(number.real) for number in numbers]
-    return array(_TYPE_CODES[dtype], numbers).tolist()
+    return array(_TYPE_CODES[dtype], [number.real for number in numbers]).tolist()
 
 
 def mapped(function: Callable[..., Number], first: Tensor, *others: Tensor | Number) -> Tensor:

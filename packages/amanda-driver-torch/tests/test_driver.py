@@ -1,0 +1,130 @@
+"""The conformance suite on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from amanda import interceptor
+from amanda.drivers.torch import TorchDriver
+from amanda.testing import DriverTests, Sample, never
+
+FALLBACK_GAPS = {
+    "test_an_op_looked_up_before_the_scope_is_seen": never("without native code attributes are replaced"),
+}
+FIRST = [[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]]
+SECOND = [[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]]
+
+
+class Network(torch.nn.Module):
+    """Two layers and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3, bias=False, dtype=torch.float64)
+        self.second = torch.nn.Linear(3, 3, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.tensor(FIRST))
+            self.second.weight.copy_(torch.tensor(SECOND))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(F.relu(self.first(x)))
+
+
+class Calling(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "function", function)  # a module that is called is no part of this one
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class TorchSample(Sample):
+    """PyTorch."""
+
+    driver = TorchDriver
+    names: ClassVar = {"pair": "aminmax", "many": "linear"}
+    dtypes = (torch.float64, torch.float32, torch.int64, torch.complex128)
+    relu_backward = "ReluBackward0"
+    leaf_backward = "AccumulateGrad"
+
+    linear = property(lambda self: F.linear)
+    relu = property(lambda self: torch.relu)
+    add = property(lambda self: torch.add)
+    add_ = property(lambda self: torch.Tensor.add_)
+    cat = property(lambda self: torch.cat)
+    pair = property(lambda self: torch.aminmax)
+    item = property(lambda self: torch.Tensor.item)
+    many = property(lambda self: F.linear)
+
+    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+        return torch.tensor(values, dtype=dtype or torch.float64, requires_grad=requires_grad)
+
+    def parameter(self, values: Sequence[Any]) -> Any:
+        return torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+    def bits(self, tensor: Any) -> bytes:
+        return bytes(tensor.detach().numpy().tobytes())
+
+    def numbers(self, tensor: Any) -> list[Any]:
+        return list(tensor.detach().flatten().tolist())
+
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        return tensor.to(dtype)
+
+    def overwrite(self, tensor: Any) -> None:
+        tensor.mul_(1)
+
+    def backward(self, tensor: Any) -> None:
+        tensor.sum().backward()
+
+    def model(self) -> Any:
+        return Network()
+
+    def module(self, forward: Any) -> Any:
+        return Calling(forward)
+
+    def checkpoint(self, function: Any, tensor: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(function, tensor, use_reentrant=False)
+
+    def beyond(self) -> None:
+        torch.func.vmap(lambda x: torch.relu(x))(self.input())
+
+
+class ReentrantSample(TorchSample):
+    """PyTorch with checkpoints that start a backward pass of their own."""
+
+    def checkpoint(self, function: Any, tensor: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(function, tensor, use_reentrant=True)
+
+
+class TestTorchDriver(DriverTests):
+    """The suite on PyTorch."""
+
+    gaps: ClassVar = {} if interceptor.NATIVE else FALLBACK_GAPS
+
+    @pytest.fixture
+    def sample(self) -> Sample:
+        return TorchSample()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        DriverTests.test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run,
+        DriverTests.test_a_checkpoint_outside_modules_computes_the_same_ops_again,
+    ],
+)
+def test_reentrant_checkpoints_too(test: Any) -> None:
+    test(DriverTests(), ReentrantSample())
