@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import amanda
 import pytest
 import torch
+
+import amanda
 
 X = torch.rand(3, 3)
 
@@ -45,6 +46,9 @@ def outermost_type(call: Callable[[], Any]) -> str:
         (lambda: X.clone().add_(X), "clone"),
         (lambda: -X, "neg"),
         (lambda: X @ X, "matmul"),
+        (lambda: torch.mm(X, X), "mm"),
+        (lambda: torch.spmm(X, X), "mm"),
+        (lambda: torch.dsmm(X, X), "mm"),
         (lambda: X.T, "numpy_T"),
         (lambda: X[0], "getitem"),
         (lambda: Double.apply(X), "Double"),

@@ -143,23 +143,35 @@ def exclusion(called: Any) -> str | None:
     return next((reason for reason, names in EXCLUDED.items() if name in names), None)
 
 
-@cache
 def targets() -> tuple[Target, ...]:
-    """Every operator of the running torch, each native callable once."""
-    return tuple(by_callable().values())
+    """Every operator of the running torch, each native callable once.
+
+    By identity: `torch.mm` equals `torch.dsmm`, which calls the same C function, and is another callable.
+    """
+    by_callable()  # now, since a callable that is intercepted may have another hash
+    return _operators()
+
+
+@cache
+def _operators() -> tuple[Target, ...]:
+    found: dict[int, Target] = {}
+    for called in _native_callables():
+        kind = _KINDS.get(type(called).__name__)
+        if kind is None or id(called) in found or exclusion(called) is not None:
+            continue
+        name = called.__name__
+        canonical = CANONICAL.get(name, name)
+        found[id(called)] = Target(called, kind, name, canonical, _is_inplace(canonical))
+    return tuple(found.values())
 
 
 @cache
 def by_callable() -> dict[Any, Target]:
-    """The targets by their callable."""
+    """The targets by their callable; of equal callables, the one that has the operator's name."""
     found: dict[Any, Target] = {}
-    for called in _native_callables():
-        kind = _KINDS.get(type(called).__name__)
-        if kind is None or called in found or exclusion(called) is not None:
-            continue
-        name = called.__name__
-        canonical = CANONICAL.get(name, name)
-        found[called] = Target(called, kind, name, canonical, _is_inplace(canonical))
+    for target in _operators():
+        if target.callable not in found or target.name == target.canonical:
+            found[target.callable] = target
     return found
 
 
