@@ -255,6 +255,8 @@ class _Wrapped:
 
     def __init__(self, function: Any) -> None:
         self.__wrapped__ = function
+        self.__doc__ = getattr(function, "__doc__", None)
+        self.__module__ = getattr(function, "__module__", "")
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):

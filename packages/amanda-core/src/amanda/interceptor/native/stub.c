@@ -6,8 +6,10 @@
 #define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
 #define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
 
-/* FUNCTION: a builtin that takes a tuple. Its own vectorcall pointer is set, because what a builtin
-   hashes to includes its ml_meth, and programs keep builtins in dicts. */
+/* FUNCTION: a builtin function, of any convention. Its own vectorcall pointer is set, because what
+   a builtin hashes to includes its ml_meth, and programs keep builtins in dicts. The interpreter
+   passes that pointer by where it has specialised a call on the builtin's flags: while it is placed
+   its definition is a copy with a flag more, which means nothing to a function of a module. */
 typedef enum {
     NOARGS, ONE, VARARGS, KEYWORDS, FAST, FAST_KEYWORDS, GET, SUBSCRIPT, ASSIGN, FUNCTION, PYTHON
 } Kind;
@@ -22,6 +24,8 @@ typedef struct Site {
     char placed; 
     Kind kind;
     PyMethodDef pristine;
+    PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
+    PyMethodDef *own;   /* FUNCTION: what it has otherwise */
     PyGetSetDef pristine_get;
     union {
         PyMethodDef *method;
@@ -139,6 +143,7 @@ static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, P
     case ASSIGN:
         return ((objobjargproc)site->native)(self, a, b) ? NULL : Py_NewRef(Py_None);
     case FUNCTION:
+        if (site->native) return ((vectorcallfunc)site->native)(self, (PyObject *const *)a, (size_t)b, c);
         return call_with_tuple(site, (PyObject *const *)a, (size_t)b, c);
     case PYTHON:
         return PyObject_Vectorcall(self, (PyObject *const *)a, (size_t)b, c);
@@ -339,16 +344,15 @@ static int read_target(Site *site, PyObject *target) {
     if (PyCFunction_Check(target)) {
         PyCFunctionObject *function = (PyCFunctionObject *)target;
         site->bound = 0;
-        site->where.method = function->m_ml;
-        site->pristine = *function->m_ml;
+        site->own = function->m_ml;
+        site->pristine = site->marked = *function->m_ml;
+        site->marked.ml_flags |= METH_COEXIST;
         if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
         site->original = PyCFunction_NewEx(&site->pristine, function->m_self, function->m_module);
-        if (site->kind == VARARGS || site->kind == KEYWORDS) {
-            site->kind = FUNCTION;
-            site->where.function = function;
-            site->native = (void *)function->vectorcall;
-            return site->original ? 0 : -1;
-        }
+        site->kind = FUNCTION;
+        site->where.function = function;
+        site->native = (void *)function->vectorcall;
+        return site->original ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
         site->where.method = ((PyMethodDescrObject *)target)->d_method;
         site->pristine = *site->where.method;
@@ -430,8 +434,9 @@ static int put(Site *site, void *pointer, void *instead_of) {
         if (site->where.get->get == (getter)instead_of) site->where.get->get = (getter)pointer;
         return 0;
     case FUNCTION:
-        if (site->where.function->vectorcall == (vectorcallfunc)instead_of)
-            site->where.function->vectorcall = (vectorcallfunc)pointer;
+        if (site->where.function->vectorcall != (vectorcallfunc)instead_of) return 0;
+        site->where.function->vectorcall = (vectorcallfunc)pointer;
+        site->where.function->m_ml = pointer == site->native ? site->own : &site->marked;
         return 0;
     case SUBSCRIPT: case ASSIGN:
         if (site->where.slot->d_wrapped == instead_of) site->where.slot->d_wrapped = pointer;

@@ -32,6 +32,8 @@ static PyObject *wrapped_bind(PyObject *self, PyObject *instance, PyObject *Py_U
 }
 
 static PyObject *wrapped_getattr(PyObject *self, PyObject *name) {
+    if (PyUnicode_CompareWithASCIIString(name, "__doc__") == 0 || PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
+        return PyObject_GetAttr(((Wrapped *)self)->function, name); /* a type has its own */
     PyObject *value = PyObject_GenericGetAttr(self, name);
     if (value || !PyErr_ExceptionMatches(PyExc_AttributeError)) return value;
     PyErr_Clear();
