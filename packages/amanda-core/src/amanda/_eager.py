@@ -167,7 +167,7 @@ class EagerExecution(TensorOps):
             for one, own, plan in fresh:
                 one.plans.setdefault(op_id, {})[own] = plan
             self._keep(layer, op_id, key, Combined(pairs))
-            bind_to_subjects(op_id, [*subjects, *self._identities(call.inputs)])
+            bind_to_subjects(op_id, [*subjects[:1], *self._identities(call.inputs)])
         facts.drop_values()
         return result
 
