@@ -1,0 +1,210 @@
+"""PyTorch's half of StandardMapping."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from amanda import AmandaError, OpContext
+from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
+
+SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
+_SPATIAL_OP = re.compile(
+    r"(conv_transpose|conv|max_unpool|fractional_max_pool|(?:adaptive_)?(?:max|avg)_pool"
+    r"|(?:reflection|replication)_pad|upsample_[a-z]+?)([123])d"
+)
+_NORMS = ("batch_norm", "instance_norm", "group_norm")
+_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+_PRODUCTS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+
+
+def standard(context: OpContext) -> None:
+    """Write every key of StandardMapping for an op of PyTorch."""
+    if "shape" not in context:
+        _describe_op(context)
+    _describe_backward_op(context)
+
+
+def shape(value: Any) -> tuple[int, ...] | None:
+    """Extents of a tensor."""
+    extents = getattr(value, "shape", None)
+    return None if extents is None else tuple(extents)
+
+
+def dtype(value: Any) -> str | None:
+    """Name of a tensor's element type."""
+    kind = getattr(value, "dtype", None)
+    return None if kind is None else str(kind).removeprefix("torch.")
+
+
+# ---- the forward op ----
+
+
+def _describe_op(context: OpContext) -> None:
+    name = context.get_op_type()
+    inputs = context.get_inputs()
+    in_place = name.endswith("_") and not name.endswith("__")
+    kind = word(name.removesuffix("_") if in_place else name)
+    if kind == "convolution":
+        kind = _generic_convolution(inputs)
+    weight = weight_index(kind, name, inputs)
+    context["type"] = kind
+    context["in_place"] = in_place or name == "setitem"
+    context["weight_index"] = weight
+    context["layout"] = layout(kind, shape(inputs[0]) if inputs else None)
+    context["weight_layout"] = None if weight is None else weight_layout(kind, weight, shape(inputs[weight]))
+    context["shape"] = shape
+    context["dtype"] = dtype
+
+
+def word(name: str) -> str:
+    """The vocabulary's word for an ATen operator; its own name where there is none."""
+    return WORDS.get(name, name)
+
+
+def _generic_convolution(inputs: Sequence[Any]) -> str:
+    """`torch.convolution(input, weight, bias, stride, padding, dilation, transposed, ...)`."""
+    rank = len(shape(inputs[1]) or ()) - 2
+    transposed = len(inputs) > 6 and bool(inputs[6])
+    return f"conv_transpose{rank}d" if transposed else f"conv{rank}d"
+
+
+_WEIGHT_AT = {
+    "linear": 1, "batch_norm": 1, "instance_norm": 1, "layer_norm": 2, "group_norm": 2, "rms_norm": 2,
+    "prelu": 1, "bilinear": 2, "embedding": 0, "embedding_bag": 0, "native_group_norm": 1,
+}  # fmt: skip
+
+
+def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
+    """Where the weight is: by the op's schema; in a product, the factor that is a parameter."""
+    if kind in _PRODUCTS:
+        factors = [i for i in _PRODUCTS[kind] if i < len(inputs) and _is_parameter(inputs[i])]
+        return factors[0] if len(factors) == 1 else None
+    convolution = kind.startswith("conv") and _SPATIAL_OP.fullmatch(kind)
+    index = 1 if convolution else _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind))
+    present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
+    return index if present else None
+
+
+def _is_parameter(value: Any) -> bool:
+    """Whether a tensor is a parameter, or a view of one such as `weight.t()`."""
+    from torch.nn import Parameter
+
+    return isinstance(value, Parameter) or isinstance(getattr(value, "_base", None), Parameter)
+
+
+def layout(kind: str, extents: Sequence[int] | None) -> str | None:
+    """Axes of the data input: channels first, as everywhere in PyTorch, batched or not."""
+    if extents is None:
+        return None
+    if kind in _NORMS:
+        return _BY_RANK.get(len(extents))
+    spatial = _SPATIAL_OP.fullmatch(kind)
+    if spatial is None:
+        return None
+    axes = "NC" + SPATIAL[spatial[2]]
+    return axes[len(axes) - len(extents) :] if len(extents) in (len(axes), len(axes) - 1) else None
+
+
+def weight_layout(kind: str, index: int, extents: Sequence[int] | None) -> str | None:
+    """Axes of the weight: O out, I in."""
+    if kind == "linear":
+        return "OI"
+    if kind in _PRODUCTS:
+        two = extents is not None and len(extents) == 2
+        return ("OI", "IO")[_PRODUCTS[kind].index(index)] if two else None
+    spatial = _SPATIAL_OP.fullmatch(kind)
+    if spatial is None:
+        return None
+    return ("IO" if spatial[1] == "conv_transpose" else "OI") + SPATIAL[spatial[2]]
+
+
+# ---- the backward op ----
+
+
+def _describe_backward_op(context: OpContext) -> None:
+    if context.is_forward():
+        context["backward_type"] = context["weight_grad_index"] = None
+        return
+    node = context.get_backward_op().__name__
+    context["backward_type"] = backward_type(node, context["type"])
+    context["weight_grad_index"] = _weight_grad_index(context, node)
+
+
+_NODE = re.compile(r"(.+?)((?:Backward)*)\d*")
+
+
+def backward_type(node: str, kind: str) -> str:
+    """The word for a node of the autograd graph that an op of type `kind` made.
+
+    The node that computes the op's own gradient has the op's word, e.g. "conv2d_backward"; one
+    that is a part of it has the word of its own: "transpose_backward" in the backward of linear.
+    """
+    stem, order = _stem(node)
+    if stem != kind:
+        stem = node_word(stem, kind)
+    return stem + "_backward" * order
+
+
+def _stem(node: str) -> tuple[str, int]:
+    found = _NODE.fullmatch(node)
+    assert found is not None
+    return found[1], len(found[2]) // len("Backward")
+
+
+def node_word(stem: str, kind: str) -> str:
+    """The word for the stem of a node's name: "NativeBatchNorm" is batch_norm."""
+    name = snake(stem)
+    own = word(name)
+    if own == kind or own in KERNELS.get(kind, ()) or ("conv" in own and kind.startswith("conv")):
+        return kind
+    if own.startswith("scaled_dot_product"):
+        return "scaled_dot_product_attention"
+    return own
+
+
+def snake(name: str) -> str:
+    """`MaxPool2DWithIndices` as `max_pool2d_with_indices`."""
+    lowered = re.sub(r"(?<=[a-z])(\d)D(?![a-z])", r"\1d", name)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", lowered).lower()
+
+
+# Of an op's word: which node gives the weight's gradient in the weight's shape, and in which place.
+_WEIGHT_GRAD_AT = {
+    # addmm and mm give the gradient of the transpose; t turns it into the weight's shape.
+    "linear": {"t": 0, "linear": 1, "mkldnn_linear": 1},
+    "batch_norm": {"native_batch_norm": 1, "cudnn_batch_norm": 1, "miopen_batch_norm": 1},
+    "layer_norm": {"native_layer_norm": 1},
+    "group_norm": {"native_group_norm": 1},
+    "rms_norm": {"fused_rms_norm": 1},
+    "prelu": {"view": 0},
+    "bilinear": {"trilinear": 1},
+    "embedding": {"embedding": 0},
+    "embedding_bag": {"embedding_bag": 0},
+}
+
+
+def _weight_grad_index(context: OpContext, node: str) -> int | None:
+    weight = context["weight_index"]
+    stem, order = _stem(node)
+    if weight is None or order != 1:
+        return None
+    index = _weight_grad_by_node(context["type"], weight, snake(stem))
+    grads = context.get_grad_inputs()
+    if index is None or grads is None:
+        return index
+    try:
+        extents = shape(context.get_inputs()[weight])
+    except AmandaError:
+        return index
+    made = index < len(grads) and grads[index] is not None
+    return index if made and shape(grads[index]) == extents else None
+
+
+def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
+    if kind in _PRODUCTS:
+        return weight if name in ("mm", "mv", "bmm", "addmm", "baddbmm") else None
+    if kind.startswith("conv"):
+        return 1 if "conv" in name else None
+    return _WEIGHT_GRAD_AT.get(kind, {}).get(name)

@@ -1,0 +1,33 @@
+"""StandardMapping: the keys that portable tools read. `docs/vocabulary.md` lists their words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from amanda.tools.mapping import _pytorch
+from amanda.tools.mapping._rules import MappingTool
+
+
+class StandardMapping(MappingTool):
+    """Puts these keys into a context, with the same words for every framework.
+
+    type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; a name of the
+        framework's own where the vocabulary has no word.
+    in_place: whether the op writes its result into its first input.
+    backward_type: what the backward op computes, e.g. "conv2d_backward"; None in the forward pass.
+    weight_index: position of the weight among the inputs; None without one.
+    weight_grad_index: position, among the gradients that leave the backward op, of the gradient in
+        the weight's own shape; None in the forward pass and where this backward op makes none.
+    layout: axes of the data input, e.g. "NCHW", "NHWC", "NCW"; None where they have no fixed meaning.
+    weight_layout: axes of the weight, e.g. "OIHW", "HWIO", "OI"; None likewise.
+    shape: function from a tensor to a tuple of int, None for an unknown extent; None for no tensor.
+    dtype: function from a tensor to the name of its element type, e.g. "float32"; None likewise.
+
+    rules: further mapping rules, which run after the standard ones.
+    """
+
+    def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
+        # A framework's half is a module of its own: a function `standard(context)` that writes
+        # every key above. TensorFlow's goes beside PyTorch's.
+        super().__init__([["pytorch", _pytorch.standard], *rules])

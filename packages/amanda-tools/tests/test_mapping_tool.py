@@ -1,0 +1,141 @@
+"""MappingTool: whose rules run, where, in which order, and what it says of a faulty rule."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import amanda
+from amanda.tools.mapping import MappingTool, RuleError, StandardMapping
+
+X = torch.rand(2, 2, requires_grad=True)
+ONES = torch.ones(2, 2)
+
+
+def log(into: list[str], line: str) -> Callable[[amanda.OpContext], None]:
+    return lambda context: into.append(line)
+
+
+def dependent(
+    mapping: MappingTool, routine: Callable[[amanda.OpContext], None], **where: bool
+) -> amanda.Tool:
+    tool = amanda.Tool()
+    tool.depends_on(mapping)
+    tool.add_inst_for_op(routine, **where)
+    return tool
+
+
+def add_under(*tools: amanda.Tool) -> None:
+    with amanda.apply(*tools):
+        torch.add(X, X).backward(ONES)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "runs"),
+    [
+        ("pytorch", True),
+        ("pytorch/" + torch.__version__.split("+")[0], True),
+        ("*/*/eager", True),
+        (amanda.Namespace("pytorch"), True),
+        ("tensorflow", False),
+        ("*/*/graph", False),
+        ("pytorch/0.4", False),
+    ],
+)
+def test_a_rule_runs_where_its_namespace_matches(namespace: str, runs: bool) -> None:
+    seen: list[str] = []
+    mapping = MappingTool([[namespace, log(seen, "rule")]])
+    add_under(dependent(mapping, log(seen, "tool")))
+    assert seen == (["rule", "tool"] if runs else ["tool"])
+
+
+def test_after_runs_once_behind_the_last_dependent() -> None:
+    seen: list[str] = []
+    mapping = MappingTool([["pytorch", log(seen, "before"), log(seen, "after")]])
+    first, second = (dependent(mapping, log(seen, name)) for name in ("first", "second"))
+    third = amanda.Tool()
+    third.add_inst_for_op(log(seen, "third"))
+    add_under(first, second, third)
+    assert seen == ["before", "first", "second", "after", "third"]
+
+
+def test_rules_wrap_the_tools_in_order() -> None:
+    seen: list[str] = []
+    mapping = MappingTool(
+        [
+            ["pytorch", log(seen, "a before"), log(seen, "a after")],
+            ["pytorch", None, log(seen, "b after")],
+            ["pytorch", log(seen, "c before")],
+        ]
+    )
+    add_under(dependent(mapping, log(seen, "tool")))
+    assert seen == ["a before", "c before", "tool", "b after", "a after"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("require_outputs", [False, True])
+def test_rules_run_at_the_points_of_their_dependents_alone(backward: bool, require_outputs: bool) -> None:
+    seen: list[str] = []
+
+    def rule(context: amanda.OpContext) -> None:
+        name = context.get_backward_op().__name__ if context.is_backward() else context.get_op().__name__
+        seen.append(name)
+        values = context.get_grad_inputs() if context.is_backward() else context.get_outputs()
+        assert (values is not None) is require_outputs
+
+    mapping = MappingTool([["pytorch", rule]])
+    add_under(dependent(mapping, log([], ""), backward=backward, require_outputs=require_outputs))
+    assert seen == (["AddBackward0", "AccumulateGrad"] if backward else ["add"])
+
+
+def test_a_mapping_translates_what_a_tool_put_into_the_context() -> None:
+    mapping = MappingTool(
+        [
+            [
+                "pytorch",
+                lambda context: context.update(inputs=len(context.get_inputs())),
+                lambda context: context.insert_after_op(lambda out: out * context["scale"]),
+            ]
+        ]
+    )
+    tool = dependent(mapping, lambda context: context.update(scale=context["inputs"]))
+    with amanda.apply(tool):
+        doubled = torch.add(X, X)
+    assert torch.equal(doubled, (X + X) * 2)
+
+
+def test_the_mapping_is_found_after_import_amanda_alone() -> None:
+    assert amanda.tools.mapping.MappingTool is MappingTool  # type: ignore[attr-defined]
+    assert isinstance(amanda.load_tool("standard_mapping"), StandardMapping)
+
+
+def test_a_standard_mapping_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(StandardMapping())).rules == StandardMapping().rules
+
+
+def ignore(context: amanda.OpContext) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("pytorch", r"rules is 'pytorch'; give a list of rules"),
+        ({"pytorch": ignore}, r"give a list of rules: \[\[namespace, before\], ...\]"),
+        ([["pytorch", ignore], "pytorch"], r"rules\[1\] is 'pytorch'; a rule is \[namespace, before\]"),
+        ([["pytorch"]], r"rules\[0\] has 1 elements"),
+        ([["pytorch", ignore, ignore, ignore]], r"rules\[0\] has 4 elements"),
+        ([[ignore, "pytorch"]], r"the namespace of rules\[0\] is <function ignore"),
+        ([["pytorch//eager", ignore]], r'"pytorch//eager", which has an empty tag'),
+        ([["pytorch", "conv2d"]], r"`before` of rules\[0\] is 'conv2d'; give a function"),
+        ([["pytorch", ignore, 3]], r"`after` of rules\[0\] is 3"),
+        ([["pytorch", None]], r"rules\[0\] has no function"),
+    ],
+)
+def test_a_faulty_rule_is_named(rules: Any, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        MappingTool(rules)

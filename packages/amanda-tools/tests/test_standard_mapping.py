@@ -1,0 +1,304 @@
+"""StandardMapping on PyTorch: its words are the documented ones, its indices point at the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amanda
+from amanda.tools.mapping import StandardMapping
+
+VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
+
+
+def types_in(run: Callable[[], Any]) -> list[str]:
+    seen: list[str] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.append(context["type"]))
+    with amanda.apply(tool):
+        run()
+    return seen
+
+
+def documented() -> list[tuple[str, str]]:
+    pairs = []
+    for row in VOCABULARY.read_text().split("## Words of `type`")[1].split("##")[0].splitlines():
+        if row.startswith("| `"):
+            words, spellings = (re.findall(r"`(.+?)`", cell) for cell in re.split(r"(?<!\\)\|", row)[1:3])
+            if len(words) == 1:
+                pairs += [(words[0], spelling) for spelling in spellings]
+            else:
+                pairs += [(" ".join(words), spelling.replace(r"\|", "|")) for spelling in spellings]
+    assert len(pairs) > 60
+    return pairs
+
+
+@pytest.mark.parametrize(("words", "spelling"), documented())
+def test_the_documented_words_are_given(words: str, spelling: str) -> None:
+    names = {
+        "torch": torch, "nn": nn, "F": F, "a": torch.rand(3, 3), "b": torch.rand(3, 3),
+        "m": torch.rand(3, 3) > 0.5, "i": torch.tensor([0, 1, 2]),
+        "x1": torch.rand(1, 2, 8), "w1": torch.rand(2, 2, 3), "x": torch.rand(1, 2, 8, 8),
+        "w": torch.rand(2, 2, 3, 3), "x3": torch.rand(1, 2, 8, 8, 8), "w3": torch.rand(2, 2, 3, 3, 3),
+    }  # fmt: skip
+    assert types_in(lambda: eval(spelling, names))[-1] in words.split()
+
+
+def test_every_documented_word_is_reached() -> None:
+    rows = VOCABULARY.read_text().split("## Words of `type`")[1].split("##")[0]
+    assert all(len(row.split("|")) >= 4 for row in rows.splitlines() if row.startswith("| `"))
+
+
+class Linear3d(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(2, 2, -1))
+
+
+class Product(nn.Module):
+    def __init__(self, weight_first: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+        self.weight_first = weight_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight @ x if self.weight_first else x @ self.weight
+
+
+class TransposedProduct(Product):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(torch.zeros(4), x, self.weight.t())
+
+
+IMAGE = torch.rand(2, 4, 8, 8)
+ROWS = torch.rand(4, 4)
+WEIGHTED: list[tuple[str, nn.Module, torch.Tensor]] = [
+    ("conv1d", nn.Conv1d(4, 3, 3), torch.rand(2, 4, 8)),
+    ("conv2d", nn.Conv2d(4, 3, 3), IMAGE),
+    ("conv2d", nn.Conv2d(4, 6, 3, groups=2, bias=False), IMAGE),
+    ("conv2d", nn.Conv2d(4, 3, 3), torch.rand(4, 8, 8)),
+    ("conv3d", nn.Conv3d(4, 3, 3), torch.rand(2, 4, 8, 8, 8)),
+    ("conv_transpose2d", nn.ConvTranspose2d(4, 3, 3), IMAGE),
+    ("linear", nn.Linear(4, 5), ROWS),
+    ("linear", nn.Linear(4, 4), ROWS),
+    ("linear", nn.Linear(4, 5, bias=False), ROWS[0]),
+    ("linear", Linear3d(4, 5), ROWS),
+    ("linear", Linear3d(4, 5, bias=False), ROWS),
+    ("matmul", Product(), ROWS),
+    ("matmul", Product(weight_first=True), ROWS),
+    ("matmul", Product(), torch.rand(2, 4, 4)),
+    ("batch_norm", nn.BatchNorm2d(4), IMAGE),
+    ("batch_norm", nn.BatchNorm2d(4).eval(), IMAGE),
+    ("layer_norm", nn.LayerNorm(4), ROWS),
+    ("group_norm", nn.GroupNorm(2, 4), IMAGE),
+    ("prelu", nn.PReLU(4), ROWS),
+    ("embedding", nn.Embedding(10, 4), torch.tensor([1, 2])),
+    ("embedding_bag", nn.EmbeddingBag(10, 4), torch.tensor([[1, 2]])),
+]
+
+
+class Weights(amanda.Tool):
+    """Collects the weight of every op that has one, and the gradients given at its index."""
+
+    def __init__(self) -> None:
+        self.depends_on(StandardMapping())
+        self.types: list[str] = []
+        self.weights: list[Any] = []
+        self.grads: list[Any] = []
+        self.promised = 0
+        self.add_inst_for_op(self.forward)
+        self.add_inst_for_op(self.before_backward, backward=True)
+        self.add_inst_for_op(self.backward, backward=True, require_outputs=True)
+
+    def forward(self, context: amanda.OpContext) -> None:
+        if context["weight_index"] is not None:
+            self.types.append(context["type"])
+            self.weights.append(context.get_inputs()[context["weight_index"]])
+
+    def before_backward(self, context: amanda.OpContext) -> None:
+        self.promised += context["weight_grad_index"] is not None
+
+    def backward(self, context: amanda.OpContext) -> None:
+        if context["weight_grad_index"] is not None:
+            grads = context.get_grad_inputs()
+            assert grads is not None
+            self.grads.append(grads[context["weight_grad_index"]].clone())
+
+
+@pytest.mark.parametrize(("kind", "module", "x"), WEIGHTED)
+def test_indices_point_at_the_weight_and_its_gradient(kind: str, module: nn.Module, x: torch.Tensor) -> None:
+    tool = Weights()
+    module.zero_grad()
+    with amanda.apply(tool):
+        module(x).sum().backward()
+    assert tool.types == [kind]
+    assert tool.weights[0] is module.weight
+    assert len(tool.grads) == tool.promised == 1
+    assert torch.equal(tool.grads[0], module.weight.grad)
+
+
+def test_a_transposed_weight_is_a_weight() -> None:
+    module, tool = TransposedProduct(), Weights()
+    with amanda.apply(tool):
+        module(ROWS).sum().backward()
+    assert tool.types == ["addmm"]
+    assert torch.equal(tool.grads[0].t(), module.weight.grad)
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    module, tool = nn.Conv2d(4, 3, 3), Weights()
+    module.weight.requires_grad_(False)
+    with amanda.apply(tool):
+        module(IMAGE).sum().backward()
+    assert len(tool.weights) == 1
+    assert tool.grads == []
+
+
+def test_the_gradient_is_found_without_a_forward_routine() -> None:
+    module = nn.Linear(4, 5)
+    found: list[tuple[Any, ...]] = []
+
+    def look(context: amanda.OpContext) -> None:
+        found.append((context["type"], context["backward_type"], context["weight_grad_index"]))
+
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(look, backward=True, require_outputs=True)
+    with amanda.apply(tool):
+        module(ROWS).backward(torch.ones(4, 5))
+    assert sorted(found) == [
+        ("linear", "accumulate_grad", None),
+        ("linear", "accumulate_grad", None),
+        ("linear", "linear_backward", None),
+        ("linear", "transpose_backward", 0),
+    ]
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+BACKWARD: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (lambda x: x + 1, "add_backward"),
+    (lambda x: -x, "neg_backward"),
+    (lambda x: x @ x, "matmul_backward"),
+    (lambda x: F.relu(x * 1, inplace=True), "relu_backward"),
+    (lambda x: F.max_pool2d(x[None], 2), "max_pool2d_backward"),
+    (lambda x: F.layer_norm(x, (4,)), "layer_norm_backward"),
+    (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm_backward"),
+    (lambda x: F.conv1d(x, torch.rand(2, 4, 3)), "conv1d_backward"),
+    (lambda x: F.conv_transpose1d(x, torch.rand(4, 2, 3)), "conv_transpose1d_backward"),
+    (lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3), "scaled_dot_product_attention_backward"),
+    (lambda x: x.view(16), "reshape_backward"),
+    (lambda x: x.T, "transpose_backward"),
+    (lambda x: x[0], "select_backward"),
+    (lambda x: nn.LSTM(4, 3)(x)[0], "lstm_backward"),
+    (lambda x: Custom.apply(x), "Custom_backward"),  # type: ignore[no-untyped-call]
+]
+
+
+@pytest.mark.parametrize(("call", "backward_type"), BACKWARD)
+def test_the_own_gradient_has_the_ops_word(
+    call: Callable[[torch.Tensor], torch.Tensor], backward_type: str
+) -> None:
+    x = torch.rand(4, 4, requires_grad=True)
+    seen: list[str] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.append(context["backward_type"]), backward=True)
+    with amanda.apply(tool):
+        call(x).sum().backward()
+    assert backward_type in seen
+
+
+def test_double_backward_has_a_word() -> None:
+    x = torch.rand(1, 2, 8, 8, requires_grad=True)
+    seen: list[str] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.append(context["backward_type"]), backward=True)
+    with amanda.apply(tool):
+        y = F.conv2d(x, torch.rand(2, 2, 3, 3, requires_grad=True)).pow(2).sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        grad.sum().backward()
+    assert "conv2d_backward_backward" in seen
+
+
+@pytest.mark.parametrize(
+    ("call", "layout", "weight_layout"),
+    [
+        (lambda: F.conv2d(IMAGE, torch.rand(3, 4, 3, 3)), "NCHW", "OIHW"),
+        (lambda: F.conv2d(IMAGE[0], torch.rand(3, 4, 3, 3)), "CHW", "OIHW"),
+        (lambda: F.conv2d(IMAGE.contiguous(memory_format=torch.channels_last), torch.rand(3, 4, 3, 3)),
+         "NCHW", "OIHW"),
+        (lambda: F.conv_transpose1d(IMAGE[0], torch.rand(8, 3, 3)), "NCW", "IOW"),
+        (lambda: torch.convolution(IMAGE, torch.rand(3, 4, 3, 3), None, [1, 1], [0, 0], [1, 1], False,
+                                   [0, 0], 1), "NCHW", "OIHW"),
+        (lambda: F.conv3d(IMAGE[None].transpose(1, 2), torch.rand(1, 4, 1, 1, 1)), "NCDHW", "OIDHW"),
+        (lambda: F.avg_pool2d(IMAGE, 2), "NCHW", None),
+        (lambda: F.batch_norm(ROWS, torch.zeros(4), torch.ones(4)), "NC", None),
+        (lambda: F.linear(ROWS, ROWS), None, "OI"),
+        (lambda: ROWS @ nn.Parameter(ROWS), None, "IO"),
+        (lambda: nn.Parameter(ROWS) @ ROWS, None, "OI"),
+        (lambda: ROWS + ROWS, None, None),
+    ],
+)  # fmt: skip
+def test_layouts(call: Callable[[], Any], layout: str | None, weight_layout: str | None) -> None:
+    seen: list[tuple[str | None, str | None]] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.append((context["layout"], context["weight_layout"])))
+    with amanda.apply(tool):
+        call()
+    assert seen[-1] == (layout, weight_layout)
+
+
+def test_accessors() -> None:
+    seen: list[Any] = []
+
+    def look(context: amanda.OpContext) -> None:
+        values = context.get_inputs()
+        seen.extend([context["shape"](values[0]), context["dtype"](values[0]), context["shape"](values[1])])
+
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(look)
+    with amanda.apply(tool):
+        torch.mul(IMAGE, 2)
+    assert seen == [(2, 4, 8, 8), "float32", None]
+
+
+@pytest.mark.parametrize(("call", "in_place"), [(lambda x: x.add_(1), True), (lambda x: x.add(1), False)])
+def test_in_place(call: Callable[[torch.Tensor], Any], in_place: bool) -> None:
+    seen: list[tuple[str, bool]] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.append((context["type"], context["in_place"])))
+    x = torch.zeros(2)
+    with amanda.apply(tool):
+        call(x)
+    assert seen == [("add", in_place)]
+
+
+def test_own_rules_come_after_the_standard_ones() -> None:
+    seen: list[str] = []
+    mapping = StandardMapping(rules=[["pytorch", lambda context: context.update(family=context["type"][:4])]])
+    tool = amanda.Tool()
+    tool.depends_on(mapping)
+    tool.add_inst_for_op(lambda context: seen.append(context["family"]))
+    with amanda.apply(tool):
+        F.conv2d(IMAGE, torch.rand(3, 4, 3, 3))
+    assert seen[-1] == "conv"
