@@ -38,18 +38,17 @@ class BackwardStep:
         self._fresh: list[tuple[Plan, BackwardPlan, OpContext]] = []
         self._plans: list[BackwardPlan] = []
         self._missing: list[tuple[Layer, Plan]] = []
+        self._complete = True  # no layer has routines for it whose scope is closed
         for layer, plan in trace.plans:
             known = plan.backward.get(self.id)
             if known is not None:
                 self._plans.append(known)
-            elif (
-                layer.wants_backward
-                and trace.gradients not in plan.settled
-                and all(map(state.is_open, layer.tools))
-            ):
-                self._missing.append((layer, plan))
-        if self._missing:
-            trace.pending.add(self.id)
+            elif layer.wants_backward and trace.gradients not in plan.settled:
+                trace.pending.add(self.id)
+                if all(map(state.is_open, layer.tools)):
+                    self._missing.append((layer, plan))
+                else:
+                    self._complete = False
 
     @property
     def wanted(self) -> bool:
@@ -89,7 +88,8 @@ class BackwardStep:
             for action in backward.after:
                 grads = self._run(action, grads)
         self._facts.drop_values()
-        self._trace.pending.discard(self.id)
+        if self._complete:
+            self._trace.pending.discard(self.id)
         return grads
 
     def _run(self, action: Action, grads: list[Any]) -> list[Any]:

@@ -11,6 +11,8 @@ from amanda import interceptor
 from amanda.backend import Attributes, BackwardStep, Call, EagerDriver, State, Trace
 from amanda.interceptor import Suspension
 
+from ._overrides import Unseen
+
 KEY = "amanda"
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 _LEAF_PLACE = 1 << 32
@@ -53,7 +55,12 @@ class Autograd(EagerDriver):
     """The part of the driver that maps backward ops to forward ops and instruments them."""
 
     def __init__(self) -> None:
-        self._traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of graphs that are still there
+        self.traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of graphs that are still there
+
+    @property
+    def unseen(self) -> "Autograd":
+        """The driver's face that no override of the user's sees."""
+        raise NotImplementedError
 
     def tracing(self) -> Made:
         """Context that brackets the nodes made by an op."""
@@ -63,7 +70,7 @@ class Autograd(EagerDriver):
         """Leave the trace at the nodes of the op's results; the rest is found from there."""
         if made.start == made.end:
             return
-        self._traces.add(trace)
+        self.traces.add(trace)
         origin = Origin(trace, made.begin, made.start, made.end)
         for value in [*outputs, *(call.inputs[i] for i in call.mutable)]:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -79,11 +86,11 @@ class Autograd(EagerDriver):
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             activation = interceptor.active()
-            if activation is None or not self._traces:
+            if activation is None or not self.traces:
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
-            backward = _Backward(self, activation.state, outputs, create_graph)
+            backward = _Backward(self.unseen, activation.state, outputs, create_graph)
             try:
                 result = original(outputs, *args, **kwargs)
             finally:
@@ -99,12 +106,13 @@ class Autograd(EagerDriver):
 class _Backward:
     """One backward pass: its nodes, mapped and hooked."""
 
-    def __init__(self, driver: EagerDriver, state: State, outputs: Sequence[Any], create_graph: bool) -> None:
+    def __init__(self, driver: Autograd, state: State, outputs: Sequence[Any], create_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
         self._handles: list[Any] = []
-        self._nodes, edges = _graph_from(outputs)
+        with Unseen():
+            self._nodes, edges = _graph_from(outputs)
         self._origins = _origins(self._nodes, edges)
         for key, origin in self._origins.items():
             self._hook(self._nodes[key], origin)
@@ -117,7 +125,7 @@ class _Backward:
         place += origin.order * _ORDER_STEP
         step = BackwardStep(self._driver, origin.trace, type(node), place, self._state, not leaf)
         if step.wanted or self._create_graph:
-            hooks = _Hooks(step, origin)
+            hooks = _Hooks(step, origin, self._driver)
             self._handles.append(node.register_prehook(hooks.before))
             self._handles.append(node.register_hook(hooks.after))
 
@@ -142,8 +150,9 @@ class _Backward:
 class _Hooks:
     """The two hooks of one node."""
 
-    def __init__(self, step: BackwardStep, origin: Origin) -> None:
+    def __init__(self, step: BackwardStep, origin: Origin, driver: Autograd) -> None:
         self._step = step
+        self._driver = driver
         self._origin = origin
         self._start = 0
 
@@ -164,9 +173,11 @@ class _Hooks:
         if end == self._start or not torch.is_grad_enabled():
             return
         origin = Origin(self._origin.trace.again(), self._start, self._start, end, self._origin.order + 1)
-        for grad in grad_inputs:
-            if isinstance(grad, torch.Tensor):
-                _mark(grad, origin)
+        self._driver.traces.add(origin.trace)
+        with Unseen():
+            for grad in grad_inputs:
+                if isinstance(grad, torch.Tensor):
+                    _mark(grad, origin)
 
 
 def _changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:

@@ -1,0 +1,90 @@
+"""The tools that these tests apply."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import amanda
+
+
+class Executed(amanda.Tool):
+    """Names of the ops that execute, in order."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.add_inst_for_op(self._watch)
+
+    def _watch(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._note, inputs=[], name=context.get_op().__name__)
+
+    def _note(self, name: str) -> None:
+        self.names.append(name)
+
+
+class Acting(amanda.Tool):
+    """One action at every op of one name, forward or backward."""
+
+    def __init__(self, action: str, name: str, routine: Callable[..., Any], **options: Any) -> None:
+        self.name, self.action, self.routine, self.options = name, action, routine, options
+        self.backward = "backward" in action
+        self.add_inst_for_op(self._record, backward=self.backward)
+
+    def _record(self, context: amanda.OpContext) -> None:
+        op = context.get_backward_op() if self.backward else context.get_op()
+        if op.__name__ == self.name:
+            getattr(context, self.action)(self.routine, **self.options)
+
+
+class BackwardOps(amanda.Tool):
+    """Pairs of forward op and backward op that were analysed, and the ids of the latter."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[str, str]] = []
+        self.ids: list[int | None] = []
+        self.add_inst_for_op(self._note, backward=True)
+
+    def _note(self, context: amanda.OpContext) -> None:
+        self.pairs.append((context.get_op().__name__, context.get_backward_op().__name__))
+        self.ids.append(context.get_backward_op_id())
+
+
+def _ops_of(program: Callable[[], Any]) -> list[str]:
+    tool = Executed()
+    with amanda.apply(tool):
+        program()
+        first = tool.names.copy()
+        program()
+    assert tool.names == first * 2
+    return first
+
+
+def _applied(tool: amanda.Tool, program: Callable[[], Any], runs: int = 3) -> Any:
+    with amanda.apply(tool):
+        for _ in range(runs):
+            result = program()
+    return result
+
+
+@pytest.fixture
+def ops_of() -> Callable[[Callable[[], Any]], list[str]]:
+    """Names of the ops that a program executes; it runs twice, analysed and from the cache."""
+    return _ops_of
+
+
+@pytest.fixture
+def applied() -> Callable[..., Any]:
+    """`applied(tool, program)`: the result of the last of three runs, so that cached plans run too."""
+    return _applied
+
+
+@pytest.fixture
+def acting() -> type[Acting]:
+    """`acting("insert_before_op", "relu", routine, inputs=[0])`: a tool with that action."""
+    return Acting
+
+
+@pytest.fixture
+def backward_ops() -> type[BackwardOps]:
+    """A tool that keeps the backward ops it analyses."""
+    return BackwardOps

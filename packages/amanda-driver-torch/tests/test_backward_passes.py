@@ -1,0 +1,141 @@
+"""Ways of going backward: twice, to a higher order, in part, in batches, from edges, in other scopes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.testing import assert_close
+
+import amanda
+
+Act = Callable[..., amanda.Tool]
+Applied = Callable[..., Any]
+
+
+def same(result: Any, expected: Any) -> None:
+    assert_close(result, expected, rtol=0, atol=0)
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float, requires_grad=True)
+
+
+def test_a_graph_gone_through_twice_runs_its_routines_twice_and_is_analysed_once(applied: Applied) -> None:
+    x, analysed, executed = leaf(1, 2), [], []
+
+    def record(context: amanda.OpContext) -> None:
+        analysed.append(context.get_backward_op_id())
+        context.insert_before_backward_op(lambda *grads: executed.append(1), grad_outputs=[])
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(record, backward=True)
+    with amanda.apply(tool):
+        y = x.exp().sum()
+        y.backward(retain_graph=True)
+        y.backward()
+    assert (len(analysed), len(executed)) == (3, 6)
+
+
+def test_nodes_of_the_second_order_belong_to_the_op_of_the_first(backward_ops: Any) -> None:
+    x, tool = leaf(1, 2), backward_ops()
+    with amanda.apply(tool):
+        for _ in range(2):
+            (grad,) = torch.autograd.grad((x.exp() * 3).sum(), x, create_graph=True)
+            first = len(tool.pairs)
+            grad.sum().backward()
+    assert ("exp", "MulBackward0") in tool.pairs
+    assert ("__mul__", "MulBackward0") in tool.pairs
+    assert len(tool.pairs) == len(set(tool.ids)) == first
+
+
+def test_a_gradient_is_changed_at_every_order(acting: Act, applied: Applied) -> None:
+    x = torch.tensor(2.0, requires_grad=True)
+
+    def program(orders: int) -> Tensor:
+        y = x**3
+        for _ in range(orders):
+            (y,) = torch.autograd.grad(y, x, create_graph=True)
+        return y.detach()
+
+    tool = acting("insert_before_backward_op", "PowBackward0", amanda.differentiable(lambda grad: grad * 10))
+    assert [applied(tool, lambda orders=orders: program(orders)).item() for orders in (1, 2)] == [120, 1200]
+
+
+def test_a_gradient_of_an_inner_tensor_is_instrumented(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+
+    def program() -> Tensor:
+        inner = x * 2
+        return torch.autograd.grad(inner.exp().sum(), inputs=inner)[0]
+
+    plain = program()
+    same(
+        applied(acting("insert_after_backward_op", "ExpBackward0", lambda grad: grad * 2), program), plain * 2
+    )
+
+
+def test_what_one_backward_pass_leaves_out_is_analysed_in_the_next(backward_ops: Any) -> None:
+    x, p, tool = leaf(1, 2), torch.nn.Parameter(torch.ones(2)), backward_ops()
+    with amanda.apply(tool):
+        for inputs in ([x], [p]):
+            (x * p).sum().backward(inputs=inputs)
+    assert tool.pairs.count(("__mul__", "AccumulateGrad")) == 2
+
+
+def test_a_batch_of_gradients_is_instrumented(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+    tool = acting("insert_before_backward_op", "ExpBackward0", lambda grad: grad * 2)
+
+    def program() -> Tensor:
+        return torch.autograd.grad(x.exp(), x, torch.eye(2), is_grads_batched=True)[0]
+
+    same(applied(tool, program), program() * 2)
+
+
+def test_backward_from_an_edge_and_to_an_edge_is_instrumented(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+    tool = acting("insert_before_backward_op", "ExpBackward0", lambda grad: grad * 2)
+
+    def program() -> Tensor:
+        y = x.exp()
+        return torch.autograd.grad(get_gradient_edge(y), get_gradient_edge(x), torch.ones(2))[0]
+
+    same(applied(tool, program), program() * 2)
+
+
+def test_backward_from_several_outputs_is_one_pass(backward_ops: Any) -> None:
+    x, tool = leaf(1, 2), backward_ops()
+    with amanda.apply(tool):
+        torch.autograd.backward([x.exp().sum(), x.sin().sum()])
+    assert sorted(tool.pairs) == [
+        ("exp", "AccumulateGrad"), ("exp", "ExpBackward0"), ("sin", "SinBackward0"),
+        ("sum", "SumBackward0"), ("sum", "SumBackward0"),
+    ]  # fmt: skip
+
+
+# ---- scopes ----
+
+
+def test_a_graph_made_outside_the_scope_is_not_instrumented(backward_ops: Any) -> None:
+    tool = backward_ops()
+    y = leaf(1).exp().sum()
+    with amanda.apply(tool):
+        y.backward()
+    assert tool.pairs == []
+
+
+def test_a_graph_is_instrumented_where_a_scope_with_its_tool_is_open_again(
+    backward_ops: Any,
+) -> None:
+    tool, other = backward_ops(), backward_ops()
+    with amanda.apply(tool):
+        y = leaf(1).exp().sum()
+    y.backward(retain_graph=True)
+    with amanda.apply(other):
+        y.backward(retain_graph=True)
+    assert tool.pairs == other.pairs == []
+    with amanda.apply(tool):
+        y.backward()
+    assert [op for op, _ in tool.pairs] == ["sum", "exp", "exp"]

@@ -1,0 +1,302 @@
+"""Isolation from autodiff: straight through by default, a part of it where marked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import amanda
+
+Act = Callable[..., amanda.Tool]
+Applied = Callable[..., Any]
+
+MASK = torch.tensor([1.0, 0.0, 1.0])
+
+
+def same(result: Any, expected: Any) -> None:
+    assert_close(result, expected, rtol=0, atol=0)
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float, requires_grad=True)
+
+
+def masked(weight: Tensor) -> Tensor:
+    return weight * MASK
+
+
+def scaled(x: Tensor, *rest: Any) -> Any:
+    return (x * 10, *rest) if rest else x * 10
+
+
+def linear_grads() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    weight, x = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    (F.linear(x, weight) ** 2).sum().backward()
+    assert weight.grad is not None
+    assert x.grad is not None
+    return weight.grad, x.grad
+
+
+def linear_grads_by_hand(mask_in_graph: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    weight, x = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    used = weight * MASK if mask_in_graph else (weight * MASK).detach().requires_grad_()
+    (F.linear(x, used) ** 2).sum().backward()
+    grad = weight.grad if mask_in_graph else used.grad
+    assert grad is not None
+    assert x.grad is not None
+    return grad, x.grad
+
+
+def test_a_masked_weight_has_the_gradient_of_the_mask_s_value(acting: Act, applied: Applied) -> None:
+    tool = acting("insert_before_op", "linear", masked, inputs=["weight"])
+    weight_grad, x_grad = applied(tool, linear_grads)
+    same((weight_grad, x_grad), linear_grads_by_hand(mask_in_graph=False))
+    assert weight_grad[:, 1].abs().min() > 0
+
+
+@pytest.mark.parametrize("way", ["decorator", "switch"])
+def test_a_differentiable_mask_has_the_gradient_of_autograd(way: str, acting: Act, applied: Applied) -> None:
+    if way == "decorator":
+        routine = amanda.differentiable(lambda weight: weight * MASK)
+        result = applied(acting("insert_before_op", "linear", routine, inputs=["weight"]), linear_grads)
+    else:
+        with amanda.autodiff_enabled():
+            result = applied(acting("insert_before_op", "linear", masked, inputs=["weight"]), linear_grads)
+    same(result, linear_grads_by_hand(mask_in_graph=True))
+
+
+@pytest.mark.parametrize("point", ["insert_before_op", "insert_after_op", "replace_op"])
+@pytest.mark.parametrize("routine", [lambda x: x * x, lambda x: x.sin() + x])
+def test_finite_differences_agree_with_a_differentiable_routine(
+    point: str, routine: Any, acting: Act
+) -> None:
+    x = torch.linspace(-1, 1, 3, dtype=torch.double).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(x) * x
+
+    with amanda.apply(acting(point, "tanh", amanda.differentiable(routine))):
+        assert torch.autograd.gradcheck(function, x)
+        assert torch.autograd.gradgradcheck(function, x)
+
+
+@pytest.mark.parametrize("point", ["insert_before_op", "insert_after_op"])
+def test_finite_differences_agree_where_a_routine_shifts(point: str, acting: Act) -> None:
+    x = torch.linspace(-1, 1, 3, dtype=torch.double).requires_grad_()
+    with amanda.apply(acting(point, "sin", lambda x: x + 0.25)):
+        assert torch.autograd.gradcheck(lambda x: torch.sin(x) * x, x)
+        assert torch.autograd.gradgradcheck(lambda x: torch.sin(x) * x, x)
+
+
+def test_the_op_is_differentiated_at_the_value_of_the_routine(acting: Act, applied: Applied) -> None:
+    x, step = torch.linspace(-1, 1, 3, dtype=torch.double), 1e-6
+    difference = (torch.tanh(x * 2 + step) - torch.tanh(x * 2 - step)) / (2 * step)
+    x.requires_grad_()
+    tool = acting("insert_before_op", "tanh", lambda x: x * 2)
+    (grad,) = applied(tool, lambda: torch.autograd.grad(torch.tanh(x).sum(), x))
+    assert_close(grad, difference, rtol=1e-8, atol=1e-8)  # rounding of the difference
+
+
+def test_straight_through_is_the_identity_to_the_second_order_too(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+
+    def program() -> tuple[Tensor, Tensor]:
+        (grad,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        return grad, second
+
+    grad, second = applied(acting("insert_before_op", "pow", lambda x: x * 2, inputs=[0]), program)
+    same(grad, torch.tensor([12.0, 48.0]))
+    same(second, torch.tensor([12.0, 24.0]))
+
+
+def test_a_value_changed_in_one_place_leaves_the_same_tensor_in_another(
+    acting: Act, applied: Applied
+) -> None:
+    p = torch.nn.Parameter(torch.tensor([2.0]))
+
+    def program() -> tuple[float, Tensor]:
+        y = torch.mul(p, p)
+        return y.item(), torch.autograd.grad(y, p)[0]
+
+    value, grad = applied(acting("insert_before_op", "mul", lambda x: x * 10, inputs=[0]), program)
+    assert value == 40
+    same(grad, torch.tensor([22.0]))
+
+
+def test_each_tensor_of_a_list_has_its_own_straight_edge(acting: Act, applied: Applied) -> None:
+    x, y = leaf(1, 1), leaf(1, 1)
+
+    def program() -> Any:
+        return torch.autograd.grad(torch.cat([x, y]).dot(torch.arange(4.0)), [x, y])
+
+    expected = program()
+    tool = acting("insert_before_op", "cat", lambda tensors: [tensors[0] * 2, tensors[1]], inputs=[0])
+    same(applied(tool, program), expected)
+
+
+@pytest.mark.parametrize("op", ["split", "unbind"])
+def test_an_output_of_many_has_its_own_straight_edge(op: str, acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+
+    def program() -> Tensor:
+        first, second = x.split(1) if op == "split" else x.unbind()
+        return torch.autograd.grad((first * second).sum(), x)[0]
+
+    tool = acting("insert_after_op", op, lambda first, second: (first * 10, second))
+    same(applied(tool, program), torch.tensor([2.0, 10.0]))
+
+
+def test_an_unchanged_value_adds_no_node(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+    result = applied(acting("insert_after_op", "relu", lambda y: y), lambda: torch.relu(x))
+    assert result.grad_fn.name() == "ReluBackward0"
+    assert result.grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
+
+
+def test_a_type_that_is_cast_back_has_its_gradient_in_the_first_type(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+    tool = acting("insert_before_op", "exp", lambda x: x.double() * 0)
+    (grad,) = applied(tool, lambda: torch.autograd.grad(x.exp().sum(), x))
+    same(grad, torch.ones(2))
+
+
+# ---- in place and views ----
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu_": torch.Tensor.relu_,
+    "exp_": torch.Tensor.exp_,
+    "sigmoid_": torch.Tensor.sigmoid_,
+    "mul_": lambda x: x.mul_(3),
+}
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_a_value_after_an_in_place_op_leaves_its_gradient(op: str, acting: Act, applied: Applied) -> None:
+    x = leaf(-1, 2)
+
+    def program() -> tuple[Tensor, Tensor]:
+        y = IN_PLACE[op](x * 2)
+        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
+
+    value, grad = program()
+    same(applied(acting("insert_after_op", op, scaled), program), (value * 10, grad))
+    routine = amanda.differentiable(lambda y: y * 10)
+    result = applied(acting("insert_after_op", op, routine), program)
+    assert_close(result, (value * 10, grad * 10))  # the factor is applied at another place
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_an_in_place_op_is_differentiated_at_the_value_before_it(
+    op: str, acting: Act, applied: Applied
+) -> None:
+    x = leaf(-1, 2)
+
+    def program(scale: float = 1) -> tuple[Tensor, Tensor]:
+        y = IN_PLACE[op](x * scale)
+        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
+
+    value, grad = program(10)
+    tool = acting("insert_before_op", op, lambda x: x * 10, inputs=[0])
+    assert_close(applied(tool, program), (value, grad / 10))  # as above
+    tool = acting("insert_before_op", op, amanda.differentiable(lambda x: x * 10), inputs=[0])
+    assert_close(applied(tool, program), (value, grad))
+
+
+def test_an_in_place_replacement_takes_part_in_autodiff(acting: Act, applied: Applied) -> None:
+    x = leaf(-1, 2)
+    tool = acting("replace_op", "relu_", lambda y: y * y)
+    (grad,) = applied(tool, lambda: torch.autograd.grad((x * 3).relu_().sum(), x))
+    same(grad, torch.tensor([-18.0, 36.0]))
+
+
+def test_a_value_written_into_a_view_reaches_its_base(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 1, 1, 1)
+
+    def program() -> tuple[Tensor, Tensor]:
+        y = x * 1
+        y[:2].mul_(3)
+        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
+
+    value, grad = applied(acting("insert_after_op", "mul_", scaled), program)
+    same(value, torch.tensor([30.0, 30.0, 1.0, 1.0]))
+    same(grad, torch.tensor([3.0, 3.0, 1.0, 1.0]))
+
+
+def test_a_value_in_place_of_a_view_may_be_written_into(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 1)
+
+    def program() -> Tensor:
+        view = (x * 1).view(2)
+        view.mul_(3)
+        return torch.autograd.grad(view.sum(), x)[0]
+
+    same(applied(acting("insert_after_op", "view", scaled), program), torch.tensor([3.0, 3.0]))
+
+
+def test_an_assigned_value_has_a_straight_edge(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 1)
+
+    def program() -> tuple[Tensor, Tensor]:
+        y = torch.zeros(2)
+        y[0] = x[1] * 5
+        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
+
+    value, grad = applied(acting("insert_before_op", "__setitem__", scaled, inputs=["value"]), program)
+    same(value, torch.tensor([50.0, 0.0]))
+    same(grad, torch.tensor([0.0, 5.0]))
+
+
+def test_saved_tensor_hooks_of_the_user_see_what_an_in_place_op_saves(acting: Act, applied: Applied) -> None:
+    x, saved = leaf(-1, 2), []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    def program() -> tuple[Tensor, int]:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+            y = (x * 1).exp_()
+        return torch.autograd.grad(y.sum(), x)[0], len(saved)
+
+    expected = program()
+    assert expected[1] == 1
+    same(applied(acting("insert_after_op", "exp_", scaled), program), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_in_place_ops_with_their_routines(
+    reentrant: bool, acting: Act, applied: Applied
+) -> None:
+    x = leaf(-1, 2)
+
+    def program(run: Callable[..., Tensor] = checkpoint) -> Tensor:
+        options = {"use_reentrant": reentrant} if run is checkpoint else {}
+        x.grad = None
+        run(lambda x: (x * 2).exp_().sin(), x, **options).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    tool = acting("insert_after_op", "exp_", scaled)
+    expected = applied(tool, lambda: program(lambda function, x: function(x)))
+    same(applied(tool, program), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at first use
+def test_forward_mode_passes_straight_through(acting: Act, applied: Applied) -> None:
+    x = torch.tensor([1.0, 2.0])
+
+    def program() -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), torch.ones(2))
+            return torch.autograd.forward_ad.unpack_dual(torch.square(dual)).tangent.detach()
+
+    same(applied(acting("insert_before_op", "square", scaled), program), torch.tensor([20.0, 40.0]))

@@ -1,0 +1,163 @@
+"""Ops that write: in place, `out=`, running statistics. What a routine returns is copied in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import amanda
+
+Act = Callable[..., amanda.Tool]
+Applied = Callable[..., Any]
+
+
+def same(result: Any, expected: Any) -> None:
+    assert_close(result, expected, rtol=0, atol=0)
+
+
+def add_one() -> tuple[Tensor, bool]:
+    x = torch.ones(2)
+    result = x.add_(1)
+    return x, result is x
+
+
+def add_into() -> tuple[Tensor, bool]:
+    out = torch.empty(2)
+    result = torch.add(torch.ones(2), 1, out=out)
+    return out, result is out
+
+
+def write_first() -> Tensor:
+    x = torch.ones(2)
+    x[0] = 5
+    return x
+
+
+def times_ten(x: Tensor, *_: Any) -> Tensor:
+    return x * 10
+
+
+def assign_seven(x: Tensor, index: Any, value: Any) -> None:
+    x[1] = 7
+
+
+@pytest.mark.parametrize(("op", "program"), [("add_", add_one), ("add", add_into)])
+def test_a_value_after_the_op_is_copied_into_the_tensor_of_the_user(
+    op: str, program: Any, acting: Act, applied: Applied
+) -> None:
+    x, is_own = applied(acting("insert_after_op", op, times_ten), program)
+    same(x, torch.full((2,), 20.0))
+    assert is_own
+
+
+def test_a_value_before_the_op_is_copied_into_the_tensor_of_the_user(acting: Act, applied: Applied) -> None:
+    x, is_own = applied(acting("insert_before_op", "add_", times_ten, inputs=[0]), add_one)
+    same(x, torch.full((2,), 11.0))
+    assert is_own
+
+
+def scaled_in_place(x: Tensor, *_: Any) -> Tensor:
+    return x.mul_(10)
+
+
+def scaled_silently(x: Tensor, *_: Any) -> None:
+    x.mul_(10)
+
+
+@pytest.mark.parametrize("routine", [times_ten, scaled_in_place, scaled_silently])
+def test_a_replacement_of_an_in_place_op_writes_what_it_returns_or_wrote(
+    routine: Any, acting: Act, applied: Applied
+) -> None:
+    x, is_own = applied(acting("replace_op", "add_", routine), add_one)
+    same(x, torch.full((2,), 10.0))
+    assert is_own
+
+
+def test_an_in_place_op_can_be_removed(acting: Act, applied: Applied) -> None:
+    x, is_own = applied(acting("replace_op", "add_", lambda x, other: x), add_one)
+    same(x, torch.ones(2))
+    assert is_own
+
+
+def test_what_is_assigned_by_index_can_be_changed(acting: Act, applied: Applied) -> None:
+    tool = acting("insert_before_op", "__setitem__", lambda value: 7, inputs=["value"])
+    same(applied(tool, write_first), torch.tensor([7.0, 1.0]))
+
+
+def test_what_is_assigned_into_can_be_changed(acting: Act, applied: Applied) -> None:
+    tool = acting("insert_before_op", "__setitem__", lambda x: x * 3, inputs=["self"])
+    same(applied(tool, write_first), torch.tensor([5.0, 3.0]))
+
+
+def test_an_assignment_by_index_can_be_replaced(acting: Act, applied: Applied) -> None:
+    same(applied(acting("replace_op", "__setitem__", assign_seven), write_first), torch.tensor([1.0, 7.0]))
+
+
+def test_an_in_place_activation_writes_the_value_of_a_routine(acting: Act, applied: Applied) -> None:
+    x = torch.tensor([-1.0, 2.0])
+    result = applied(
+        acting("insert_after_op", "relu_", lambda y: y + 5), lambda: F.relu(x, inplace=True), runs=1
+    )
+    assert result is x
+    same(x, torch.tensor([5.0, 7.0]))
+
+
+def test_several_outs_take_the_values_of_a_routine(acting: Act, applied: Applied) -> None:
+    def program() -> Any:
+        out = torch.empty(0), torch.empty(0, dtype=torch.long)
+        result = torch.max(torch.eye(2), 1, out=out)
+        return result, out
+
+    plain, _ = program()
+    for tool in (
+        acting("insert_after_op", "max", lambda values, indices: (values * 5, indices)),
+        acting("replace_op", "max", lambda x, dim, out: (x.max(dim).values * 5, x.max(dim).indices)),
+    ):
+        result, out = applied(tool, program)
+        assert type(result) is type(plain)
+        assert [one is other for one, other in zip(result, out, strict=True)] == [True, True]
+        same([*out], [torch.full((2,), 5.0), torch.tensor([0, 1])])
+
+
+@pytest.mark.parametrize(
+    ("action", "routine", "expected"),
+    [
+        ("insert_before_op", lambda tensors, *_: ([one * 5 for one in tensors], *_), 6.0),
+        ("insert_after_op", lambda *tensors: [one * 5 for one in tensors], 10.0),
+        ("replace_op", lambda tensors, by: [one * 7 for one in tensors], 7.0),
+    ],
+)
+def test_each_tensor_of_a_list_that_is_written_takes_its_value(
+    action: str, routine: Any, expected: float, acting: Act, applied: Applied
+) -> None:
+    def program() -> list[Tensor]:
+        tensors = [torch.ones(2), torch.ones(3)]
+        torch._foreach_add_(tensors, 1)
+        return tensors
+
+    result = applied(acting(action, "_foreach_add_", routine), program)
+    same(result, [torch.full((2,), expected), torch.full((3,), expected)])
+
+
+def test_running_statistics_take_the_value_of_a_routine(acting: Act, applied: Applied) -> None:
+    norm = torch.nn.BatchNorm1d(2, momentum=0.0)
+    tool = acting("insert_before_op", "batch_norm", lambda mean: mean + 1, inputs=["running_mean"])
+    applied(tool, lambda: norm(torch.eye(2)), runs=2)
+    same(norm.running_mean, torch.full((2,), 2.0))
+
+
+def test_a_leaf_under_no_grad_takes_the_value_of_a_routine(acting: Act, applied: Applied) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+
+    def program() -> None:
+        with torch.no_grad():
+            parameter.add_(1)
+
+    applied(acting("insert_after_op", "add_", times_ten), program, runs=1)
+    same(parameter.detach(), torch.full((2,), 20.0))
+    assert parameter.is_leaf
+    assert parameter.grad_fn is None
