@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -58,9 +59,9 @@ class Autograd(EagerDriver):
         self.traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of graphs that are still there
 
     @property
+    @abstractmethod
     def unseen(self) -> "Autograd":
         """The driver's face that no override of the user's sees."""
-        raise NotImplementedError
 
     def tracing(self) -> Made:
         """Context that brackets the nodes made by an op."""

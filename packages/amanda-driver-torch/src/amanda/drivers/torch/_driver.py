@@ -15,6 +15,8 @@ from amanda.backend import (
     Call,
     EagerDriver,
     Namespace,
+    State,
+    Trace,
     codes,
     digest,
     replace_references,
@@ -24,6 +26,7 @@ from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from ._autograd import Autograd
 from ._calls import TorchCall
 from ._modules import enclose_modules, module_path
+from ._overrides import Unseen, UnseenTensors, overridden
 from ._schema import binding
 from ._surroundings import Surroundings
 from ._targets import Target, missing_parts, targets
@@ -145,6 +148,18 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     # ---- calls ----
 
+    def handle(
+        self, state: State, known: Any, op_id: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Bring a call to the core; what the driver reads of tensors reaches no override of the user's."""
+        ops = self.unseen if overridden(args, kwargs) else self
+        return EagerDriver.handle(ops, state, known, op_id, site, args, kwargs)
+
+    @cached_property
+    def unseen(self) -> "TorchDriver":
+        """This driver for calls that a mode or a tensor subclass of the user's overrides."""
+        return UnseenDriver(self)
+
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in schema order."""
         target = self._targets.get(site)
@@ -164,6 +179,18 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def scope_name(self, subjects: Any) -> str:
         """Path of the calling module in the model."""
         return module_path(subjects)
+
+
+class UnseenDriver(UnseenTensors, TorchDriver):
+    """A driver's other face, which shares all that it holds."""
+
+    def __init__(self, driver: TorchDriver) -> None:
+        self.__dict__ = driver.__dict__
+
+    def attach_trace(self, trace: Trace, made: Any, call: Call, outputs: list[Any]) -> None:
+        """Leave the trace at the nodes of the op's results."""
+        with Unseen():
+            super().attach_trace(trace, made, call, outputs)
 
 
 class PropertyRead:

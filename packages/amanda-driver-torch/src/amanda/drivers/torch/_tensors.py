@@ -1,12 +1,13 @@
 """Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from amanda.errors import RoutineError
 from amanda.interceptor import Suspension
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._schema import flatten_outputs
 
@@ -140,7 +141,10 @@ class TorchTensors:
     def kept(self, value: Any) -> Any:
         """A tensor's data without its graph; a leaf, such as a parameter, as it is."""
         if isinstance(value, torch.Tensor):
-            return value if value.grad_fn is None else value.detach()
+            if value.grad_fn is None:
+                return value
+            with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                return value.detach()
         if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
             return [self.kept(one) for one in value]
         return value
