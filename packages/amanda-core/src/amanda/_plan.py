@@ -136,6 +136,13 @@ class _Mortality:
         for subject in subjects:
             self.ops.setdefault(interceptor.ordinal(subject), set()).add(op_id)
 
+    def forget_all(self, tool: Tool) -> None:
+        """Forget every plan that a tool has a part in."""
+        for layer in list(self.layers):
+            if any(one is tool for one in layer.applied):
+                layer.plans.clear()
+                layer.table.clear()
+
     def on_death(self, ordinal: int) -> None:
         """Forget the plans that belonged to an object that died."""
         for op_id in self.ops.pop(ordinal, ()):
@@ -145,6 +152,7 @@ class _Mortality:
 
 _mortality = _Mortality()
 bind_to_subjects = _mortality.bind
+forget_all = _mortality.forget_all
 interceptor.configure(codes.describe, _mortality.on_death)
 
 

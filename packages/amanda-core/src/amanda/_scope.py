@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from amanda import _plugins, interceptor
 from amanda._attachment import attachment
+from amanda._generators import stepping, stepping_async
 from amanda._order import in_order
 from amanda._plan import layer_of
 from amanda._report import Report
@@ -65,7 +66,11 @@ class Scope:
         token = interceptor.ACTIVATION.set(self._activations[0])
         interceptor.reset_root()
         self._entries.append((threading.get_ident(), token))
-        _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
+        try:
+            _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -90,7 +95,7 @@ class Scope:
         self.__exit__(None, None, None)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Decorate a function: each call runs in a scope with these tools."""
+        """Decorate a function: each call, or step of a generator, runs in a scope with these tools."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
@@ -99,6 +104,10 @@ class Scope:
                     return await function(*args, **kwargs)
 
             return awaited  # type: ignore[return-value]
+        if inspect.isgeneratorfunction(function):
+            return stepping(self._again, function)
+        if inspect.isasyncgenfunction(function):
+            return stepping_async(self._again, function)
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -92,8 +92,10 @@ def activated(state: State) -> Iterator[None]:
                 scope._activations.remove(activation)
 
 
-def _switched(**changes: bool) -> AbstractContextManager[None]:
-    return activated(replace(current_state(), **changes))  # type: ignore[arg-type]
+@contextmanager
+def _switched(**changes: bool) -> Iterator[None]:
+    with activated(replace(current_state(), **changes)):  # type: ignore[arg-type]
+        yield
 
 
 def enabled() -> AbstractContextManager[None]:

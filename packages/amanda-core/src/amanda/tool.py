@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
+from amanda._plan import forget_all
 from amanda._scope import Scope, apply
 from amanda.action import InstrumentationPoint
 from amanda.context import OpContext
@@ -146,8 +147,7 @@ class Tool:
         """Take state that `state_dict` gave, also of another process; ops are analysed anew."""
         self._amanda.state = {}
         self._amanda.loaded = dict(state)
-        self._amanda.version += 1
-        self._amanda.layers.clear()
+        forget_all(self)
 
     def parameters(self) -> Iterator[Any]:
         """The kept values that an optimizer may train: those that require a gradient."""

@@ -1,0 +1,281 @@
+"""OpContext, actions and namespaces on their own."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda import ActionType, InstrumentationPoint, Namespace, OpContext, Tool
+from amanda.action import Action, marks
+from amanda.context import OpFacts
+from amanda.errors import ActionError, AmandaError, ReplaceConflictError
+
+BEFORE, AFTER = InstrumentationPoint.BEFORE_FORWARD_OP, InstrumentationPoint.AFTER_FORWARD_OP
+BEFORE_BACKWARD = InstrumentationPoint.BEFORE_BACKWARD_OP
+
+
+def relu(x: Any) -> Any:
+    """Stands for an op."""
+    return x
+
+
+class ReluBackward:
+    """Stands for a backward op."""
+
+
+def facts(**changes: Any) -> OpFacts:
+    made = OpFacts(
+        relu, 0xABCD, Namespace("fake/1.0/eager"), names=("input", "slope", "mode"), inputs=[1.0, 0.5, "fan"],
+        attributes={"slope": 0.5, "mode": "fan"}, scope="layer1.0", source="model.py:7",
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def recorded(record: Any, point: InstrumentationPoint = BEFORE, **changes: Any) -> tuple[Action, ...]:
+    """The actions that a callback records at a point."""
+
+    def analyse(context: OpContext, _: InstrumentationPoint) -> None:
+        context._tool = Tool()
+        record(context)
+
+    return OpContext(facts(**changes), analyse).trigger_callback(point)
+
+
+def nothing(*_: Any) -> None:
+    """A routine."""
+
+
+def test_a_context_tells_of_its_op() -> None:
+    context = OpContext(facts(), lambda *_: None)
+    assert context.get_op() is relu
+    assert context.get_op_id() == 0xABCD
+    assert context.get_inputs() == [1.0, 0.5, "fan"]
+    assert context.get_outputs() is None
+    assert context.get_scope() == "layer1.0"
+    assert context.get_source() == "model.py:7"
+    assert context.get_attrs() == {"slope": 0.5, "mode": "fan"}
+    assert context.get_value("slope") == context.get_value(1) == context.get_value(-2) == 0.5
+    assert context.namespace == Namespace("fake/1.0/eager")
+    assert context.is_forward()
+    assert not context.is_backward()
+    assert context.get_backward_op() is context.get_backward_op_id() is None
+    assert context.get_grad_outputs() is context.get_grad_inputs() is None
+
+
+def test_what_a_context_gives_is_not_what_the_driver_holds() -> None:
+    held = facts()
+    context = OpContext(held, lambda *_: None)
+    context.get_inputs().clear()
+    context.get_attrs().clear()
+    assert held.inputs == [1.0, 0.5, "fan"]
+    assert context.get_attrs() == {"slope": 0.5, "mode": "fan"}
+
+
+def test_a_context_is_a_dict_that_can_be_a_key() -> None:
+    context = OpContext(facts(), lambda *_: None, {"mask": 1})
+    context["type"] = "relu"
+    assert dict(context) == {"mask": 1, "type": "relu"}
+    assert {context: 1}[context] == 1
+    assert "relu" in repr(context)
+    assert "0x000000000000abcd" in repr(context)
+
+
+def test_a_backward_context_starts_from_the_forward_one_and_does_not_write_to_it() -> None:
+    forward = OpContext(facts(), lambda *_: None)
+    forward["mask"] = "kept"
+    told = forward._facts.at_backward(ReluBackward, 99, True)
+    backward = OpContext(told, lambda *_: None, forward)
+    backward["own"] = True
+    assert backward["mask"] == "kept"
+    assert "own" not in forward
+    assert backward.is_backward()
+    assert backward.get_backward_op() is ReluBackward
+    assert backward.get_backward_op_id() == 99
+    assert backward.get_op_id() == 0xABCD
+
+
+def test_dropped_values_say_what_to_do() -> None:
+    context = OpContext(facts(), lambda *_: None)
+    context._facts.drop_values()
+    for get in (context.get_inputs, context.get_outputs):
+        with pytest.raises(AmandaError, match="keep what you need"):
+            get()
+    assert context.get_scope() == "layer1.0"
+
+
+@pytest.mark.parametrize(
+    ("select", "positions"),
+    [
+        (None, None),
+        (1, (1,)),
+        ("slope", (1,)),
+        ([0, "mode"], (0, 2)),
+        (-1, (2,)),
+        ([], ()),
+        (range(2), (0, 1)),
+    ],
+)
+def test_positions_and_names_select_inputs(select: Any, positions: Any) -> None:
+    (action,) = recorded(lambda context: context.insert_before_op(nothing, select))
+    assert action.select == positions
+
+
+@pytest.mark.parametrize("select", [3, -4, "weight", True, 1.5, [None]])
+def test_what_selects_nothing_is_an_error_that_names_the_inputs(select: Any) -> None:
+    selects = [select] if isinstance(select, float) else select
+    with pytest.raises(ActionError, match=r"3 values.*input, slope, mode"):
+        recorded(lambda context: context.insert_before_op(nothing, selects))
+
+
+@pytest.mark.parametrize("kind", list(ActionType))
+def test_each_action_is_recorded_at_its_point(kind: ActionType) -> None:
+    backward = {"backward_op": ReluBackward, "backward_op_id": 9} if kind.is_backward else {}
+    point = BEFORE_BACKWARD if kind.is_backward else BEFORE
+    (action,) = recorded(lambda context: getattr(context, kind.value)(nothing, scale=2), point, **backward)
+    assert action.type is kind
+    assert action.kwargs == {"scale": 2}
+    assert str(action) == f"{kind.value}(nothing)"
+
+
+@pytest.mark.parametrize("kind", list(ActionType))
+@pytest.mark.parametrize("point", list(InstrumentationPoint))
+def test_an_action_at_a_point_that_cannot_take_it_is_an_error(
+    kind: ActionType, point: InstrumentationPoint
+) -> None:
+    fits = kind.is_backward == point.is_backward and (kind.is_after or not point.is_after)
+    backward = {"backward_op": ReluBackward, "backward_op_id": 9} if point.is_backward else {}
+
+    def record(context: OpContext) -> None:
+        getattr(context, kind.value)(nothing)
+
+    if fits:
+        assert len(recorded(record, point, **backward)) == 1
+    else:
+        with pytest.raises(ActionError, match=kind.value):
+            recorded(record, point, **backward)
+
+
+def test_an_action_outside_an_analysis_is_an_error() -> None:
+    with pytest.raises(ActionError, match="outside an analysis routine"):
+        OpContext(facts(), lambda *_: None).insert_before_op(nothing)
+
+
+def test_a_routine_is_callable() -> None:
+    with pytest.raises(ActionError, match="wants a callable"):
+        recorded(lambda context: context.insert_before_op("relu"))
+
+
+def test_one_tool_replaces_an_op_once() -> None:
+    def twice(context: OpContext) -> None:
+        context.replace_op(nothing)
+        context.replace_op(nothing)
+
+    with pytest.raises(ReplaceConflictError):
+        recorded(twice)
+
+
+def test_a_point_gives_the_actions_recorded_there_alone() -> None:
+    def analyse(context: OpContext, point: InstrumentationPoint) -> None:
+        context._tool = Tool()
+        context.insert_after_op(nothing)
+
+    context = OpContext(facts(), analyse)
+    first, second = context.trigger_callback(BEFORE), context.trigger_callback(AFTER)
+    assert len(first) == len(second) == 1
+    assert first[0] is not second[0]
+
+
+# ---- actions and marks ----
+
+
+@pytest.mark.parametrize("mark", ["differentiable", "traceable", "observer"])
+def test_a_mark_is_told_by_the_action(mark: str) -> None:
+    def routine(value: Any) -> Any:
+        return value
+
+    decorated = getattr(amanda, mark)(routine)
+    (action,) = recorded(lambda context: context.insert_before_op(decorated))
+    assert decorated is routine
+    assert getattr(action, mark)
+    assert marks(routine) == {mark}
+    assert sum(getattr(action, one) for one in ("differentiable", "traceable", "observer")) == 1
+
+
+def test_marks_add_up_also_on_what_takes_no_attributes() -> None:
+    marked = amanda.observer(amanda.traceable(abs))
+    assert marks(marked) == {"observer", "traceable"}
+    assert marks(abs) == frozenset()
+    assert marked(-3) == 3
+
+
+class Routines:
+    """Methods as routines."""
+
+    def plain(self, value: Any) -> None:
+        """No run."""
+
+    def running(self, value: Any, run: dict[str, Any]) -> None:
+        """With run."""
+
+
+@pytest.mark.parametrize(
+    ("routine", "takes_run"),
+    [
+        (lambda value: value, False),
+        (lambda value, run: value, True),
+        (lambda value, *, run=None: value, True),
+        (Routines().plain, False),
+        (Routines().running, True),
+        (functools.partial(Routines().running, 1), True),
+        (abs, False),
+        (max, False),
+        (lambda **anything: None, False),
+    ],
+)
+def test_a_routine_with_a_parameter_run_is_given_it(routine: Any, takes_run: bool) -> None:
+    (action,) = recorded(lambda context: context.insert_before_op(routine))
+    assert action.takes_run == takes_run
+
+
+def test_run_that_the_tool_gives_itself_is_the_tools() -> None:
+    (action,) = recorded(lambda context: context.insert_before_op(lambda value, run: None, run=7))
+    assert not action.takes_run
+    assert action.kwargs == {"run": 7}
+
+
+# ---- namespaces ----
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("pytorch", True),
+        ("pytorch/2.13.0", True),
+        ("pytorch/2.13.0/eager", True),
+        ("*", True),
+        ("*/*/eager", True),
+        ("pytorch/*/eager", True),
+        ("*/*/graph", False),
+        ("pytorch/2.13", False),
+        ("tensorflow", False),
+        ("pytorch/2.13.0/eager/more", False),
+        ("py", False),
+    ],
+)
+def test_a_pattern_matches_by_leading_tags(pattern: str, matches: bool) -> None:
+    op = Namespace("pytorch/2.13.0/eager")
+    assert op.matches(pattern) == matches
+    assert op.matches(Namespace(pattern)) == matches
+
+
+def test_a_namespace_is_pickled_and_printed() -> None:
+    op = Namespace("pytorch/2.13.0/eager")
+    assert pickle.loads(pickle.dumps(op)) == op
+    assert str(op) == "pytorch/2.13.0/eager"
+    assert tuple(op) == ("pytorch", "2.13.0", "eager")

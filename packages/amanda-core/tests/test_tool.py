@@ -1,0 +1,231 @@
+"""Tools: registering, depending, and state that outlives a run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda import Tool
+from amanda.errors import ToolError
+from amanda.testing import FakeDriver, attached, fake
+
+
+@pytest.fixture(autouse=True)
+def _fake() -> Iterator[None]:
+    with attached(FakeDriver):
+        yield
+
+
+class Network(fake.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        self.first = fake.Linear(fake.Parameter([1.0, 2.0, 3.0, 4.0], (2, 2)))
+        self.second = fake.Linear(fake.Parameter([1.0, 0.0, 0.0, 1.0], (2, 2)))
+
+    def forward(self, x: fake.Tensor) -> Any:
+        return self.second(fake.relu(self.first(x)))
+
+
+class Scaling(Tool):
+    """A learned scale for every layer's input: what quantisation keeps."""
+
+    def __init__(self, start: float = 2.0) -> None:
+        self.start = start
+        self.made: list[str] = []
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op().__name__ != "matmul":
+            return
+        scale = self.keep(context, "scale", self._make)
+        self.made.append(context.get_scope())
+        context.insert_before_op(self.scaled, [0], scale=scale)
+
+    def _make(self) -> fake.Parameter:
+        return fake.Parameter([self.start], ())
+
+    @staticmethod
+    @amanda.differentiable
+    def scaled(value: fake.Tensor, scale: fake.Parameter) -> fake.Tensor:
+        return value * scale.numbers[0]
+
+
+def x() -> fake.Tensor:
+    return fake.tensor([[1.0, 1.0]])
+
+
+def test_a_tool_need_not_call_its_base_init() -> None:
+    seen: list[str] = []
+
+    class Own(Tool):
+        def __init__(self, level: int, *, name: str = "own") -> None:
+            self.level, self.name = level, name
+            self.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+
+    with amanda.apply(Own(3, name="other")):
+        fake.relu(x())
+    assert seen == ["relu"]
+
+
+def test_a_plain_tool_is_registered_on() -> None:
+    seen: list[str] = []
+    tool = Tool()
+    tool.add_inst_for_op(lambda context: seen.append("forward"))
+    with amanda.apply(tool):
+        fake.relu(x())
+    assert seen == ["forward"]
+
+
+@pytest.mark.parametrize("callback", [None, 3, "analyse"])
+def test_what_is_registered_is_callable(callback: Any) -> None:
+    with pytest.raises(ToolError, match="wants a callable"):
+        Tool().add_inst_for_op(callback)
+
+
+@pytest.mark.parametrize("guard", ["dtype", 3, ()])
+def test_a_guard_is_shape_or_a_callable(guard: Any) -> None:
+    with pytest.raises(ToolError, match='"shape" or a callable'):
+        Tool().add_inst_for_op(lambda context: None, guard=guard)
+
+
+def test_a_tool_depends_on_instances() -> None:
+    with pytest.raises(ToolError, match=r"give an instance: Scaling\(\)"):
+        Tool().depends_on(Scaling)  # type: ignore[arg-type]
+    with pytest.raises(ToolError, match="no Tool"):
+        Tool().depends_on("mapping")  # type: ignore[arg-type]
+
+
+def test_analyses_of_one_tool_run_as_registered() -> None:
+    order: list[int] = []
+    tool = Tool()
+    for i in range(3):
+        tool.add_inst_for_op(lambda _, i=i: order.append(i))  # type: ignore[misc]
+    with amanda.apply(tool):
+        fake.relu(x())
+    assert order == [0, 1, 2]
+
+
+# ---- state ----
+
+
+def test_state_is_kept_by_module_path_op_and_name() -> None:
+    tool = Scaling()
+    tool.prepare(Network(), x())
+    assert sorted(tool.state_dict()) == ["first/matmul/scale", "second/matmul/scale"]
+
+
+def test_prepare_runs_the_model_and_gives_its_result() -> None:
+    tool, model = Scaling(), Network()
+    result = tool.prepare(model, x())
+    assert result.numbers == [16.0, 24.0]
+    assert len(list(tool.parameters())) == 2
+    assert tool.prepare(lambda value, *, times: times, x(), times=3) == 3
+
+
+def test_parameters_reach_an_optimizer() -> None:
+    tool, model = Scaling(), Network()
+    tool.prepare(model, x())
+    for parameter in tool.parameters():
+        parameter.numbers[0] = 10.0
+    with amanda.apply(tool):
+        assert model(x()).numbers == [400.0, 600.0]
+
+
+def test_kept_values_that_are_not_trained_are_no_parameters() -> None:
+    tool = Tool()
+    tool.add_inst_for_op(lambda context: tool.keep(context, "mask", lambda: fake.tensor([1.0])))
+    tool.add_inst_for_op(lambda context: tool.keep(context, "count", lambda: 3))
+    tool.prepare(lambda value: fake.relu(value), x())
+    assert sorted(tool.state_dict()) == ["/relu/count", "/relu/mask"]
+    assert list(tool.parameters()) == []
+
+
+def test_state_is_made_once() -> None:
+    tool, model, made = Tool(), Network(), []
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    tool.add_inst_for_op(lambda context: tool.keep(context, "count", make))
+    with amanda.apply(tool), amanda.cache_disabled():
+        for _ in range(3):
+            model(x())
+    assert len(made) == 3
+    assert sorted(tool.state_dict().values()) == [1, 2, 3]
+
+
+def test_two_ops_of_one_name_in_a_module_are_told_apart() -> None:
+    tool = Tool()
+    tool.add_inst_for_op(lambda context: tool.keep(context, "id", context.get_op_id))
+
+    class Twice(fake.Module):
+        def forward(self, value: fake.Tensor) -> Any:
+            return fake.relu(fake.relu(value))
+
+    model = Twice()
+    tool.prepare(model, x())
+    tool.prepare(model, x())
+    state = tool.state_dict()
+    assert sorted(state) == ["/relu.1/id", "/relu/id"]
+    assert state["/relu/id"] != state["/relu.1/id"]
+
+
+def test_state_survives_a_restart() -> None:
+    tool = Scaling()
+    tool.prepare(Network(), x())
+    for parameter in tool.parameters():
+        parameter.numbers[0] = 10.0
+    saved = pickle.loads(pickle.dumps(tool.state_dict()))
+
+    again, model = Scaling(), Network()
+    again.load_state_dict(saved)
+    assert {key: value.numbers for key, value in again.state_dict().items()} == {
+        "first/matmul/scale": [10.0],
+        "second/matmul/scale": [10.0],
+    }
+    with amanda.apply(again):
+        assert model(x()).numbers == [400.0, 600.0]
+    assert [one.numbers for one in again.parameters()] == [[10.0], [10.0]]
+
+
+def test_loading_into_a_tool_in_use_lets_its_ops_be_analysed_anew() -> None:
+    tool, model = Scaling(), Network()
+    with amanda.apply(tool):
+        assert model(x()).numbers == [16.0, 24.0]
+    tool.load_state_dict({key: fake.Parameter([10.0], ()) for key in tool.state_dict()})
+    with amanda.apply(tool):
+        assert model(x()).numbers == [400.0, 600.0]
+    assert tool.made == ["first", "second"] * 2
+
+
+def test_loading_in_an_open_scope_takes_effect() -> None:
+    tool, model = Scaling(), Network()
+    with amanda.apply(tool):
+        assert model(x()).numbers == [16.0, 24.0]
+        tool.load_state_dict({key: fake.Parameter([10.0], ()) for key in tool.state_dict()})
+        assert model(x()).numbers == [400.0, 600.0]
+
+
+def test_state_that_nothing_asked_for_is_kept() -> None:
+    tool = Scaling()
+    tool.load_state_dict({"third/matmul/scale": 3.0})
+    tool.prepare(Network(), x())
+    assert set(tool.state_dict()) == {"first/matmul/scale", "second/matmul/scale", "third/matmul/scale"}
+
+
+def test_a_tool_is_copied_and_pickled_with_its_state() -> None:
+    tool = Scaling(3.0)
+    tool.prepare(Network(), x())
+    for twin in (copy.deepcopy(tool), pickle.loads(pickle.dumps(tool))):
+        assert twin.start == 3.0
+        assert sorted(twin.state_dict()) == sorted(tool.state_dict())
+        with amanda.apply(twin):
+            assert Network()(x()).numbers == [36.0, 54.0]
+        assert twin._amanda.analyses[0].tool is twin
