@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import amanda
+from amanda.interceptor import NATIVE
+from amanda.testing import never
 from amanda.tools.mapping import StandardMapping
 
 VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
@@ -41,7 +43,15 @@ def documented() -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize(("words", "spelling"), documented())
+WITHOUT_A_COMPILER = {"a ** 2": never("a closure of torch holds what Tensor.__pow__ calls")}
+
+
+def marked() -> list[Any]:
+    gaps = {} if NATIVE else WITHOUT_A_COMPILER
+    return [pytest.param(*pair, marks=gaps.get(pair[1], ())) for pair in documented()]
+
+
+@pytest.mark.parametrize(("words", "spelling"), marked())
 def test_the_documented_words_are_given(words: str, spelling: str) -> None:
     names = {
         "torch": torch, "nn": nn, "F": F, "a": torch.rand(3, 3), "b": torch.rand(3, 3),
