@@ -9,7 +9,8 @@ from torch.overrides import has_torch_function
 
 from ._tensors import TorchTensors
 
-_DISABLED = torch._C._TorchFunctionState.ALL_DISABLED
+_native: Any = torch._C  # its stubs lack what is used here
+_DISABLED = _native._TorchFunctionState.ALL_DISABLED
 
 
 def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -25,11 +26,11 @@ class Unseen:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = torch._C._get_torch_function_state()
-        torch._C._set_torch_function_state(_DISABLED)
+        self._before = _native._get_torch_function_state()
+        _native._set_torch_function_state(_DISABLED)
 
     def __exit__(self, *_: Any) -> None:
-        torch._C._set_torch_function_state(self._before)
+        _native._set_torch_function_state(self._before)
 
 
 def _unseen(primitive: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +70,8 @@ class UnseenTensors(TorchTensors):
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, of the class that the routine gave."""
         with Unseen():
-            return _of_class(type(value), super().straight_through(original, value))
+            through: torch.Tensor = _of_class(type(value), super().straight_through(original, value))
+            return through
 
     def kept(self, value: Any) -> Any:
         """A tensor's data without its graph, of its class."""
