@@ -6,6 +6,28 @@ from typing import Any
 import pytest
 
 import amanda
+from amanda import interceptor
+from amanda.testing import never
+
+# What the pure-Python interceptor does not see, by the name of the test that shows it.
+TAKEN = "without native code a callable taken before the scope is not seen"
+WRAPPED = "without native code what torch keeps in a closure of its own is not seen"
+FALLBACK_GAPS = {
+    "test_a_name_imported_before_the_scope_is_seen": TAKEN,
+    "test_a_bound_method_taken_before_the_scope_is_seen": TAKEN,
+    "test_an_operator_is_one_op[a ** 2]": WRAPPED,
+    "test_an_augmented_assignment_is_one_op[ipow]": WRAPPED,
+    "test_every_node_is_found_once_and_again_by_the_same_id[attention]": WRAPPED,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Expect the gaps of the pure-Python interceptor where it is in force."""
+    if interceptor.NATIVE:
+        return
+    for item in items:
+        if item.name in FALLBACK_GAPS:
+            item.add_marker(never(FALLBACK_GAPS[item.name]))
 
 
 class Executed(amanda.Tool):

@@ -54,7 +54,7 @@ def test_a_gradient_is_changed_at_every_order(acting: Act, applied: Applied) -> 
     x = torch.tensor(2.0, requires_grad=True)
 
     def program(orders: int) -> Tensor:
-        y = x**3
+        y = x.pow(3)
         for _ in range(orders):
             (y,) = torch.autograd.grad(y, x, create_graph=True)
         return y.detach()

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import amanda
 
@@ -108,7 +107,7 @@ def test_straight_through_is_the_identity_to_the_second_order_too(acting: Act, a
     x = leaf(1, 2)
 
     def program() -> tuple[Tensor, Tensor]:
-        (grad,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(grad.sum(), x)
         return grad, second
 
@@ -168,128 +167,6 @@ def test_a_type_that_is_cast_back_has_its_gradient_in_the_first_type(acting: Act
     same(grad, torch.ones(2))
 
 
-# ---- in place and views ----
-
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu_": torch.Tensor.relu_,
-    "exp_": torch.Tensor.exp_,
-    "sigmoid_": torch.Tensor.sigmoid_,
-    "mul_": lambda x: x.mul_(3),
-}
-
-
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_a_value_after_an_in_place_op_leaves_its_gradient(op: str, acting: Act, applied: Applied) -> None:
-    x = leaf(-1, 2)
-
-    def program() -> tuple[Tensor, Tensor]:
-        y = IN_PLACE[op](x * 2)
-        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
-
-    value, grad = program()
-    same(applied(acting("insert_after_op", op, scaled), program), (value * 10, grad))
-    routine = amanda.differentiable(lambda y: y * 10)
-    result = applied(acting("insert_after_op", op, routine), program)
-    assert_close(result, (value * 10, grad * 10))  # the factor is applied at another place
-
-
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_an_in_place_op_is_differentiated_at_the_value_before_it(
-    op: str, acting: Act, applied: Applied
-) -> None:
-    x = leaf(-1, 2)
-
-    def program(scale: float = 1) -> tuple[Tensor, Tensor]:
-        y = IN_PLACE[op](x * scale)
-        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
-
-    value, grad = program(10)
-    tool = acting("insert_before_op", op, lambda x: x * 10, inputs=[0])
-    assert_close(applied(tool, program), (value, grad / 10))  # as above
-    tool = acting("insert_before_op", op, amanda.differentiable(lambda x: x * 10), inputs=[0])
-    assert_close(applied(tool, program), (value, grad))
-
-
-def test_an_in_place_replacement_takes_part_in_autodiff(acting: Act, applied: Applied) -> None:
-    x = leaf(-1, 2)
-    tool = acting("replace_op", "relu_", lambda y: y * y)
-    (grad,) = applied(tool, lambda: torch.autograd.grad((x * 3).relu_().sum(), x))
-    same(grad, torch.tensor([-18.0, 36.0]))
-
-
-def test_a_value_written_into_a_view_reaches_its_base(acting: Act, applied: Applied) -> None:
-    x = leaf(1, 1, 1, 1)
-
-    def program() -> tuple[Tensor, Tensor]:
-        y = x * 1
-        y[:2].mul_(3)
-        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
-
-    value, grad = applied(acting("insert_after_op", "mul_", scaled), program)
-    same(value, torch.tensor([30.0, 30.0, 1.0, 1.0]))
-    same(grad, torch.tensor([3.0, 3.0, 1.0, 1.0]))
-
-
-def test_a_value_in_place_of_a_view_may_be_written_into(acting: Act, applied: Applied) -> None:
-    x = leaf(1, 1)
-
-    def program() -> Tensor:
-        view = (x * 1).view(2)
-        view.mul_(3)
-        return torch.autograd.grad(view.sum(), x)[0]
-
-    same(applied(acting("insert_after_op", "view", scaled), program), torch.tensor([3.0, 3.0]))
-
-
-def test_an_assigned_value_has_a_straight_edge(acting: Act, applied: Applied) -> None:
-    x = leaf(1, 1)
-
-    def program() -> tuple[Tensor, Tensor]:
-        y = torch.zeros(2)
-        y[0] = x[1] * 5
-        return y.detach().clone(), torch.autograd.grad(y.sum(), x)[0]
-
-    value, grad = applied(acting("insert_before_op", "__setitem__", scaled, inputs=["value"]), program)
-    same(value, torch.tensor([50.0, 0.0]))
-    same(grad, torch.tensor([0.0, 5.0]))
-
-
-def test_saved_tensor_hooks_of_the_user_see_what_an_in_place_op_saves(acting: Act, applied: Applied) -> None:
-    x, saved = leaf(-1, 2), []
-
-    def pack(tensor: Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    def program() -> tuple[Tensor, int]:
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
-            y = (x * 1).exp_()
-        return torch.autograd.grad(y.sum(), x)[0], len(saved)
-
-    expected = program()
-    assert expected[1] == 1
-    same(applied(acting("insert_after_op", "exp_", scaled), program), expected)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_in_place_ops_with_their_routines(
-    reentrant: bool, acting: Act, applied: Applied
-) -> None:
-    x = leaf(-1, 2)
-
-    def program(run: Callable[..., Tensor] = checkpoint) -> Tensor:
-        options = {"use_reentrant": reentrant} if run is checkpoint else {}
-        x.grad = None
-        run(lambda x: (x * 2).exp_().sin(), x, **options).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    tool = acting("insert_after_op", "exp_", scaled)
-    expected = applied(tool, lambda: program(lambda function, x: function(x)))
-    same(applied(tool, program), expected)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at first use
 def test_forward_mode_passes_straight_through(acting: Act, applied: Applied) -> None:
     x = torch.tensor([1.0, 2.0])
@@ -299,4 +176,5 @@ def test_forward_mode_passes_straight_through(acting: Act, applied: Applied) -> 
             dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), torch.ones(2))
             return torch.autograd.forward_ad.unpack_dual(torch.square(dual)).tangent.detach()
 
-    same(applied(acting("insert_before_op", "square", scaled), program), torch.tensor([20.0, 40.0]))
+    expected = program() * 10
+    same(applied(acting("insert_before_op", "square", scaled), program), expected)

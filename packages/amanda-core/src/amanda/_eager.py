@@ -189,11 +189,12 @@ class EagerExecution(TensorOps):
             inputs = run_routine(self, action, inputs, told, run, state, call.mutable)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
+        later = bool(call.mutable) and self._acts_later(combined, state, fresh)
         if trace is None or tracing is None:
-            outputs = self._compute(combined, call, inputs, told, run, bool(fresh))
+            outputs = self._compute(combined, call, inputs, told, run, later)
         else:
             with tracing as made:
-                outputs = self._compute(combined, call, inputs, told, run, bool(fresh))
+                outputs = self._compute(combined, call, inputs, told, run, later)
         values, rebuild = self.flatten(outputs)
         if facts is not None:
             facts.inputs, facts.outputs = list(inputs), list(values)
@@ -217,14 +218,21 @@ class EagerExecution(TensorOps):
         inputs: list[Any],
         told: OpFacts,
         run: dict[str, Any],
-        fresh: bool,
+        later: bool,
     ) -> Any:
         if combined.replace is not None:
             return call.formed(run_replacement(self, combined.replace, inputs, told, run, call.targets))
-        if call.mutable and (combined.after or fresh):
+        if later:
             with self.written_later([inputs[i] for i in call.mutable]):
                 return call.invoke(inputs)
         return call.invoke(inputs)
+
+    @staticmethod
+    def _acts_later(combined: Combined, state: State, fresh: Sequence[Plan]) -> bool:
+        """Whether there are routines after the op, or analyses that may bring some."""
+        point = InstrumentationPoint.AFTER_FORWARD_OP
+        chain = state.layer.chain if fresh and state.layer else ()
+        return bool(combined.after) or any(layer.routines[point] for layer in chain)
 
     def _kept_facts(self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace) -> OpFacts:
         facts = told.at_backward(None, 0, True)

@@ -1,6 +1,7 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ._modules import enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, overridden
 from ._schema import binding
 from ._surroundings import Surroundings
-from ._targets import Target, missing_parts, targets
+from ._targets import NAMESPACES, Target, missing_parts, targets
 from ._tensors import TorchTensors
 
 logger = logging.getLogger("amanda")
@@ -118,12 +119,17 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def _replace_by_attribute(self) -> None:
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
-        holders = [torch, torch.functional, torch.nn.functional, torch._C._nn, *special]
+        native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
+        holders = [torch, torch.functional, torch.nn.functional, *special, *native]
+        detours = [(site.target, Detour(site)) for site in self._native_sites]
         replace_references(
             self._attributes,
-            [(site.target, Detour(site)) for site in self._native_sites],
+            detours,
             [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction],
         )
+        functions = Functions(torch._C._VariableFunctions, dict(detours))
+        self._attributes.set(torch._C, "_VariableFunctions", functions)
+        self._attributes.set(torch._VF, "vf", functions)
 
     @staticmethod
     def _prepare() -> None:
@@ -191,6 +197,21 @@ class UnseenDriver(UnseenTensors, TorchDriver):
         """Leave the trace at the nodes of the op's results."""
         with Unseen():
             super().attach_trace(trace, made, call, outputs)
+
+
+class Functions:
+    """Stands in for an object whose functions cannot be set: as they are, or detoured."""
+
+    def __init__(self, functions: Any, detours: Mapping[Any, Detour]) -> None:
+        self._functions = functions
+        self._detours = detours
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._functions, name)
+        return self._detours.get(function, function)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._functions)
 
 
 class PropertyRead:

@@ -126,6 +126,9 @@ class TorchTensors:
 
     def written_later(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
         """Context around an op whose backward ops keep copies of what will be written once more."""
+        allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+        if not (torch.is_grad_enabled() and allowed()):
+            return nullcontext()
         listed = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
         written = [one for each in listed for one in each if isinstance(one, torch.Tensor)]
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
