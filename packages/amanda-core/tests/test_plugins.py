@@ -138,6 +138,15 @@ def test_a_bad_driver_is_logged_once_and_stops_no_other(run: Run) -> None:
     assert lines[-1] == "4"
 
 
+def test_a_scope_reports_the_drivers_that_cannot_be_used(run: Run) -> None:
+    out = run.code(
+        "import amanda, brokenframe, oldframe, goodframe\n"
+        "with amanda.apply(amanda.Tool()) as scope: pass\n"
+        "print(sorted((entry.what, bool(entry.reason)) for entry in scope.report))"
+    )
+    assert out.splitlines()[-1] == "[('brokenframe', True), ('oldframe', True)]"
+
+
 def test_a_driver_attaches_when_its_framework_is_imported_inside_a_scope(run: Run) -> None:
     out = run.code(
         "import amanda\n"

@@ -26,7 +26,7 @@ class Attachment:
         self._scopes: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
-        self._broken: dict[type[Driver], str] = {}
+        self._broken: dict[str, str] = {}  # what of, and why
         self._awaited: list[Callable[[], None]] = []
 
     def open(self, scope: Scope) -> None:
@@ -36,8 +36,8 @@ class Attachment:
             if len(self._scopes) == 1:
                 self._attach_loaded()
                 self._await_others()
-            for kind, reason in self._broken.items():
-                scope.report.add(kind.__name__, reason)
+            for what, reason in self._broken.items():
+                scope.report.add(what, reason)
 
     def close(self, scope: Scope) -> None:
         """Count a scope out."""
@@ -56,7 +56,9 @@ class Attachment:
 
     def driver(self, kind: type[Driver]) -> Driver:
         """The process's one instance of a driver class."""
-        return self._drivers.setdefault(kind, kind())
+        if kind not in self._drivers:
+            self._drivers[kind] = kind()
+        return self._drivers[kind]
 
     def attach(self, kind: type[Driver]) -> None:
         """Attach a driver now; one that fails is told of in the scopes' reports."""
@@ -69,7 +71,7 @@ class Attachment:
             except Exception as error:
                 driver.detach()
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
-                self._broken[kind] = reason
+                self._broken[kind.__name__] = reason
                 for scope in self._scopes:
                     scope.report.add(kind.__name__, reason)
                 return
@@ -77,7 +79,7 @@ class Attachment:
             _plugins.plugin_manager().hook.amanda_driver_attached(driver=driver)
 
     def _attach_loaded(self) -> None:
-        self._broken.clear()
+        self._broken = {plugin.name: plugin.message for plugin in _plugins.faulty_drivers()}
         for kind in dict.fromkeys([*_plugins.loaded_drivers(), *self.guests]):
             self.attach(kind)
 

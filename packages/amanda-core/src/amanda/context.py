@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from amanda.action import Action, ActionType, InstrumentationPoint, Routine
@@ -271,9 +272,11 @@ class OpContext(dict[str, Any]):
             valid = isinstance(one, int) and not isinstance(one, bool)
             if not valid or (count is not None and not -count <= int(one) < count):
                 known = ", ".join(names) if names and count is not None else "given by position"
+                near = get_close_matches(str(one), names, n=1) if count is not None else []
                 raise ActionError(
                     f"{method} of {self._facts.name} was asked for {one!r}; it has "
                     f"{'some' if count is None else count} values ({known})"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
                 )
             positions.append(int(one) + count if count is not None and int(one) < 0 else int(one))
         return tuple(positions)
