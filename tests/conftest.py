@@ -1,41 +1,18 @@
-"""What tests of several distributions share: models of torchvision and transformers, without weights."""
+"""What tests of several distributions share."""
 
-import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 
 
-def _declare_torchvision_ops() -> None:
-    """Let torchvision's Python load beside a torch that its binary was not built for.
-
-    Its import describes two operators of the binary, which only detection models call.
-    """
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
-
-
-_declared: list[torch.library.Library] = []
-
-
 @pytest.fixture(scope="session")
-def torchvision_models() -> ModuleType:
-    """The module torchvision.models."""
-    if not hasattr(torch.ops.torchvision, "nms"):
-        _declare_torchvision_ops()
-    return importlib.import_module("torchvision.models")
-
-
-@pytest.fixture(scope="session")
-def example() -> object:
+def example() -> Callable[[str], ModuleType]:
     """Function that imports a script of examples/ by its name."""
 
     def load(name: str) -> ModuleType:
@@ -49,3 +26,9 @@ def example() -> object:
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def resnet50(example: Callable[[str], ModuleType]) -> Callable[[], object]:
+    """Function that makes a ResNet-50 of torchvision."""
+    return example("models").resnet50  # type: ignore[no-any-return]

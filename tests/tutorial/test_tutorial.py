@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import ModuleType
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -129,9 +129,9 @@ def test_convolutions_of_a_cnn_and_their_backward(image: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [CountOPTool, MappedCountOPTool])
-def test_convolutions_of_resnet_50(kind: type[CountOPTool], torchvision_models: ModuleType) -> None:
+def test_convolutions_of_resnet_50(kind: type[CountOPTool], resnet50: Callable[[], nn.Module]) -> None:
     tool = kind(op_name="conv2d", backward_op_name="Conv")
-    train_under(tool, torchvision_models.resnet50(), torch.rand((1, 3, 227, 227)))
+    train_under(tool, resnet50(), torch.rand((1, 3, 227, 227)))
     assert tool.counts == (53, 53)
 
 
