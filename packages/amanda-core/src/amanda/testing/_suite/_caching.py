@@ -131,6 +131,17 @@ class CachingTests:
                 sample.backward(model(x))
         assert analysed == ["forward", "backward"] * 3
 
+    def test_with_the_cache_off_plans_kept_before_are_not_used(self, sample: Sample) -> None:
+        analysed: list[str] = []
+        module, x = sample.module(lambda x: sample.relu(x)), sample.tensor([1.0])
+        with amanda.apply(tool(lambda _: analysed.append("one"), sample.name("relu"))):
+            module(x)
+            with amanda.cache_disabled():
+                module(x)
+                module(x)
+            module(x)
+        assert len(analysed) == 3
+
     def test_the_cache_comes_back_on(self, sample: Sample) -> None:
         analysed: list[str] = []
         model, x = sample.model(), sample.input()

@@ -155,6 +155,22 @@ class ScopeTests:
             sample.backward(inside)
         assert len(grads) == 2
 
+    def test_of_several_tools_those_run_whose_scope_is_open_at_the_backward_pass(
+        self, sample: Sample
+    ) -> None:
+        runs: list[str] = []
+        one, two = (
+            inserting("insert_before_backward_op", sample.relu_backward, record)
+            for record in (lambda _: runs.append("one"), lambda _: runs.append("two"))
+        )
+        module = sample.module(lambda x: sample.relu(x))
+        with amanda.apply(one, two):
+            sample.backward(module(sample.tensor([1.0], requires_grad=True)))
+            left_behind = module(sample.tensor([1.0], requires_grad=True))
+        with amanda.apply(two):
+            sample.backward(left_behind)
+        assert runs == ["one", "two", "two"]
+
     def test_a_backward_op_is_analysed_when_its_scope_opens_for_it(self, sample: Sample) -> None:
         grads: list[Any] = []
         made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
@@ -238,8 +254,11 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
     try:
         sample.relu(sample.tensor([1.0]))
         status = 0 if len(relu.ids) == 1 else 2
+        with amanda.apply(amanda.Tool()):
+            sample.relu(sample.tensor([1.0]))
+        status = status or (0 if len(relu.ids) == 1 else 3)
         with amanda.apply(relu):
             sample.relu(sample.tensor([1.0]))
-        status = status or (0 if len(relu.ids) == 2 else 3)
+        status = status or (0 if len(relu.ids) == 2 else 4)
     finally:
         os._exit(status)
