@@ -130,6 +130,16 @@ def test_a_value_changed_in_one_place_leaves_the_same_tensor_in_another(
     same(grad, torch.tensor([22.0]))
 
 
+def test_an_undefined_gradient_stays_undefined_behind_a_changed_value(acting: Act, applied: Applied) -> None:
+    x = leaf(1, 2)
+
+    def program() -> Any:
+        return torch.autograd.grad(torch.linalg.vector_norm(x, 0), x, allow_unused=True)
+
+    assert program() == (None,)
+    assert applied(acting("insert_after_op", "linalg_vector_norm", lambda y: y * 2), program) == (None,)
+
+
 def test_each_tensor_of_a_list_has_its_own_straight_edge(acting: Act, applied: Applied) -> None:
     x, y = leaf(1, 1), leaf(1, 1)
 

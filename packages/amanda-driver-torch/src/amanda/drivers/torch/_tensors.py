@@ -23,10 +23,10 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return grad, None
 
     @staticmethod
@@ -40,11 +40,12 @@ class WriteThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(original)
+        ctx.set_materialize_grads(False)
         original.copy_(value)
         return original
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return grad, None
 
 
