@@ -107,7 +107,7 @@ CALLS: dict[str, tuple[Any, int, Callable[[], tuple[tuple[Any, ...], dict[str, A
     "method of nothing": (Numbers.tolist, NOARGS, lambda: ((sample_array(),), {})),
     "method of one": (Numbers.count, ONE, lambda: ((sample_array(), 1.0), {})),
     "method of a tuple and keywords": (
-        datetime.date.replace, KEYWORDS, lambda: ((datetime.date(2020, 1, 1), 2021), {"day": 3}),
+        dict.update, KEYWORDS, lambda: (({}, {"a": 1}), {"b": 2}),
     ),
     "method of an array": (Numbers.index, FAST, lambda: ((sample_array(), 2.0), {})),
     "method of an array and keywords": (
