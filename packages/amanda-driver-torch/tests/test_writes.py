@@ -161,3 +161,15 @@ def test_a_leaf_under_no_grad_takes_the_value_of_a_routine(acting: Act, applied:
     same(parameter.detach(), torch.full((2,), 20.0))
     assert parameter.is_leaf
     assert parameter.grad_fn is None
+
+
+@pytest.mark.parametrize(("outputs", "is_own"), [([], True), (None, False)])
+def test_copies_are_kept_only_for_routines_that_are_given_the_result(
+    outputs: Any, is_own: bool, acting: Act
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with amanda.apply(acting("insert_after_op", "relu_", lambda *values: None, outputs=outputs)):
+        y = x.clone()
+        for _ in range(2):
+            y = y.relu_()
+    assert (y.grad_fn._saved_result.data_ptr() == y.data_ptr()) is is_own  # type: ignore[union-attr]

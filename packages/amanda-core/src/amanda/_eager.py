@@ -229,10 +229,11 @@ class EagerExecution(TensorOps):
 
     @staticmethod
     def _acts_later(combined: Combined, state: State, fresh: Sequence[Plan]) -> bool:
-        """Whether there are routines after the op, or analyses that may bring some."""
+        """Whether routines after the op are given values, or analyses may bring such routines."""
         point = InstrumentationPoint.AFTER_FORWARD_OP
         chain = state.layer.chain if fresh and state.layer else ()
-        return bool(combined.after) or any(layer.routines[point] for layer in chain)
+        given = any(action.select != () for action in combined.after)
+        return given or any(layer.routines[point] for layer in chain)
 
     def _kept_facts(self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace) -> OpFacts:
         facts = told.at_backward(None, 0, True)
