@@ -1,0 +1,80 @@
+"""A tool that changes nothing leaves results, random state, models and torch itself as they were."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import amanda
+
+
+class Everywhere(amanda.Tool):
+    """Routines before and after every op, forward and backward, that hand back what they were given."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.add_inst_for_op(self.forward)
+        self.add_inst_for_op(self.backward, backward=True)
+
+    def forward(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self.routine)
+        context.insert_after_op(self.routine)
+
+    def backward(self, context: amanda.OpContext) -> None:
+        context.insert_before_backward_op(self.routine)
+        context.insert_after_backward_op(self.routine)
+
+    def routine(self, *values: Any) -> Any:
+        self.calls += 1
+        return values
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+    return torch.nn.Sequential(torch.nn.Embedding(10, 16), layer, torch.nn.BatchNorm1d(5), torch.nn.Dropout())
+
+
+def train(net: torch.nn.Module) -> list[torch.Tensor]:
+    """Outputs, gradients, buffers, parameters and random state of three steps."""
+    optimizer = torch.optim.AdamW(net.parameters())
+    seen = []
+    torch.manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        output = net(torch.randint(0, 10, (3, 5)))
+        output.square().mean().backward()
+        optimizer.step()
+        seen += [output.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        seen += [value.clone() for value in net.state_dict().values()]
+        seen.append(torch.get_rng_state())
+    return seen
+
+
+def attributes(net: torch.nn.Module) -> list[list[str]]:
+    return [sorted(vars(module)) for module in net.modules()] + [dir(p) for p in net.parameters()]
+
+
+@pytest.mark.parametrize("tool", [amanda.Tool, Everywhere])
+def test_training_with_dropout_is_bit_identical(tool: type[amanda.Tool]) -> None:
+    bare, net = train(model()), model()
+    before = attributes(net)
+    with amanda.apply(tool()):
+        instrumented = train(net)
+    assert all(torch.equal(one, other) for one, other in zip(bare, instrumented, strict=True))
+    assert attributes(net) == before
+
+
+def test_routines_did_run() -> None:
+    tool = Everywhere()
+    with amanda.apply(tool):
+        train(model())
+    assert tool.calls > 1000
+
+
+def test_the_state_dict_has_no_more_keys_inside_a_scope() -> None:
+    net = model()
+    keys = list(net.state_dict())
+    with amanda.apply(Everywhere()):
+        train(net)
+        assert list(net.state_dict()) == keys
