@@ -175,7 +175,7 @@ def ops_table(types: dict[str, Times], ascii_only: bool) -> Table:
     table.add_column("forward", str(everything.forward), justify="right")
     table.add_column("backward", str(everything.backward), justify="right")
     table.add_column("ms", f"{everything.seconds * 1e3:.1f}", justify="right")
-    table.add_column("share of time", "100%", min_width=17, no_wrap=True)
+    table.add_column("share of time", f"{'100%':>17}", no_wrap=True)
     rows = [*ordered[:ROWS], (f"{len(ordered) - ROWS} more", total(times for _, times in ordered[ROWS:]))]
     for kind, times in rows:
         share = times.seconds / everything.seconds

@@ -1,0 +1,36 @@
+"""The snippets of docs/ run, in order, and print what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return [(found[1], found[2]) for found in BLOCK.finditer((DOCS / page).read_text())]
+
+
+@pytest.mark.parametrize("page", ["tools.md", "vocabulary.md"])
+def test_snippets_print_what_the_page_says(page: str) -> None:
+    names: dict[str, Any] = {"__name__": page}
+    printed, run = "", 0
+    for language, text in blocks(page):
+        if language == "python":
+            assert printed == "", f"a snippet of {page} prints what the page does not show"
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile(text, f"docs/{page}", "exec"), names)
+            printed, run = output.getvalue(), run + 1
+        elif language == "text":
+            assert printed == text
+            printed = ""
+    assert printed == ""
+    assert run >= 2
