@@ -101,8 +101,8 @@ class EagerExecution(TensorOps):
         """Path of the innermost enclosing call's object within the outermost's."""
         return ""
 
-    def obstacle(self, call: Call) -> str | None:
-        """Why this call cannot be instrumented; None if it can."""
+    def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
+        """What keeps a call from being instrumented at this moment, and why; None if nothing does."""
         return None
 
     def tracing(self) -> AbstractContextManager[Any]:
@@ -131,11 +131,11 @@ class EagerExecution(TensorOps):
             (combined,) = known.values()
             if not combined.forward and not combined.traced(self.gradients(args)):
                 return site.invoke(args, kwargs)
-        call = self.bind(site, args, kwargs)
-        reason = self.obstacle(call)
-        if reason is not None:
-            state.report(site.key, reason)
+        obstacle = self.obstacle(site)
+        if obstacle is not None:
+            state.report(*obstacle)
             return site.invoke(args, kwargs)
+        call = self.bind(site, args, kwargs)
         key = layer.key(self, call.inputs)
         if known is not None and key in known:
             return self._execute(known[key], call, state, op_id)

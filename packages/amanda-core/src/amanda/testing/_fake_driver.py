@@ -89,9 +89,9 @@ class FakeDriver(EagerDriver):
         """The call with its inputs in the order of the operator's signature."""
         return FakeCall(site, args, kwargs)
 
-    def obstacle(self, call: Call) -> str | None:
-        """Why this call cannot be instrumented."""
-        return "it has no operators inside" if call.op.__name__ == "opaque" else None
+    def obstacle(self, site: Site) -> tuple[str, str] | None:
+        """What keeps a call from being instrumented, and why."""
+        return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the last module within the first."""

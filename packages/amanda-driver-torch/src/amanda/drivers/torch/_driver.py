@@ -158,6 +158,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self, state: State, known: Any, op_id: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Bring a call to the core; what the driver reads of tensors reaches no override of the user's."""
+        if site.key in _HEADED and _is_machinery(args[0]):
+            return site.invoke(args, kwargs)
+        if site.key in _SCRIPTED:
+            state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
         ops = self.unseen if overridden(args, kwargs) else self
         return EagerDriver.handle(ops, state, known, op_id, site, args, kwargs)
 
@@ -173,18 +177,32 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             bound = binding(site.target, args, kwargs)
             return TorchCall(site, site.op, (), args, kwargs, bound, target.inplace)
         head, rest = args[:1], args[1:]
-        op = getattr(head[0], "overloadpacket", head[0])
+        op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False)
 
-    def obstacle(self, call: Call) -> str | None:
-        """Why this call cannot be instrumented."""
+    def obstacle(self, site: Site) -> tuple[str, str] | None:
+        """What keeps ops from being instrumented at this moment, and why."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return "torch.func transforms (vmap, grad, ...) run their ops as they are"
+            return "a torch.func transform (vmap, grad, ...)", "the ops inside run as they are"
+        if torch._C._get_tracing_state() is not None:
+            return "torch.jit.trace", "the ops are recorded as they are"
         return None
 
     def scope_name(self, subjects: Any) -> str:
         """Path of the calling module in the model."""
         return module_path(subjects)
+
+
+_SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
+_HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
+"""Sites whose first argument says what is called."""
+
+
+def _is_machinery(called: Any) -> bool:
+    """Whether torch uses it to run hooks and profiles; it computes nothing."""
+    if called is torch.nn.modules._functions.BackwardHookFunction:
+        return True
+    return getattr(called, "_qualified_op_name", getattr(called, "_name", "")).startswith("profiler::")
 
 
 class UnseenDriver(UnseenTensors, TorchDriver):
@@ -212,6 +230,17 @@ class Functions:
 
     def __dir__(self) -> list[str]:
         return dir(self._functions)
+
+
+class Scripted:
+    """The op that a call of a TorchScript function is."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.__name__: str = function.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 class PropertyRead:

@@ -4,7 +4,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +43,12 @@ class Surroundings:
         forward = checkpoint.CheckpointFunction.forward
 
         @functools.wraps(generator)
-        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return generator(_replayed(fn), *args, **kwargs)
 
         @functools.wraps(forward)
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _replayed(run_function), *args)
+            return forward(ctx, _replayed(run_function), *args)  # type: ignore[no-untyped-call]
 
         attributes.set(checkpoint, generator.__name__, generate)
         attributes.set(checkpoint.CheckpointFunction, "forward", staticmethod(run_forward))
@@ -57,16 +57,16 @@ class Surroundings:
     def _follow_replicas(attributes: Attributes) -> None:
         """Let the threads of `torch.nn.DataParallel` be in the scope of the one that starts them."""
 
-        def thread(*args: Any, target: Callable[..., Any], **kwargs: Any) -> threading.Thread:
-            activation = interceptor.ACTIVATION.get(None)
-            if activation is None:
-                return threading.Thread(*args, target=target, **kwargs)
+        def thread(*args: Any, **kwargs: Any) -> threading.Thread:
+            activation, target = interceptor.ACTIVATION.get(None), kwargs.get("target")
+            if activation is not None and target is not None:
 
-            def run(*inputs: Any) -> None:
-                with in_force(activation):
-                    target(*inputs)
+                def run(*inputs: Any) -> None:
+                    with in_force(activation):
+                        target(*inputs)
 
-            return threading.Thread(*args, target=run, **kwargs)
+                kwargs["target"] = run
+            return threading.Thread(*args, **kwargs)
 
         names = {**vars(threading), "Thread": thread}
         module = sys.modules["torch.nn.parallel.parallel_apply"]
