@@ -168,7 +168,10 @@ class TorchTensors:
         )  # fmt: skip
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
-        """Which tensors need a gradient, as bits; None where no node can be made."""
+        """Which tensors need a gradient, as bits; None where no node can be made.
+
+        The same for a call's arguments as for its inputs, which may have sizes gathered in a tuple.
+        """
         if not torch.is_grad_enabled():
             return None
         bits = 1
@@ -177,7 +180,8 @@ class TorchTensors:
                 bits = bits << 1 | value.requires_grad
             elif isinstance(value, (list, tuple)):
                 for one in value:
-                    bits = bits << 1 | (isinstance(one, torch.Tensor) and one.requires_grad)
+                    if isinstance(one, torch.Tensor):
+                        bits = bits << 1 | one.requires_grad
         return None if bits & (bits - 1) == 0 else bits
 
     def shapes(self, inputs: Sequence[Any]) -> Hashable:

@@ -1,0 +1,24 @@
+"""Which tensors need a gradient, by which the driver knows what it has seen of an op's backward."""
+
+import torch
+
+from amanda.drivers.torch._schema import binding
+from amanda.drivers.torch._tensors import TorchTensors
+
+needed = TorchTensors().gradients
+X, Y = torch.ones(4), torch.ones(4, requires_grad=True)
+
+
+def test_each_need_is_told_from_the_others() -> None:
+    cases = [[Y, X], [X, Y], [Y, Y], [[X, Y], X], [Y, 2, X]]
+    assert len({needed(inputs) for inputs in cases}) == 3
+    assert needed([X, X]) is None
+    with torch.no_grad():
+        assert needed([Y, Y]) is None
+
+
+def test_arguments_need_what_the_inputs_made_of_them_need() -> None:
+    args = (Y, 2, 2)
+    inputs = binding(torch.Tensor.view, args).inputs(args)
+    assert inputs[1] == (2, 2)
+    assert needed(args) == needed(inputs)
