@@ -36,3 +36,9 @@ def example() -> Callable[[str], ModuleType]:
 def resnet50(example: Callable[[str], ModuleType]) -> Callable[[], object]:
     """Function that makes a ResNet-50 of torchvision."""
     return example("models").resnet50  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def bert(example: Callable[[str], ModuleType]) -> Callable[..., object]:
+    """Function that makes a BERT of transformers, with other sizes as keywords."""
+    return example("models").bert  # type: ignore[no-any-return]

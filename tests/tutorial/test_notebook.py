@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from amanda.interceptor import NATIVE
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tutorial.ipynb"
 
 
@@ -26,6 +28,9 @@ def printed(notebook: Any) -> list[tuple[str, str]]:
     return cells
 
 
+@pytest.mark.xfail(
+    not NATIVE, strict=True, reason="never: BERT holds a reference to gelu, which the fallback cannot detour"
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the event loop that nbclient starts
 def test_the_notebook_gives_what_it_shows() -> None:
     stored = nbformat.read(NOTEBOOK, as_version=4)

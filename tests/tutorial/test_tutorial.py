@@ -135,13 +135,12 @@ def test_convolutions_of_resnet_50(kind: type[CountOPTool], resnet50: Callable[[
     assert tool.counts == (53, 53)
 
 
-def test_linears_of_bert() -> None:
+def test_linears_of_bert(bert: Callable[..., nn.Module]) -> None:
     """The tutorial counts MmBackward; since torch 1.8 the backward of a biased linear is AddmmBackward0.
 
     The 73rd linear is the pooler's, which the first output does not depend on.
     """
-    transformers = pytest.importorskip("transformers")
-    model = transformers.BertModel(transformers.BertConfig(hidden_size=48, num_attention_heads=4))
+    model = bert(hidden_size=48, num_attention_heads=4)
     tool = CountOPTool(op_name="linear", backward_op_name="Addmm")
     train_under(tool, model, torch.randint(0, 10, (1, 8)))
     assert tool.counts == (73, 72)
