@@ -125,6 +125,7 @@ def observe(title: str, model: nn.Module, step: Callable[[], Tensor], steps: int
         tool.clear()
         with working(f"{title}: step {len(rounds) + 1} of {steps}"):
             applied = [amanda.apply(one) for one in (looking, OpTimes(), tool)]
+            variants: tuple[AbstractContextManager[object], ...]
             variants = (nullcontext(), applied[0], nullcontext(), *applied[1:])
             rounds.append(tuple(train(under) for under in variants))
         if min(rounds, key=itemgetter(-1)) is rounds[-1]:
