@@ -59,7 +59,7 @@ class Scope:
             )
         outer = current_state()
         tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
-        layer = layer_of(tools, outer.layer) if tools or outer.layer is None else outer.layer
+        layer = layer_of(tools, outer.layer) if tools else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
         attachment.open(self)
         self._activations.append(state.activation())

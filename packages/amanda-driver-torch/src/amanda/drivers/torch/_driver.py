@@ -1,6 +1,5 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
-import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -28,14 +27,11 @@ from ._autograd import Autograd
 from ._calls import TorchCall
 from ._modules import enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, overridden
+from ._requirements import check
 from ._schema import binding
 from ._surroundings import Surroundings
-from ._targets import NAMESPACES, Target, missing_parts, targets
+from ._targets import NAMESPACES, Target, targets
 from ._tensors import TorchTensors
-
-logger = logging.getLogger("amanda")
-
-TESTED_VERSIONS = ("2.13",)
 
 
 class TorchDriver(TorchTensors, Autograd, EagerDriver):
@@ -60,6 +56,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
+        check()
         self._prepare()
         if interceptor.NATIVE:
             for site in self._native_sites:
@@ -141,16 +138,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         for kind in (torch.nn.Parameter, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
                      torch.autograd.function.FunctionMeta):  # fmt: skip
             interceptor.add_identity_type(kind)
-        version = ".".join(torch.__version__.split(".")[:2])
-        missing = missing_parts()
-        if missing:
-            logger.warning(
-                "torch %s lacks %s, which amanda-driver-torch looks for: calls of these are not seen; "
-                "it was tested with torch %s",
-                torch.__version__, ", ".join(missing), ", ".join(TESTED_VERSIONS),
-            )  # fmt: skip
-        elif version not in TESTED_VERSIONS:
-            logger.info("amanda-driver-torch was tested with torch %s", ", ".join(TESTED_VERSIONS))
 
     # ---- calls ----
 

@@ -39,7 +39,9 @@ class Surroundings:
     def _follow_checkpoints(attributes: Attributes) -> None:
         """Recompute where the first run was, so that the ops have the ids of the first run."""
         checkpoint = torch.utils.checkpoint
-        generator = checkpoint._checkpoint_without_reentrant_generator
+        generator = getattr(checkpoint, "_checkpoint_without_reentrant_generator", None)
+        if generator is None:
+            return
         forward = checkpoint.CheckpointFunction.forward
 
         @functools.wraps(generator)
