@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import amanda
 from amanda import interceptor
@@ -110,3 +111,62 @@ def acting() -> type[Acting]:
 def backward_ops() -> type[BackwardOps]:
     """A tool that keeps the backward ops it analyses."""
     return BackwardOps
+
+
+class Seen(amanda.Tool):
+    """Ids and names of the ops that execute, in order."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.names: list[str] = []
+        self.add_inst_for_op(self._see)
+
+    def _see(self, context: amanda.OpContext) -> None:
+        name = context.get_op().__name__
+        context.insert_before_op(self._note, inputs=[], op_id=context.get_op_id(), name=name)
+
+    def _note(self, op_id: int, name: str) -> None:
+        self.ids.append(op_id)
+        self.names.append(name)
+
+
+class Untouched(amanda.Tool):
+    """Routines at every point of every op, which hand back what they were given."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._same)
+        context.insert_after_op(self._same)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        context.insert_before_backward_op(self._same)
+        context.insert_after_backward_op(self._same)
+
+    def _same(self, *values: Any) -> Any:
+        return values
+
+
+@pytest.fixture
+def seen() -> Seen:
+    """A tool that notes ids and names of the ops that execute."""
+    return Seen()
+
+
+@pytest.fixture(params=[amanda.Tool, Seen, Untouched])
+def harmless(request: pytest.FixtureRequest) -> amanda.Tool:
+    """Tools that change nothing: an empty one, one that looks, one with routines at every point."""
+    tool: amanda.Tool = request.param()
+    return tool
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    """The transformers package, which imports torchvision, which needs two ops that a CPU build lacks."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", signature)
+    return pytest.importorskip("transformers")

@@ -26,7 +26,7 @@ from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from ._autograd import Autograd
 from ._calls import TorchCall
 from ._modules import enclose_modules, module_path
-from ._overrides import Unseen, UnseenTensors, overridden
+from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._requirements import check
 from ._schema import binding
 from ._surroundings import Surroundings
@@ -149,7 +149,12 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
-        ops = self.unseen if overridden(args, kwargs) else self
+        ops = self
+        if overridden(args, kwargs):
+            if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+                state.report("torch.fx.symbolic_trace", RECORDED)
+                return site.invoke(args, kwargs)
+            ops = self.unseen
         return EagerDriver.handle(ops, state, known, op_id, site, args, kwargs)
 
     @cached_property
@@ -172,7 +177,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "a torch.func transform (vmap, grad, ...)", "the ops inside run as they are"
         if torch._C._get_tracing_state() is not None:
-            return "torch.jit.trace", "the ops are recorded as they are"
+            return "torch.jit.trace", RECORDED
+        if torch._C._len_torch_dispatch_stack() and is_recorded():
+            return "a graph by make_fx or torch.export", RECORDED
         return None
 
     def scope_name(self, subjects: Any) -> str:
@@ -180,6 +187,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return module_path(subjects)
 
 
+RECORDED = "the ops are recorded as they are"
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 """Sites whose first argument says what is called."""

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
+from ._requirements import found
 from ._tensors import TorchTensors
 
 _native: Any = torch._C  # its stubs lack what is used here
 _DISABLED = _native._TorchFunctionState.ALL_DISABLED
+
+_RECORDERS = ("fx.experimental.proxy_tensor.get_proxy_mode", "_guards.TracingContext.try_get")
 
 
 def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -18,6 +21,11 @@ def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         return True
     return any(isinstance(value, (list, tuple)) and has_torch_function(value) for value in args)
+
+
+def is_recorded() -> bool:
+    """Whether ops are being recorded into a graph, where those of routines have no place."""
+    return any(recorder is not None and recorder() for recorder in map(found, _RECORDERS))
 
 
 class Unseen:

@@ -2,6 +2,7 @@
 
 import logging
 from operator import attrgetter
+from typing import Any
 
 import torch
 from amanda.errors import DriverError
@@ -13,19 +14,35 @@ logger = logging.getLogger("amanda")
 TESTED_VERSIONS = ("2.13",)
 
 ESSENTIAL = (
+    "_C.ScriptFunction.__call__",
+    "_C.ScriptMethod.__call__",
+    "_C._autograd._saved_tensors_hooks_is_enabled",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._disabled_torch_function_impl",
     "_C._functorch.peek_interpreter_stack",
+    "_C._get_torch_function_state",
     "_C._get_tracing_state",
+    "_C._is_alias_of",
+    "_C._jit_get_schemas_for_operator",
+    "_C._len_torch_dispatch_stack",
     "_C._set_grad_enabled",
+    "_C._set_torch_function_state",
+    "_C._TorchFunctionState.ALL_DISABLED",
+    "_C.parse_schema",
     "_ops.OpOverload.__call__",
     "_ops.OpOverloadPacket.__call__",
     "autograd._get_sequence_nr",
     "autograd.graph._engine_run_backward",
     "nn.Module._call_impl",
     "nn.Module._wrapped_call_impl",
+    "nn.modules._functions.BackwardHookFunction",
+    "utils._python_dispatch._disable_current_modes",
 )
 """Without one of these nothing is instrumented."""
 
 OPTIONAL = {
+    "_guards.TracingContext.try_get": "graphs by torch.export record the ops of routines",
+    "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
     "nn.parallel.parallel_apply": "threads of replicas see no scope",
@@ -34,19 +51,18 @@ OPTIONAL = {
 """Without one of these, what it says."""
 
 
-def is_there(path: str) -> bool:
-    """Whether torch has a name."""
+def found(path: str) -> Any:
+    """What torch has under a name; None where it lacks it."""
     try:
-        attrgetter(path)(torch)
+        return attrgetter(path)(torch)
     except AttributeError:
-        return False
-    return True
+        return None
 
 
 def check() -> None:
     """Name what this torch lacks: in a warning, or in a DriverError where nothing can be instrumented."""
     tested = f"amanda-driver-torch was tested with torch {', '.join(TESTED_VERSIONS)}"
-    lacking = [path for path in ESSENTIAL if not is_there(path)]
+    lacking = [path for path in ESSENTIAL if found(path) is None]
     if lacking:
         raise DriverError(
             f"torch {torch.__version__} lacks {', '.join(lacking)}, without which no op can be "
@@ -55,7 +71,7 @@ def check() -> None:
     for path in missing_parts():
         logger.warning("torch %s lacks %s: its calls are not seen; %s", torch.__version__, path, tested)
     for path, consequence in OPTIONAL.items():
-        if not is_there(path):
+        if found(path) is None:
             logger.warning("torch %s lacks %s: %s; %s", torch.__version__, path, consequence, tested)
     if ".".join(torch.__version__.split(".")[:2]) not in TESTED_VERSIONS:
         logger.info("torch %s: %s", torch.__version__, tested)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.parallel.parallel_apply
 import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Attributes, in_force, when_imported
+
+from ._requirements import found
 
 if TYPE_CHECKING:
     from ._driver import TorchDriver
@@ -39,21 +40,20 @@ class Surroundings:
     def _follow_checkpoints(attributes: Attributes) -> None:
         """Recompute where the first run was, so that the ops have the ids of the first run."""
         checkpoint = torch.utils.checkpoint
-        generator = getattr(checkpoint, "_checkpoint_without_reentrant_generator", None)
-        if generator is None:
-            return
-        forward = checkpoint.CheckpointFunction.forward
+        generator = found("utils.checkpoint._checkpoint_without_reentrant_generator")
+        forward = found("utils.checkpoint.CheckpointFunction.forward")
 
-        @functools.wraps(generator)
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return generator(_replayed(fn), *args, **kwargs)
 
-        @functools.wraps(forward)
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _replayed(run_function), *args)  # type: ignore[no-untyped-call]
+            return forward(ctx, _replayed(run_function), *args)
 
-        attributes.set(checkpoint, generator.__name__, generate)
-        attributes.set(checkpoint.CheckpointFunction, "forward", staticmethod(run_forward))
+        if generator is not None:
+            attributes.set(checkpoint, generator.__name__, functools.wraps(generator)(generate))
+        if forward is not None:
+            run = staticmethod(functools.wraps(forward)(run_forward))
+            attributes.set(checkpoint.CheckpointFunction, "forward", run)
 
     @staticmethod
     def _follow_replicas(attributes: Attributes) -> None:
@@ -70,16 +70,17 @@ class Surroundings:
                 kwargs["target"] = run
             return threading.Thread(*args, **kwargs)
 
-        names = {**vars(threading), "Thread": thread}
-        module = sys.modules["torch.nn.parallel.parallel_apply"]
-        attributes.set(module, "threading", types.SimpleNamespace(**names))
+        module = sys.modules.get("torch.nn.parallel.parallel_apply")
+        if module is not None and hasattr(module, "threading"):
+            names = {**vars(threading), "Thread": thread}
+            attributes.set(module, "threading", types.SimpleNamespace(**names))
 
     def _run_compiled_callables_eagerly(self) -> None:
         """Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo."""
         self._leave.append(when_imported("torch._dynamo", self._take_stance))
 
     def _take_stance(self) -> None:
-        set_stance = getattr(torch.compiler, "set_stance", None)
+        set_stance = found("compiler.set_stance")
         if set_stance is None:
             return
         stance = set_stance("force_eager")
