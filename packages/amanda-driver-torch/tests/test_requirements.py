@@ -1,11 +1,16 @@
 """What a torch lacks is named when the driver attaches, and nothing misbehaves."""
 
+import ast
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import amanda
+from amanda.drivers.torch import _requirements
+from amanda.drivers.torch._targets import missing_parts
 
 
 def test_without_an_essential_name_torch_runs_as_it_is_and_the_report_says_why(
@@ -37,3 +42,44 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
     assert seen == ["ones", "relu"]
     assert "_checkpoint_without_reentrant_generator: recomputed ops have ids of their own" in caplog.text
     assert "compiler.set_stance: compiled callables are not seen" in caplog.text
+
+
+def private_names() -> Iterator[str]:
+    """What the driver's source reads of torch under a name with an underscore, or from `torch._C`."""
+    for path in Path(_requirements.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                root, _, name = ast.unparse(node).partition(".")
+                if root == "_native" and path.name != "_schema.py":
+                    root, name = "torch", f"_C.{name}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                root, _, name = f"{node.module}.{node.names[0].name}".partition(".")
+            else:
+                continue
+            parts = name.split(".")
+            if root == "torch" and any(one.startswith("_") and not one.startswith("__") for one in parts):
+                yield name
+
+
+def test_every_private_name_that_the_driver_reads_is_checked_when_it_attaches() -> None:
+    listed = (*_requirements.ESSENTIAL, *_requirements.OPTIONAL, "_C._VariableFunctions", "_VF.vf")
+    read = {*private_names()}
+    assert {name for name in read if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
+
+
+def test_the_torch_that_runs_lacks_nothing() -> None:
+    assert missing_parts() == []
+    assert all(_requirements.found(path) for path in (*_requirements.ESSENTIAL, *_requirements.OPTIONAL))
+
+
+@pytest.mark.parametrize("path", [path for path in _requirements.OPTIONAL if path.count(".") > 0])
+def test_each_optional_name_may_be_absent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, _, name = path.rpartition(".")
+    monkeypatch.delattr(_requirements.found(owner), name)
+    names: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
+    with amanda.apply(tool) as scope:
+        torch.relu(torch.ones(2))
+    assert names == ["ones", "relu"]
+    assert scope.report == []

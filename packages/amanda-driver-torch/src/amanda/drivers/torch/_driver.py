@@ -179,7 +179,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED
         if torch._C._len_torch_dispatch_stack() and is_recorded():
-            return "a graph by make_fx or torch.export", RECORDED
+            return "a graph by make_fx", RECORDED
         return None
 
     def scope_name(self, subjects: Any) -> str:

@@ -32,6 +32,7 @@ ESSENTIAL = (
     "_ops.OpOverload.__call__",
     "_ops.OpOverloadPacket.__call__",
     "autograd._get_sequence_nr",
+    "autograd.function._SingleLevelFunction",
     "autograd.graph._engine_run_backward",
     "nn.Module._call_impl",
     "nn.Module._wrapped_call_impl",
@@ -41,7 +42,8 @@ ESSENTIAL = (
 """Without one of these nothing is instrumented."""
 
 OPTIONAL = {
-    "_guards.TracingContext.try_get": "graphs by torch.export record the ops of routines",
+    "_guards.TracingContext.try_get": "graphs by dynamo record the ops of routines",
+    "_subclasses.meta_utils.MetaConverter.__call__": "ops that make fake tensors of real ones are seen",
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from ._driver import TorchDriver
 
 
+MACHINERY = {
+    ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
+    ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
+}
+"""Functions of torch whose ops are none of the user's, and what is to be said of those that run a program."""
+
+
 class Surroundings:
     """What the driver puts around ops while it is attached."""
 
@@ -29,6 +36,8 @@ class Surroundings:
         """Put everything in place; attributes go back with the driver's others."""
         self._follow_checkpoints(attributes)
         self._follow_replicas(attributes)
+        for module, name in MACHINERY:
+            self._leave.append(when_imported(module, functools.partial(_let_be, attributes, module, name)))
         self._run_compiled_callables_eagerly()
 
     def leave(self) -> None:
@@ -86,6 +95,28 @@ class Surroundings:
         stance = set_stance("force_eager")
         stance.__enter__()
         self._leave.append(lambda: stance.__exit__(None, None, None))
+
+
+def _let_be(attributes: Attributes, module: str, name: str) -> None:
+    """Let a function of torch's own run as without a scope, and say so where it runs the user's program."""
+    *owners, method = name.split(".")
+    holder: Any = sys.modules[module]
+    for owner in owners:
+        holder = getattr(holder, owner, None)
+    function = getattr(holder, method, None)
+    if function is None:
+        return
+    said = MACHINERY[module, name]
+
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is not None and said is not None:
+            activation.state.report(*said)
+        with interceptor.Suspension():
+            return function(*args, **kwargs)
+
+    attributes.set(holder, method, alone)
 
 
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
