@@ -136,3 +136,16 @@ def test_function_transforms_are_correct_and_said_once(harmless: amanda.Tool) ->
         for _ in range(2):
             assert all(map(torch.equal, bare, transformed()))
     assert [entry.what for entry in scope.report] == ["a torch.func transform (vmap, grad, ...)"]
+
+
+def test_work_compiled_after_a_scope_in_which_the_compiler_was_loaded_is_compiled() -> None:
+    program = (
+        "import amanda, torch\n"
+        "net, x = torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+        "with amanda.apply(amanda.Tool()):\n"
+        "    torch.export.export(net, (x,))\n"
+        "    torch.compile(net, backend='eager')(x)\n"
+        "print(torch.equal(torch.compile(net, backend='eager', fullgraph=True)(x), net(x)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]

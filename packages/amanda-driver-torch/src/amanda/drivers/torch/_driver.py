@@ -29,7 +29,7 @@ from ._modules import enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._requirements import check
 from ._schema import binding
-from ._surroundings import Surroundings
+from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
 from ._tensors import TorchTensors
 
@@ -76,6 +76,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if interceptor.NATIVE:
             for site in self._native_sites:
                 site.remove()
+        else:
+            let_compiler_look_again()
 
     @cached_property
     def _native_sites(self) -> list[Site]:

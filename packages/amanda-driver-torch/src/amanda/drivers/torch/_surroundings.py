@@ -97,6 +97,13 @@ class Surroundings:
         self._leave.append(lambda: stance.__exit__(None, None, None))
 
 
+def let_compiler_look_again() -> None:
+    """Drop dynamo's list of torch's callables, which holds those that the attributes had when it was made."""
+    forget = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
+    if forget is not None:
+        forget()
+
+
 def _let_be(attributes: Attributes, module: str, name: str) -> None:
     """Let a function of torch's own run as without a scope, and say so where it runs the user's program."""
     *owners, method = name.split(".")
