@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amanda._state import State
 
 
-class Call:
+class Call(ABC):
     """One call of an op: its inputs in schema order, and how to make the call with others.
 
     mutable: positions of the inputs that the op writes into.
@@ -35,9 +35,9 @@ class Call:
     mutable: Sequence[int]
     targets: Sequence[int]
 
+    @abstractmethod
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op itself on these inputs."""
-        raise NotImplementedError
 
     def formed(self, result: Any) -> Any:
         """A replacement's result in the form that the op's own has."""
@@ -105,13 +105,13 @@ class EagerExecution(TensorOps):
         """What keeps a call from being instrumented at this moment, and why; None if nothing does."""
         return None
 
+    @abstractmethod
     def tracing(self) -> AbstractContextManager[Any]:
         """Context around the op that finds the backward ops which it makes; made before its routines run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attach_trace(self, trace: Trace, made: Any, call: Call, outputs: list[Any]) -> None:
         """Leave the trace with the backward ops that the context `made` has found."""
-        raise NotImplementedError
 
     # ---- execution ----
 
