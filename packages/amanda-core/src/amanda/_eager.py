@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda._plan import Combined, Plan, bind_to_subjects
-from amanda._routine import TensorOps, run_replacement, run_routine, spread
+from amanda._program import program_of
+from amanda._routine import NOT_CALLED, TensorOps, run_replacement, run_routine, spread
 from amanda._source import user_source
 from amanda.action import InstrumentationPoint
 from amanda.context import OpContext, OpFacts
@@ -18,6 +19,7 @@ from amanda.context import OpContext, OpFacts
 if TYPE_CHECKING:
     from amanda._plan import Layer
     from amanda._state import State
+    from amanda.action import Action
 
 
 class Call(ABC):
@@ -42,6 +44,13 @@ class Call(ABC):
     def formed(self, result: Any) -> Any:
         """A replacement's result in the form that the op's own has."""
         return result
+
+    def sources(self) -> tuple[int, ...] | None:
+        """Which argument each input is, positional ones and then those by keyword; -1: a default.
+
+        None where that cannot be said, because several arguments make one input.
+        """
+        return None
 
     def attributes(self) -> dict[str, Any]:
         """The non-tensor arguments by name."""
@@ -118,28 +127,48 @@ class EagerExecution(TensorOps):
     def handle(
         self,
         state: State,
-        known: dict[Hashable, Combined] | None,
+        memo: interceptor.Memo | None,
         op_id: int,
         site: interceptor.Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        key: int = 0,
+        done: tuple[int, Any, Any] | None = None,
     ) -> Any:
         """What the interceptor calls for an op that has, or may have, a plan with actions."""
         layer = state.layer
         assert layer is not None
-        if known is not None and len(known) == 1 and not (layer.guards or kwargs):
-            (combined,) = known.values()
+        if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs):
+            (combined,) = memo.plans.values()
             if not combined.forward and not combined.traced(self.gradients(args)):
+                memo.learn(key, None)
                 return site.invoke(args, kwargs)
         obstacle = self.obstacle(site)
         if obstacle is not None:
             state.report(*obstacle)
             return site.invoke(args, kwargs)
         call = self.bind(site, args, kwargs)
-        key = layer.key(self, call.inputs)
-        if known is not None and key in known:
-            return self._execute(known[key], call, state, op_id)
-        return self._first(call, state, op_id, key)
+        signature = layer.key(self, call.inputs)
+        if memo is None or signature not in memo.plans:
+            return self._first(call, state, op_id, signature)
+        combined = memo.plans[signature]
+        if done is not None:
+            return self._resume(combined, call, state, op_id, *done)
+        if key and not layer.guards:
+            self._learn(memo, key, combined, call)
+        return self._execute(combined, call, state, op_id)
+
+    def _learn(self, memo: interceptor.Memo, key: int, combined: Combined, call: Call) -> None:
+        """Let native code do what calls like this one come to, if it can."""
+        gradients = self.gradients(call.inputs)
+        if combined.watching and combined.traced(gradients):
+            return
+        if not combined.forward:
+            memo.learn(key, None)
+        elif not (call.targets and combined.after and gradients is not None):  # see `written_later`
+            program = program_of(combined, call, combined.plans[0][1].context._facts)
+            if program is not None:
+                memo.learn(key, program)
 
     def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
         layer = state.layer
@@ -179,17 +208,20 @@ class EagerExecution(TensorOps):
         op_id: int,
         facts: OpFacts | None = None,
         fresh: Sequence[Plan] = (),
+        called: tuple[int, Any] = (-1, None),
     ) -> Any:
         run: dict[str, Any] = {}
         told = facts or combined.plans[0][1].context._facts
-        given = call.inputs
-        inputs = given
+        inputs = call.inputs
         tracing = self.tracing() if combined.watching else None
-        for action in combined.before:
-            inputs = run_routine(self, action, inputs, told, run, state, call.mutable)
+        step, returned = called
+        for i, action in enumerate(combined.before):
+            if i >= step:
+                result = returned if i == step else NOT_CALLED
+                inputs = run_routine(self, action, inputs, told, run, state, call.mutable, result)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
-        later = bool(call.mutable) and self._acts_later(combined, state, fresh)
+        later = bool(call.targets) and self._acts_later(combined, state, fresh)
         if trace is None or tracing is None:
             outputs = self._compute(combined, call, inputs, told, run, later)
         else:
@@ -204,11 +236,40 @@ class EagerExecution(TensorOps):
         if trace is not None:
             trace.facts = self._kept_facts(told, inputs, values, trace)
             self.attach_trace(trace, made, call, values)
-        changed = values
-        written = spread(inputs[i] for i in call.mutable) if call.mutable else None
-        for action in combined.after:
-            mutable = written and [i for i, one in enumerate(changed) if any(one is own for own in written)]
-            changed = run_routine(self, action, changed, told, run, state, mutable or ())
+        written = spread(inputs[i] for i in call.targets)
+        changed = self._run_after(combined.after, values, written, told, run, state)
+        return outputs if changed is values else rebuild(changed)
+
+    def _run_after(
+        self,
+        actions: Sequence[Action],
+        values: list[Any],
+        written: Sequence[Any],
+        told: OpFacts,
+        run: dict[str, Any],
+        state: State,
+        returned: Any = NOT_CALLED,
+    ) -> list[Any]:
+        """written: the user's tensors among the values.  returned: what the first routine did, if called."""
+        for action in actions:
+            mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
+            values = run_routine(self, action, values, told, run, state, mutable, returned)
+            returned = NOT_CALLED
+        return values
+
+    def _resume(
+        self, combined: Combined, call: Call, state: State, op_id: int, step: int, returned: Any, outputs: Any
+    ) -> Any:
+        """Go on where native code stopped: after a routine that returned a value, or at what it cannot do."""
+        if outputs is NotImplemented:
+            return self._execute(combined, call, state, op_id, called=(step, returned))
+        told = combined.plans[0][1].context._facts
+        values, rebuild = self.flatten(outputs)
+        first = step - len(combined.before)
+        if first < 0:
+            first, returned = 0, NOT_CALLED
+        written = spread(call.inputs[i] for i in call.targets)
+        changed = self._run_after(combined.after[first:], values, written, told, {}, state, returned)
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
@@ -223,7 +284,7 @@ class EagerExecution(TensorOps):
         if combined.replace is not None:
             return call.formed(run_replacement(self, combined.replace, inputs, told, run, call.targets))
         if later:
-            with self.written_later([inputs[i] for i in call.mutable]):
+            with self.written_later([inputs[i] for i in call.targets]):
                 return call.invoke(inputs)
         return call.invoke(inputs)
 
@@ -250,10 +311,11 @@ class EagerExecution(TensorOps):
 
     def _keep(self, layer: Layer, op_id: int, key: Hashable, combined: Combined) -> None:
         known = layer.table.get(op_id)
-        if isinstance(known, dict):
-            known[key] = combined
+        if isinstance(known, interceptor.Memo):
+            known.plans[key] = combined
+            known.forget()
         elif combined.forward or combined.watching or layer.guards:
-            layer.table.set(op_id, {key: combined})
+            layer.table.set(op_id, interceptor.Memo({key: combined}))
         else:
             layer.table.set(op_id, None)
 

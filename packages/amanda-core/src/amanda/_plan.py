@@ -175,16 +175,18 @@ class Combined:
     """The plans of a chain of layers for one op, laid out for execution.
 
     forward: whether anything is inserted in the forward pass.
+    actions: what is inserted before and after the op, in order.
     watching: the plans of layers that have routines for backward ops.
     quiet: needs of gradients for which nothing is wanted of the backward ops.
     """
 
-    __slots__ = ("after", "before", "forward", "plans", "quiet", "replace", "watching")
+    __slots__ = ("actions", "after", "before", "forward", "plans", "quiet", "replace", "watching")
 
     def __init__(self, plans: Sequence[tuple[Layer, Plan]]) -> None:
         self.plans = tuple(plans)
         self.before = tuple(action for _, plan in plans for action in plan.before)
         self.after = tuple(action for _, plan in plans for action in plan.after)
+        self.actions = self.before + self.after
         self.replace = only_replacement(plan.replace for _, plan in plans)
         self.forward = bool(self.before or self.replace or self.after)
         self.watching = tuple(plan for layer, plan in plans if layer.wants_backward)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from amanda.context import OpFacts
 
 
+NOT_CALLED: Any = object()
+
+
 class TensorOps(ABC):
     """What a driver knows of its framework's tensors."""
 
@@ -81,18 +84,24 @@ def run_routine(
     run: dict[str, Any],
     state: State,
     mutable: Sequence[int] = (),
+    returned: Any = NOT_CALLED,
 ) -> list[Any]:
     """Call a routine on the selected values: `values` itself where it changes none, else a new list.
 
     mutable: positions of the user's tensors that the op writes into; a change is copied into them.
+    returned: what the routine returned, where it was called already.
     """
     select = action.select
     isolated = not (action.differentiable or state.autodiff)
     try:
         picked = values if select is None else _picked(action, values, facts)
         positions = range(len(values)) if select is None else select
-        given = _given(ops, action, picked, [i in mutable for i in positions] if mutable else (), isolated)
-        results = _call(ops, action, picked, given, run, isolated)
+        if returned is NOT_CALLED:
+            flags = [i in mutable for i in positions] if mutable else ()
+            given = _given(ops, action, picked, flags, isolated)
+            results = _call(ops, action, picked, given, run, isolated)
+        else:
+            results = _matched(action, returned, picked)
         if results is None:
             return values
         changed = values
@@ -184,10 +193,7 @@ def _call(
             result = ops.call_isolated(action.func, given, kwargs)
             if ops.versions(given) != versions:
                 index = next(i for i, value in enumerate(given) if ops.version(value) != versions[i])
-                raise MutationError(
-                    f"{action} wrote into value {index} that it was given; return a new value instead, or "
-                    "mark the routine @amanda.differentiable"
-                )
+                raise mutation(action, index)
     if given is picked:
         return _matched(action, result, picked)
     unchanged = {
@@ -201,6 +207,14 @@ def _call(
         result = given
     matched = _matched(action, result, picked)
     return matched and [unchanged.get(id(one), one) for one in matched]
+
+
+def mutation(action: Action, index: int) -> MutationError:
+    """The error for a routine that wrote into a value that it was given."""
+    return MutationError(
+        f"{action} wrote into value {index} that it was given; return a new value instead, or "
+        "mark the routine @amanda.differentiable"
+    )
 
 
 def _matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:

@@ -155,6 +155,7 @@ def apply(*tools: Tool) -> Scope:
 
 
 def _forked() -> None:
+    interceptor.forked()
     for scope in attachment.abandon():
         for activation in scope._activations:
             activation.active = False

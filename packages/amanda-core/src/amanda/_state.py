@@ -39,7 +39,8 @@ class State:
     def activation(self) -> interceptor.Activation:
         """What the interceptor consults while this state is in force."""
         table = self.layer.table if self.layer is not None and self.cache else None
-        return interceptor.Activation(table, self, self.enabled and self.layer is not None)
+        open_ = self.enabled and self.layer is not None
+        return interceptor.Activation(table, self, open_, not self.autodiff)
 
 
 _OUTSIDE = State()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
+from amanda import interceptor
 from amanda._plan import forget_all
 from amanda._scope import Scope, apply
 from amanda.action import InstrumentationPoint
@@ -40,7 +40,7 @@ class _Registry:
         self.analyses: list[Analysis] = []
         self.dependencies: list[Tool] = []
         self.version = 0
-        self.lock = threading.RLock()
+        self.lock = interceptor.Lock()
         self.layers: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}

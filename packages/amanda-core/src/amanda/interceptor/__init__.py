@@ -7,6 +7,12 @@ Python callable, which a `Detour` replaces. While an `Activation` is in force, a
 
     handler(state, plan, op_id, site, args, kwargs)
 
+A plan that is a `Memo` may learn what calls of an op come to: nothing, or the routines of a `Program`.
+Native code does that then, as far as it can, and a `Reader` says how it tells calls apart. The handler
+of such an op gets two arguments more: under which key the memo may learn of this call (0: it may not),
+and what is done of the program, None where nothing: the last step, what its routine returned, and what
+the op returned (NotImplemented: it has not run).
+
 Without a C compiler at install time the same face is served in pure Python, where callables are
 replaced by attribute; `NATIVE` says which one is in force and `REASON` why.
 """
@@ -39,7 +45,11 @@ if TYPE_CHECKING or not NATIVE:
         Activation,
         Detour,
         Enclosure,
+        Lock,
+        Memo,
         PlanTable,
+        Program,
+        Reader,
         Site,
         Snapshot,
         Suspension,
@@ -47,6 +57,7 @@ if TYPE_CHECKING or not NATIVE:
         add_identity_type,
         configure,
         forget_code,
+        forked,
         ordinal,
         reset_root,
         snapshot,
@@ -71,7 +82,11 @@ __all__ = [
     "Activation",
     "Detour",
     "Enclosure",
+    "Lock",
+    "Memo",
     "PlanTable",
+    "Program",
+    "Reader",
     "Site",
     "Snapshot",
     "Suspension",
@@ -79,6 +94,7 @@ __all__ = [
     "add_identity_type",
     "configure",
     "forget_code",
+    "forked",
     "ordinal",
     "reset_root",
     "snapshot",

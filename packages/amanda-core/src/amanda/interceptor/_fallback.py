@@ -47,10 +47,50 @@ class PlanTable:
         return len(self._plans)
 
 
+Lock = threading.RLock
+
+
+class Memo:
+    """An op's plans; what calls of it come to is nothing that Python could do faster."""
+
+    def __init__(self, plans: dict[Any, Any]) -> None:
+        self.plans = plans
+
+    def learn(self, key: int, program: "Program | None") -> None:
+        """Learn nothing."""
+
+    def forget(self) -> None:
+        """Forget what was learned; the plans stay."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _NativeAlone:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"a {type(self).__name__} is for the native interceptor")
+
+
+class Program(_NativeAlone):
+    """Routines around an op, which native code runs."""
+
+
+class Reader(_NativeAlone):
+    """How native code reads tensors."""
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> int:
+        """What decides what a call comes to, in 64 bits; 0 where that cannot be told."""
+        raise NotImplementedError
+
+    def version(self, value: Any) -> int | None:
+        """What changes when a tensor, or one of a list, is written."""
+        raise NotImplementedError
+
+
 class Activation:
     """What is in force in an execution context."""
 
-    def __init__(self, table: PlanTable | None, state: Any, active: bool = True) -> None:
+    def __init__(self, table: PlanTable | None, state: Any, active: bool = True, memos: bool = True) -> None:
         self.table = table
         self.state = state
         self.active = active
@@ -127,6 +167,10 @@ def configure(
     forget_code()
 
 
+def forked() -> None:
+    """Hear that this process is a forked child."""
+
+
 def forget_code() -> None:
     """Describe code again where its kind may have changed."""
     _house.notes.clear()
@@ -201,7 +245,16 @@ def active() -> Activation | None:
 class Site:
     """One callable and who handles its calls."""
 
-    def __init__(self, target: Any, op: Any, key: str, hash: int, handler: Handler, flags: int = 0) -> None:
+    def __init__(
+        self,
+        target: Any,
+        op: Any,
+        key: str,
+        hash: int,
+        handler: Handler,
+        flags: int = 0,
+        reader: Reader | None = None,
+    ) -> None:
         self.target = target
         self.op = op
         self.key = key

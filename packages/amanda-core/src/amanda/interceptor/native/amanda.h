@@ -7,6 +7,7 @@
 #error "the native interceptor needs the GIL; a free-threaded build is served by the pure-Python one"
 #endif
 #include <stddef.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #define AMANDA_OCCURRENCE_CAP 64
@@ -24,7 +25,16 @@ typedef struct {
     size_t size, used;
 } Map;
 
-void *map_get(const Map *map, uint64_t key);
+static inline size_t map_slot(const Map *map, uint64_t key) {
+    size_t i = (size_t)(key * 0x9E3779B97F4A7C15ULL >> 20) & (map->size - 1);
+    while (map->cells[i].key && map->cells[i].key != key) i = (i + 1) & (map->size - 1);
+    return i;
+}
+
+static inline void *map_get(const Map *map, uint64_t key) {
+    return map->size ? map->cells[map_slot(map, key)].value : NULL;
+}
+
 int map_set(Map *map, uint64_t key, void *value); /* -1: out of memory, no exception set */
 void map_clear(Map *map);
 
@@ -86,20 +96,115 @@ typedef struct {
 extern PyTypeObject Wrapped_Type;
 PyObject *wrapped_new(PyTypeObject *type, vectorcallfunc call, PyObject *function, PyObject *site);
 
+/* ---- lock.c: one routine of a tool at a time ---- */
+
+typedef struct {
+    PyObject_HEAD
+    const Thread *owner;
+    int depth, waiting, open; /* open: the gate is released and nobody has passed it yet */
+    PyThread_type_lock gate; /* NULL until a thread has to wait */
+    uint64_t forks;
+} Lock;
+
+extern PyTypeObject Lock_Type;
+extern uint64_t forks;
+int lock_wait(Lock *lock, const Thread *thread);
+void lock_open(Lock *lock);
+int lock_boot(PyObject *names);
+
+static inline int lock_acquire(Lock *lock, const Thread *thread) { /* -1: an exception */
+    if ((lock->depth && lock->owner != thread) || lock->forks != forks) return lock_wait(lock, thread);
+    lock->owner = thread;
+    lock->depth++;
+    return 0;
+}
+
+static inline void lock_release(Lock *lock) {
+    if (!--lock->depth && lock->waiting) lock_open(lock);
+}
+
+/* ---- reader.c: what native code may know of a framework's tensors ---- */
+
+/* The arguments of a call: an array, and keyword names or a dict, whichever the convention gives. */
+typedef struct {
+    PyObject *small[3];
+    PyObject *const *items;
+    Py_ssize_t count;
+    PyObject *self, *names, *dict; /* self: NULL unless an argument of its own */
+} Arguments;
+
+typedef struct Reader Reader;
+extern PyTypeObject Reader_Type;
+uint64_t reader_key(const Reader *reader, const Arguments *given, int *gradients); /* 0: cannot be told */
+#define UNVERSIONED ((uint64_t)-1)
+uint64_t reader_version(const Reader *reader, PyObject *value);
+int reader_is_tensor(const Reader *reader, PyObject *value);
+int reader_is_plain(const Reader *reader, PyObject *value);
+void reader_set_gradients(const Reader *reader, int on);
+
 /* ---- stub.c: interception ---- */
+
+/* FUNCTION: a builtin function, of any convention. Its own vectorcall pointer is set, because what
+   a builtin hashes to includes its ml_meth, and programs keep builtins in dicts. The interpreter
+   passes that pointer by where it has specialised a call on the builtin's flags: while it is placed
+   its definition is a copy with a flag more, which means nothing to a function of a module. */
+typedef enum {
+    NOARGS, ONE, VARARGS, KEYWORDS, FAST, FAST_KEYWORDS, GET, SUBSCRIPT, ASSIGN, FUNCTION, PYTHON
+} Kind;
+
+typedef struct Site {
+    PyObject_HEAD
+    PyObject *op, *key, *handler, *target;
+    PyObject *original; /* behaves like the target when nothing is placed */
+    Reader *reader;     /* owned; NULL: every op that has a plan goes to its handler */
+    uint64_t hash;
+    int flags, index;
+    int bound; /* `self` is the first argument */
+    char placed;
+    Kind kind;
+    PyMethodDef pristine;
+    PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
+    PyMethodDef *own;   /* FUNCTION: what it has otherwise */
+    PyGetSetDef pristine_get;
+    union {
+        PyMethodDef *method;
+        PyGetSetDef *get;
+        PyWrapperDescrObject *slot;
+        PyCFunctionObject *function;
+    } where;
+    void *native; /* what the stub stands in for */
+} Site;
 
 /* What the context variable holds while a scope is open. */
 typedef struct {
     PyObject_HEAD
     int active;
+    int memos;        /* whether what memos have learned holds */
     PlanTable *table; /* NULL: no plan is kept, every op reaches its handler */
     PyObject *state;
 } Activation;
 
+/* One call that is being intercepted; its registers are as the site's convention has them. */
+typedef struct {
+    Site *site;
+    Activation *activation;
+    PyObject *plan; /* None: there is none */
+    uint64_t id;
+    const Arguments *given;
+    PyObject *self, *a, *b, *c;
+} Call;
+
 extern PyTypeObject Activation_Type, Site_Type, Detour_Type, Suspension_Type;
 
 Activation *active_activation(Thread *thread); /* new reference or NULL; never an exception */
+PyObject *call_op(Thread *thread, Call *call);
+PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done);
 int stub_boot(PyObject *names);
+
+/* ---- memo.c: what calls of an op come to ---- */
+
+extern PyTypeObject Memo_Type, Program_Type;
+PyObject *memo_run(Thread *thread, Call *call);
 
 int add_function(PyObject *names, PyMethodDef *def);
 int add_type(PyObject *names, const char *name, PyTypeObject *type);

@@ -6,36 +6,6 @@
 #define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
 #define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
 
-/* FUNCTION: a builtin function, of any convention. Its own vectorcall pointer is set, because what
-   a builtin hashes to includes its ml_meth, and programs keep builtins in dicts. The interpreter
-   passes that pointer by where it has specialised a call on the builtin's flags: while it is placed
-   its definition is a copy with a flag more, which means nothing to a function of a module. */
-typedef enum {
-    NOARGS, ONE, VARARGS, KEYWORDS, FAST, FAST_KEYWORDS, GET, SUBSCRIPT, ASSIGN, FUNCTION, PYTHON
-} Kind;
-
-typedef struct Site {
-    PyObject_HEAD
-    PyObject *op, *key, *handler, *target;
-    PyObject *original; /* behaves like the target when nothing is placed */
-    uint64_t hash;
-    int flags, index;
-    int bound; /* `self` is the first argument */
-    char placed; 
-    Kind kind;
-    PyMethodDef pristine;
-    PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
-    PyMethodDef *own;   /* FUNCTION: what it has otherwise */
-    PyGetSetDef pristine_get;
-    union {
-        PyMethodDef *method;
-        PyGetSetDef *get;
-        PyWrapperDescrObject *slot;
-        PyCFunctionObject *function;
-    } where;
-    void *native; /* what the stub stands in for */
-} Site;
-
 static Site *sites[STUB_COUNT]; /* owned: a stub may run at any time after it was placed */
 static int site_count;
 static PyObject *activation_variable;
@@ -57,13 +27,14 @@ Activation *active_activation(Thread *thread) {
 
 static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *table, *state;
-    int active = 1;
-    if (!PyArg_ParseTuple(args, "OO|p", &table, &state, &active)) return NULL;
+    int active = 1, memos = 1;
+    if (!PyArg_ParseTuple(args, "OO|pp", &table, &state, &active, &memos)) return NULL;
     if (table != Py_None && !Py_IS_TYPE(table, &PlanTable_Type))
         return PyErr_Format(PyExc_TypeError, "a PlanTable or None is wanted, not %R", table);
     Activation *self = (Activation *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->active = active;
+    self->memos = memos;
     self->table = table == Py_None ? NULL : (PlanTable *)Py_NewRef(table);
     self->state = Py_NewRef(state);
     return (PyObject *)self;
@@ -96,7 +67,8 @@ PyTypeObject Activation_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Activation",
     .tp_basicsize = sizeof(Activation),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Activation(table, state, active=True): what is in force in an execution context.",
+    .tp_doc = "Activation(table, state, active=True, memos=True): what is in force in an execution context.\n\n"
+              "memos: whether what memos have learned holds.",
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,
@@ -150,14 +122,6 @@ static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, P
     }
     Py_UNREACHABLE();
 }
-
-/* The arguments as an array and keyword names or a dict, whichever the convention gives. */
-typedef struct {
-    PyObject *small[3];
-    PyObject *const *items;
-    Py_ssize_t count;
-    PyObject *self, *names, *dict; /* self: NULL unless an argument of its own */
-} Arguments;
 
 static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     *out = (Arguments){.self = site->bound ? self : NULL};
@@ -220,19 +184,29 @@ static PyObject *packed_keywords(const Arguments *given) {
     return dict;
 }
 
-static PyObject *hand_over(Thread *thread, Site *site, Activation *activation, PyObject *plan, uint64_t id,
-                           const Arguments *given) {
-    PyObject *args = packed_arguments(given), *kwargs = packed_keywords(given), *result = NULL;
-    PyObject *number = PyLong_FromUnsignedLongLong(id);
-    if (args && kwargs && number) {
-        PyObject *stack[] = {activation->state, plan, number, (PyObject *)site, args, kwargs};
+/* key: under what a memo may learn of the call, or 0.  done: what is done of its plan already, or NULL. */
+PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done) {
+    PyObject *args = packed_arguments(call->given), *kwargs = packed_keywords(call->given), *result = NULL;
+    PyObject *id = PyLong_FromUnsignedLongLong(call->id), *known = PyLong_FromUnsignedLongLong(key);
+    if (args && kwargs && id && known) {
+        PyObject *stack[] = {call->activation->state, call->plan, id, (PyObject *)call->site, args, kwargs, known,
+                             done ? done : Py_None};
         thread->off++;
-        result = PyObject_Vectorcall(site->handler, stack, 6, NULL);
+        result = PyObject_Vectorcall(call->site->handler, stack, Py_IS_TYPE(call->plan, &Memo_Type) ? 8 : 6, NULL);
         thread->off--;
     }
-    Py_XDECREF(number);
+    Py_XDECREF(known);
+    Py_XDECREF(id);
     Py_XDECREF(kwargs);
     Py_XDECREF(args);
+    return result;
+}
+
+PyObject *call_op(Thread *thread, Call *call) {
+    PyObject *key = thread->key;
+    thread->key = call->site->flags & TRANSPARENT ? NULL : call->site->key;
+    PyObject *result = vanilla(call->site, call->self, call->a, call->b, call->c);
+    thread->key = key;
     return result;
 }
 
@@ -250,14 +224,14 @@ __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, 
     read_arguments(site, &given, self, a, b, c);
     if (!identify(thread, site, &given, &id)) {
         PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
-        if (plan == Py_None) {
-            thread->key = site->flags & TRANSPARENT ? NULL : site->key;
-            result = vanilla(site, self, a, b, c);
-            thread->key = key;
-        } else {
-            plan = Py_NewRef(plan ? plan : Py_None);
-            result = hand_over(thread, site, activation, plan, id, &given);
-            Py_DECREF(plan);
+        Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
+        if (plan == Py_None)
+            result = call_op(thread, &call);
+        else {
+            Py_INCREF(call.plan);
+            result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
+                                                                                : hand_over(thread, &call, 0, NULL);
+            Py_DECREF(call.plan);
         }
     }
     Py_DECREF(activation);
@@ -394,7 +368,10 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     PyObject *target, *op, *key, *handler;
     unsigned long long hash;
     int flags = 0;
-    if (!PyArg_ParseTuple(args, "OOUKO|i", &target, &op, &key, &hash, &handler, &flags)) return NULL;
+    PyObject *reader = Py_None;
+    if (!PyArg_ParseTuple(args, "OOUKO|iO", &target, &op, &key, &hash, &handler, &flags, &reader)) return NULL;
+    if (reader != Py_None && !Py_IS_TYPE(reader, &Reader_Type))
+        return PyErr_Format(PyExc_TypeError, "a Reader or None is wanted, not %R", reader);
     Site *site = (Site *)type->tp_alloc(type, 0);
     if (!site) return NULL;
     site->index = -1;
@@ -403,6 +380,7 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     site->target = Py_NewRef(target);
     site->op = Py_NewRef(op);
     site->handler = Py_NewRef(handler);
+    site->reader = reader == Py_None ? NULL : (Reader *)Py_NewRef(reader);
     site->key = Py_NewRef(key);
     PyUnicode_InternInPlace(&site->key);
     if (read_target(site, target)) {
@@ -519,6 +497,7 @@ static int site_clear(Site *self) {
     Py_CLEAR(self->handler);
     Py_CLEAR(self->target);
     Py_CLEAR(self->original);
+    Py_CLEAR(self->reader);
     return 0;
 }
 
@@ -551,7 +530,7 @@ PyTypeObject Site_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Site",
     .tp_basicsize = sizeof(Site),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Site(target, op, key, hash, handler, flags=0): one callable and who handles its calls.",
+    .tp_doc = "Site(target, op, key, hash, handler, flags=0, reader=None): one callable and who handles its calls.",
     .tp_new = site_new,
     .tp_dealloc = (destructor)site_dealloc,
     .tp_traverse = (traverseproc)site_traverse,
@@ -596,7 +575,9 @@ static PyMethodDef active_def = {"active", active, METH_NOARGS,
 int stub_boot(PyObject *names) {
     activation_variable = PyContextVar_New("amanda.activation", NULL);
     return !activation_variable || add_function(names, &active_def) || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
-                   add_type(names, "PlanTable", &PlanTable_Type) || PyType_Ready(&Wrapped_Type) ||
+                   add_type(names, "PlanTable", &PlanTable_Type) ||
+                   add_type(names, "Reader", &Reader_Type) || add_type(names, "Program", &Program_Type) ||
+                   add_type(names, "Memo", &Memo_Type) || lock_boot(names) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||
                    add_type(names, "Detour", &Detour_Type) || add_type(names, "Suspension", &Suspension_Type)
                ? -1

@@ -1,15 +1,5 @@
 #include "amanda.h"
 
-static size_t slot_of(const Map *map, uint64_t key) {
-    size_t i = (size_t)(key * 0x9E3779B97F4A7C15ULL >> 20) & (map->size - 1);
-    while (map->cells[i].key && map->cells[i].key != key) i = (i + 1) & (map->size - 1);
-    return i;
-}
-
-void *map_get(const Map *map, uint64_t key) {
-    return map->size ? map->cells[slot_of(map, key)].value : NULL;
-}
-
 static int map_grow(Map *map) {
     size_t live = 0;
     for (size_t i = 0; i < map->size; i++) live += map->cells[i].value != NULL;
@@ -19,7 +9,7 @@ static int map_grow(Map *map) {
     if (!grown.cells) return -1;
     for (size_t i = 0; i < map->size; i++)
         if (map->cells[i].value) {
-            grown.cells[slot_of(&grown, map->cells[i].key)] = map->cells[i];
+            grown.cells[map_slot(&grown, map->cells[i].key)] = map->cells[i];
             grown.used++;
         }
     PyMem_RawFree(map->cells);
@@ -29,7 +19,7 @@ static int map_grow(Map *map) {
 
 int map_set(Map *map, uint64_t key, void *value) {
     if ((map->used + 1) * 3 > map->size * 2 && map_grow(map)) return -1;
-    Cell *cell = &map->cells[slot_of(map, key)];
+    Cell *cell = &map->cells[map_slot(map, key)];
     if (!cell->key) {
         cell->key = key;
         map->used++;

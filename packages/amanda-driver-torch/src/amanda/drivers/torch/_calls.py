@@ -54,6 +54,10 @@ class TorchCall(Call):
             return result
         return named(result)
 
+    def sources(self) -> tuple[int, ...] | None:
+        """Which argument each input is; None where a size is spread over several."""
+        return None if self._head else self._binding.sources(len(self._given[0]), tuple(self._given[1]))
+
     def attributes(self) -> dict[str, Any]:
         """The non-tensor arguments by name, defaults included."""
         return self._binding.attributes(self.inputs)

@@ -21,12 +21,13 @@ from amanda.backend import (
     digest,
     replace_references,
 )
-from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Reader, Site
 
 from ._autograd import Autograd
 from ._calls import TorchCall
 from ._modules import enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
+from ._reader import reader
 from ._requirements import check
 from ._schema import binding
 from ._surroundings import Surroundings, let_compiler_look_again
@@ -84,6 +85,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return list(self._targets)
 
     @cached_property
+    def _reader(self) -> Reader | None:
+        return reader() if interceptor.NATIVE else None
+
+    @cached_property
     def _targets(self) -> dict[Site, Target]:
         return {self._site(target): target for target in targets()}
 
@@ -97,7 +102,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         # Inside another op it is how that op gives its result the class of a Tensor subclass.
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
         return Site(
-            target.callable, op, target.canonical, digest("torch", target.canonical), self.handle, flags
+            target.callable, op, target.canonical, digest("torch", target.canonical), self.handle, flags,
+            self._reader,
         )  # fmt: skip
 
     @cached_property
@@ -144,7 +150,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     # ---- calls ----
 
     def handle(
-        self, state: State, known: Any, op_id: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: State,
+        memo: Memo | None,
+        op_id: int,
+        site: Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: int = 0,
+        done: tuple[int, Any, Any] | None = None,
     ) -> Any:
         """Bring a call to the core; what the driver reads of tensors reaches no override of the user's."""
         if site.key in _HEADED and _is_machinery(args[0]):
@@ -157,7 +171,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 state.report("torch.fx.symbolic_trace", RECORDED)
                 return site.invoke(args, kwargs)
             ops = self.unseen
-        return EagerDriver.handle(ops, state, known, op_id, site, args, kwargs)
+        return EagerDriver.handle(ops, state, memo, op_id, site, args, kwargs, key, done)
 
     @cached_property
     def unseen(self) -> "TorchDriver":

@@ -42,6 +42,7 @@ ESSENTIAL = (
 """Without one of these nothing is instrumented."""
 
 OPTIONAL = {
+    "_C._parse_dispatch_key": "routines cost a multiple of the time",
     "_guards.TracingContext.try_get": "graphs by dynamo record the ops of routines",
     "_subclasses.meta_utils.MetaConverter.__call__": "ops that make fake tensors of real ones are seen",
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",

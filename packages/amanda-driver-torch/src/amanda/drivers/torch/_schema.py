@@ -48,6 +48,13 @@ class Binding:
         """The inputs in the order of the schema."""
         return list(args)
 
+    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int, ...] | None:
+        """Which argument of the call each input is, positional ones first; -1: the schema's default.
+
+        None where several arguments make one input.
+        """
+        return tuple(range(nargs))
+
     def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in the form of the call, for possibly changed inputs."""
         return tuple(inputs), {}
@@ -100,6 +107,16 @@ class _Rearranged(Binding):
             for keyword, i in self._keywords:
                 values[i] = kwargs[keyword]
         return values
+
+    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int, ...] | None:
+        if self._spread is not None:
+            return None
+        sources = [-1] * len(self._template)
+        for source, i in enumerate(self._positional[:nargs]):
+            sources[i] = source
+        for keyword, i in self._keywords:
+            sources[i] = nargs + keywords.index(keyword)
+        return tuple(sources)
 
     def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = tuple(inputs[i] for i in self._positional)

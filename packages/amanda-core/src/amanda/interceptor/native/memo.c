@@ -1,0 +1,410 @@
+/* What is known of an op that has a plan: the plans themselves, for Python, and what calls that were
+   met before come to, which is run here: nothing at all, or the routines of a program. */
+#include "amanda.h"
+#include <structmember.h>
+
+#define VALUE_LIMIT 32
+#define ENTRY_LIMIT 256
+
+typedef struct {
+    PyObject *func, *kwargs, *names; /* owned; names: of kwargs, NULL for none */
+    Lock *lock;                      /* owned */
+    int isolated, everything;
+    int count, select[VALUE_LIMIT];
+} Step;
+
+typedef struct {
+    PyObject_VAR_HEAD
+    PyObject *failed, *mutated; /* owned; Python's word on what went wrong in a step */
+    PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
+    int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
+    int before, after;
+    Step steps[];
+} Program;
+
+/* ---- programs ---- */
+
+static int read_step(Step *step, PyObject *told) {
+    PyObject *func, *select, *kwargs, *lock;
+    int isolated;
+    if (!PyArg_ParseTuple(told, "OOO!O!p", &func, &select, &PyDict_Type, &kwargs, &Lock_Type, &lock, &isolated))
+        return -1;
+    if (select != Py_None) {
+        if (!PyTuple_Check(select) || PyTuple_GET_SIZE(select) > VALUE_LIMIT) goto unsuited;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(select); i++) {
+            long position = PyLong_AsLong(PyTuple_GET_ITEM(select, i));
+            if (position == -1 && PyErr_Occurred()) return -1;
+            if (position < 0 || position >= VALUE_LIMIT) goto unsuited;
+            step->select[step->count++] = (int)position;
+        }
+    }
+    if (PyDict_GET_SIZE(kwargs) > VALUE_LIMIT) goto unsuited;
+    step->func = Py_NewRef(func);
+    step->kwargs = PyDict_Copy(kwargs);
+    step->lock = (Lock *)Py_NewRef(lock);
+    step->isolated = isolated;
+    step->everything = select == Py_None;
+    if (step->kwargs && PyDict_GET_SIZE(kwargs)) step->names = PySequence_Tuple(kwargs);
+    return step->kwargs && (step->names || !PyDict_GET_SIZE(kwargs)) ? 0 : -1;
+unsuited:
+    PyErr_Format(PyExc_ValueError, "no native program has a step like %R", told);
+    return -1;
+}
+
+static int read_sources(Program *program, PyObject *sources) {
+    Py_ssize_t count = PyTuple_GET_SIZE(sources);
+    if (count > VALUE_LIMIT) {
+        PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
+        return -1;
+    }
+    program->sources = PyMem_Calloc((size_t)count + 1, sizeof(int));
+    if (!program->sources) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        program->sources[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(sources, i));
+    program->source_count = (int)count;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"before", "after", "failed", "mutated", "sources", "constants", NULL};
+    PyObject *before, *after, *failed, *mutated, *sources = Py_None, *constants = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &failed, &mutated, &sources, &constants))
+        return NULL;
+    if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
+                               PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
+        return PyErr_Format(PyExc_TypeError, "sources and constants are tuples of one length");
+    Py_ssize_t count = PyTuple_GET_SIZE(before) + PyTuple_GET_SIZE(after);
+    Program *program = (Program *)type->tp_alloc(type, count);
+    if (!program) return NULL;
+    program->failed = Py_NewRef(failed);
+    program->mutated = Py_NewRef(mutated);
+    program->constants = Py_NewRef(constants);
+    program->before = (int)PyTuple_GET_SIZE(before);
+    program->after = (int)PyTuple_GET_SIZE(after);
+    int wrong = sources != Py_None && read_sources(program, sources);
+    for (Py_ssize_t i = 0; !wrong && i < count; i++)
+        wrong = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
+                                                                 : PyTuple_GET_ITEM(after, i - program->before));
+    if (wrong) Py_CLEAR(program);
+    return (PyObject *)program;
+}
+
+static int program_traverse(Program *self, visitproc visit, void *arg) {
+    Py_VISIT(self->failed);
+    Py_VISIT(self->mutated);
+    Py_VISIT(self->constants);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
+        Py_VISIT(self->steps[i].func);
+        Py_VISIT(self->steps[i].kwargs);
+    }
+    return 0;
+}
+
+static int program_clear(Program *self) {
+    Py_CLEAR(self->failed);
+    Py_CLEAR(self->mutated);
+    Py_CLEAR(self->constants);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
+        Py_CLEAR(self->steps[i].func);
+        Py_CLEAR(self->steps[i].kwargs);
+        Py_CLEAR(self->steps[i].names);
+        Py_CLEAR(self->steps[i].lock);
+    }
+    return 0;
+}
+
+static void program_dealloc(Program *self) {
+    PyObject_GC_UnTrack(self);
+    program_clear(self);
+    PyMem_Free(self->sources);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+PyTypeObject Program_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Program",
+    .tp_basicsize = sizeof(Program),
+    .tp_itemsize = sizeof(Step),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None): routines around an op.\n\n"
+              "before, after: steps (func, select, kwargs, lock, isolated).\n"
+              "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
+              "sources: which argument, positional and then by keyword, each input is; -1: that of constants.",
+    .tp_new = program_new,
+    .tp_dealloc = (destructor)program_dealloc,
+    .tp_traverse = (traverseproc)program_traverse,
+    .tp_clear = (inquiry)program_clear,
+};
+
+/* ---- steps ---- */
+
+/* Values that a routine is given lie after a free place, which a method takes for its own object. */
+typedef struct {
+    PyObject *free, *items[VALUE_LIMIT];
+} Values;
+
+typedef enum { FAILED = -1, UNCHANGED, CHANGED, UNSUITED } Outcome;
+
+static void tell_failure(Program *program, Py_ssize_t index) {
+    PyObject *kind, *error, *trace;
+    PyErr_Fetch(&kind, &error, &trace);
+    PyErr_NormalizeException(&kind, &error, &trace);
+    if (error && trace) PyException_SetTraceback(error, trace);
+    PyObject *told = error ? PyObject_CallFunction(program->failed, "nO", index, error) : NULL;
+    if (!told) PyErr_Clear(); /* the routine's own exception is the one to be seen */
+    Py_XDECREF(told);
+    PyErr_Restore(kind, error, trace);
+}
+
+static int is_same(PyObject *result, PyObject *const *values, Py_ssize_t count) {
+    if (count == 1) return result == values[0] && !PyTuple_Check(result) && !PyList_Check(result);
+    if (!PyTuple_CheckExact(result) && !PyList_CheckExact(result)) return 0;
+    if (PySequence_Fast_GET_SIZE(result) != count) return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (PySequence_Fast_GET_ITEM(result, i) != values[i]) return 0;
+    return 1;
+}
+
+static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
+                        PyObject **values, Py_ssize_t count, PyObject **result) {
+    Step *step = &program->steps[index];
+    PyObject *stack[1 + 2 * VALUE_LIMIT], **given = values;
+    uint64_t versions[VALUE_LIMIT];
+    Py_ssize_t picked = step->everything ? count : step->count;
+    if (!step->everything || step->names) {
+        given = stack + 1;
+        for (Py_ssize_t i = 0; i < picked; i++) {
+            Py_ssize_t position = step->everything ? i : step->select[i];
+            if (position >= count) return UNSUITED;
+            given[i] = values[position];
+        }
+        PyObject *name, *value;
+        Py_ssize_t position = 0, i = picked;
+        while (step->names && PyDict_Next(step->kwargs, &position, &name, &value)) given[i++] = value;
+    }
+    Outcome outcome = FAILED;
+    if (lock_acquire(step->lock, thread)) goto done;
+    if (step->isolated) {
+        for (Py_ssize_t i = 0; i < picked; i++) versions[i] = reader_version(reader, given[i]);
+        if (gradients) reader_set_gradients(reader, 0);
+    }
+    thread->off++;
+    *result = PyObject_Vectorcall(step->func, given, (size_t)picked | PY_VECTORCALL_ARGUMENTS_OFFSET, step->names);
+    thread->off--;
+    if (step->isolated) reader_set_gradients(reader, gradients);
+    if (*result) {
+        outcome = *result == Py_None || is_same(*result, given, picked) ? UNCHANGED : CHANGED;
+        for (Py_ssize_t i = 0; step->isolated && i < picked; i++)
+            if (versions[i] != UNVERSIONED && reader_version(reader, given[i]) != versions[i]) {
+                PyObject *told = PyObject_CallFunction(program->mutated, "nn", index, i);
+                Py_XDECREF(told);
+                outcome = FAILED;
+                break;
+            }
+        if (outcome != CHANGED) Py_CLEAR(*result);
+    }
+    lock_release(step->lock);
+done:
+    if (outcome == FAILED) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "a routine failed without an exception");
+        tell_failure(program, index);
+    }
+    return outcome;
+}
+
+/* ---- running a program ---- */
+
+static Py_ssize_t gather_inputs(const Program *program, const Arguments *given, PyObject **values) {
+    PyObject *flat[VALUE_LIMIT];
+    PyObject **into = program->sources ? flat : values;
+    Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0, count = 0;
+    if (given->count + named + 1 + (given->dict ? PyDict_GET_SIZE(given->dict) : 0) > VALUE_LIMIT) return -1;
+    if (given->self) into[count++] = given->self;
+    for (Py_ssize_t i = 0; i < given->count + named; i++) into[count++] = given->items[i];
+    if (given->dict) {
+        PyObject *name, *value;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(given->dict, &position, &name, &value)) into[count++] = value;
+    }
+    if (!program->sources) return count;
+    for (int i = 0; i < program->source_count; i++) {
+        if (program->sources[i] >= count) return -1;
+        values[i] = program->sources[i] < 0 ? PyTuple_GET_ITEM(program->constants, i) : flat[program->sources[i]];
+    }
+    return program->source_count;
+}
+
+/* An op's outputs: none, the elements of a tuple or of a list of tensors, or one; -1: Python shall say. */
+static Py_ssize_t spread_outputs(const Reader *reader, PyObject *const *outputs, PyObject *const **values) {
+    *values = outputs;
+    if (*outputs == Py_None) return 0;
+    if (reader_is_tensor(reader, *outputs) || reader_is_plain(reader, *outputs)) return 1;
+    if (!PyTuple_Check(*outputs) && !PyList_CheckExact(*outputs)) return -1;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(*outputs);
+    int tensors = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(*outputs, i);
+        int tensor = reader_is_tensor(reader, item);
+        if (!tensor && !reader_is_plain(reader, item)) return -1;
+        tensors += tensor;
+    }
+    if (PyList_CheckExact(*outputs)) {
+        if (!tensors || tensors < count) return tensors ? -1 : 1;
+        if (count > VALUE_LIMIT) return -1;
+    } else if (count > VALUE_LIMIT)
+        return -1;
+    *values = PySequence_Fast_ITEMS(*outputs);
+    return count;
+}
+
+static PyObject *go_on(Thread *thread, Call *call, Py_ssize_t step, PyObject *result, PyObject *outputs) {
+    PyObject *done = Py_BuildValue("nNO", step, result ? result : Py_NewRef(Py_None), outputs ? outputs : Py_NotImplemented);
+    PyObject *value = done ? hand_over(thread, call, 0, done) : NULL;
+    Py_XDECREF(done);
+    return value;
+}
+
+static PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
+    const Reader *reader = call->site->reader;
+    Values inputs, kept;
+    PyObject *result = NULL;
+    if (program->before) {
+        Py_ssize_t count = gather_inputs(program, call->given, inputs.items);
+        if (count < 0) return hand_over(thread, call, 0, NULL);
+        for (int i = 0; i < program->before; i++) {
+            Outcome outcome = run_step(thread, reader, gradients, program, i, inputs.items, count, &result);
+            if (outcome == FAILED) return NULL;
+            if (outcome != UNCHANGED) return go_on(thread, call, outcome == CHANGED ? i : i - 1, result, NULL);
+        }
+    }
+    PyObject *outputs = call_op(thread, call), *const *values;
+    if (!outputs || !program->after) return outputs;
+    Py_ssize_t count = spread_outputs(reader, &outputs, &values);
+    if (count < 0) {
+        result = go_on(thread, call, program->before - 1, NULL, outputs);
+        Py_DECREF(outputs);
+        return result;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) kept.items[i] = Py_NewRef(values[i]); /* a list may lose them */
+    PyObject *changed = NULL;
+    for (int i = program->before; !changed && i < program->before + program->after; i++) {
+        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &result);
+        if (outcome == UNCHANGED) continue;
+        changed = outcome == FAILED ? NULL : go_on(thread, call, outcome == CHANGED ? i : i - 1, result, outputs);
+        if (!changed) Py_CLEAR(outputs);
+        if (!changed) break;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(kept.items[i]);
+    if (!changed) return outputs;
+    Py_DECREF(outputs);
+    return changed;
+}
+
+/* ---- memos ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *plans; /* owned */
+    Map entries;     /* key of a call -> owned Program; None: nothing is to be done */
+} Memo;
+
+PyObject *memo_run(Thread *thread, Call *call) {
+    Memo *memo = (Memo *)call->plan;
+    const Reader *reader = call->site->reader;
+    int gradients = 0;
+    uint64_t key = reader ? reader_key(reader, call->given, &gradients) : 0;
+    PyObject *known = key ? map_get(&memo->entries, key) : NULL;
+    if (!known) return hand_over(thread, call, key, NULL);
+    if (known == Py_None) return call_op(thread, call);
+    Py_INCREF(known);
+    PyObject *result = run_program(thread, call, gradients, (Program *)known);
+    Py_DECREF(known);
+    return result;
+}
+
+static void forget_entries(Memo *self) {
+    Map map = self->entries;
+    self->entries = (Map){NULL, 0, 0};
+    for (size_t i = 0; i < map.size; i++) Py_XDECREF((PyObject *)map.cells[i].value);
+    map_clear(&map);
+}
+
+static PyObject *memo_learn(Memo *self, PyObject *args) {
+    unsigned long long key;
+    PyObject *known;
+    if (!PyArg_ParseTuple(args, "KO", &key, &known)) return NULL;
+    if (known != Py_None && !Py_IS_TYPE(known, &Program_Type))
+        return PyErr_Format(PyExc_TypeError, "a Program or None is wanted, not %R", known);
+    if (!key) Py_RETURN_NONE;
+    if (self->entries.used >= ENTRY_LIMIT) forget_entries(self);
+    PyObject *old = map_get(&self->entries, key);
+    if (map_set(&self->entries, key, known)) return PyErr_NoMemory();
+    Py_INCREF(known);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *memo_forget(Memo *self, PyObject *Py_UNUSED(none)) {
+    forget_entries(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *memo_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *plans;
+    if (!PyArg_ParseTuple(args, "O", &plans)) return NULL;
+    Memo *self = (Memo *)type->tp_alloc(type, 0);
+    if (self) self->plans = Py_NewRef(plans);
+    return (PyObject *)self;
+}
+
+static Py_ssize_t memo_length(Memo *self) {
+    Py_ssize_t live = 0;
+    for (size_t i = 0; i < self->entries.size; i++) live += self->entries.cells[i].value != NULL;
+    return live;
+}
+
+static int memo_traverse(Memo *self, visitproc visit, void *arg) {
+    Py_VISIT(self->plans);
+    for (size_t i = 0; i < self->entries.size; i++) Py_VISIT((PyObject *)self->entries.cells[i].value);
+    return 0;
+}
+
+static int memo_clear(Memo *self) {
+    Py_CLEAR(self->plans);
+    forget_entries(self);
+    return 0;
+}
+
+static void memo_dealloc(Memo *self) {
+    PyObject_GC_UnTrack(self);
+    memo_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef memo_methods[] = {
+    {"learn", (PyCFunction)memo_learn, METH_VARARGS,
+     "learn(key, program): run it at calls of this key; None: the op as it is."},
+    {"forget", (PyCFunction)memo_forget, METH_NOARGS, "Forget what was learned; the plans stay."},
+    {0}};
+
+static PyMemberDef memo_members[] = {
+    {"plans", T_OBJECT, offsetof(Memo, plans), READONLY, "Plans by what they are made for."}, {0}};
+
+static PySequenceMethods memo_sequence = {.sq_length = (lenfunc)memo_length};
+
+PyTypeObject Memo_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Memo",
+    .tp_basicsize = sizeof(Memo),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Memo(plans): an op's plans, and what calls of it come to; its length is how many are known.",
+    .tp_new = memo_new,
+    .tp_dealloc = (destructor)memo_dealloc,
+    .tp_traverse = (traverseproc)memo_traverse,
+    .tp_clear = (inquiry)memo_clear,
+    .tp_methods = memo_methods,
+    .tp_members = memo_members,
+    .tp_as_sequence = &memo_sequence,
+};

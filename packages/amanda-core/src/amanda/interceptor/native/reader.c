@@ -1,0 +1,256 @@
+/* What native code may know of a framework's tensors: read by functions of the framework's own library. */
+#include "amanda.h"
+
+#define TYPE_LIMIT 16
+#define FUNCTION_LIMIT 8
+#define DEPTH_LIMIT 3
+#define LENGTH_LIMIT 64
+
+typedef int32_t (*Describe)(const void *tensor, int64_t *out);
+typedef bool (*Ask)(const void *);
+typedef bool (*AskMode)(uint16_t);
+
+struct Reader {
+    PyObject_HEAD
+    PyTypeObject *tensors[TYPE_LIMIT], *plain[TYPE_LIMIT]; /* owned */
+    int tensor_count, plain_count, mode_count;
+    Py_ssize_t offset;
+    Describe describe[FUNCTION_LIMIT + 1]; /* ends with NULL */
+    struct {
+        AskMode ask;
+        uint16_t which;
+    } modes[FUNCTION_LIMIT];
+    Ask needs_gradient, unversioned;
+    int64_t (*version)(const void *);
+    bool (*gradients_on)(void);
+    void (*set_gradients)(bool);
+};
+
+static inline int among(PyTypeObject *const *types, int count, PyTypeObject *type) {
+    for (int i = 0; i < count; i++)
+        if (types[i] == type) return 1;
+    return 0;
+}
+
+static inline const void *tensor_at(const Reader *reader, PyObject *value) {
+    return (const char *)value + reader->offset;
+}
+
+int reader_is_tensor(const Reader *reader, PyObject *value) {
+    return among(reader->tensors, reader->tensor_count, Py_TYPE(value));
+}
+
+int reader_is_plain(const Reader *reader, PyObject *value) {
+    PyTypeObject *type = Py_TYPE(value);
+    return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type || type == &PyBool_Type ||
+           type == &PyComplex_Type || type == &PyUnicode_Type || type == &PyEllipsis_Type ||
+           among(reader->plain, reader->plain_count, type);
+}
+
+static inline int mix_tensor(const Reader *reader, PyObject *value, int gradients, uint64_t *key) {
+    const void *tensor = tensor_at(reader, value);
+    uint64_t word = 1;
+    for (const Describe *describe = reader->describe; *describe; describe++) {
+        int64_t answer = 0;
+        if ((*describe)(tensor, &answer)) return 0;
+        word = word * 1021 + (uint64_t)answer;
+    }
+    word = word << 1 | (gradients && reader->needs_gradient(*(void *const *)tensor));
+    *key = mix(*key, word);
+    return 1;
+}
+
+static int mix_value(const Reader *reader, PyObject *value, int gradients, int depth, uint64_t *key) {
+    PyTypeObject *type = Py_TYPE(value);
+    if (type == reader->tensors[0] || among(reader->tensors, reader->tensor_count, type))
+        return mix_tensor(reader, value, gradients, key);
+    if (type == &PyBool_Type) {
+        *key = mix(*key, (uintptr_t)value); /* flags decide what an op writes */
+        return 1;
+    }
+    *key = mix(*key, (uintptr_t)type);
+    if (reader_is_plain(reader, value)) return 1;
+    if (depth == DEPTH_LIMIT) return 0;
+    if (type == &PyTuple_Type || type == &PyList_Type) {
+        Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+        if (count > LENGTH_LIMIT) return 0;
+        *key = mix(*key, (uint64_t)count);
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (!mix_value(reader, PySequence_Fast_GET_ITEM(value, i), gradients, depth + 1, key)) return 0;
+        return 1;
+    }
+    if (type == &PySlice_Type) {
+        PySliceObject *slice = (PySliceObject *)value;
+        return mix_value(reader, slice->start, gradients, depth + 1, key) &&
+               mix_value(reader, slice->stop, gradients, depth + 1, key) &&
+               mix_value(reader, slice->step, gradients, depth + 1, key);
+    }
+    return 0;
+}
+
+static int mix_named(const Reader *reader, PyObject *name, PyObject *value, int gradients, uint64_t *key) {
+    Py_hash_t hash = PyObject_Hash(name);
+    if (hash == -1) {
+        PyErr_Clear();
+        return 0;
+    }
+    *key = mix(*key, (uint64_t)hash);
+    return mix_value(reader, value, gradients, 0, key);
+}
+
+/* 64 bits for everything that what a call comes to may depend on: its form, the types of its
+   arguments, and of tensors also what `describe` says, and which of them need a gradient, if
+   gradients are on. 0 where that cannot be told, or a mode is in force that wants Python. */
+uint64_t reader_key(const Reader *reader, const Arguments *given, int *needed) {
+    for (int i = 0; i < reader->mode_count; i++)
+        if (reader->modes[i].ask(reader->modes[i].which)) return 0;
+    int gradients = *needed = reader->gradients_on();
+    uint64_t key = mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL));
+    if (given->self && !mix_value(reader, given->self, gradients, 0, &key)) return 0;
+    for (Py_ssize_t i = 0; i < given->count; i++)
+        if (!mix_value(reader, given->items[i], gradients, 0, &key)) return 0;
+    for (Py_ssize_t i = 0; given->names && i < PyTuple_GET_SIZE(given->names); i++)
+        if (!mix_named(reader, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i], gradients, &key))
+            return 0;
+    if (given->dict) {
+        PyObject *name, *value;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(given->dict, &position, &name, &value))
+            if (!mix_named(reader, name, value, gradients, &key)) return 0;
+    }
+    return key ? key : 1;
+}
+
+uint64_t reader_version(const Reader *reader, PyObject *value) {
+    if (reader_is_tensor(reader, value)) {
+        const void *tensor = tensor_at(reader, value);
+        return reader->unversioned(tensor) ? UNVERSIONED : (uint64_t)reader->version(tensor);
+    }
+    uint64_t versions = UNVERSIONED;
+    if (PyTuple_Check(value) || PyList_Check(value))
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
+            versions = mix(versions, reader_version(reader, PySequence_Fast_GET_ITEM(value, i)));
+    return versions;
+}
+
+void reader_set_gradients(const Reader *reader, int on) { reader->set_gradients(on); }
+
+static int read_types(PyObject *tuple, PyTypeObject **types, int *count) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
+        PyObject *type = PyTuple_GET_ITEM(tuple, i);
+        if (!PyType_Check(type) || *count == TYPE_LIMIT) {
+            PyErr_Format(PyExc_TypeError, "up to %d types are wanted, not %R", TYPE_LIMIT, tuple);
+            return -1;
+        }
+        types[(*count)++] = (PyTypeObject *)Py_NewRef(type);
+    }
+    return 0;
+}
+
+static int read_addresses(PyObject *tuple, void **addresses, int *count) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
+        if (*count == FUNCTION_LIMIT) {
+            PyErr_Format(PyExc_ValueError, "no more than %d functions are read", FUNCTION_LIMIT);
+            return -1;
+        }
+        void *address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(tuple, i));
+        if (!address) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a function's address is not 0");
+            return -1;
+        }
+        addresses[(*count)++] = address;
+    }
+    return 0;
+}
+
+static int read_modes(Reader *reader, PyObject *tuple) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
+        unsigned long long ask;
+        unsigned short which;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tuple, i), "KH", &ask, &which)) return -1;
+        if (!ask || reader->mode_count == FUNCTION_LIMIT) {
+            PyErr_Format(PyExc_ValueError, "up to %d functions' addresses are wanted", FUNCTION_LIMIT);
+            return -1;
+        }
+        reader->modes[reader->mode_count].ask = (AskMode)(uintptr_t)ask;
+        reader->modes[reader->mode_count++].which = which;
+    }
+    return 0;
+}
+
+static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"tensors", "plain", "offset", "describe", "modes", "autodiff", NULL};
+    PyObject *tensors, *plain, *describe, *modes, *autodiff;
+    Py_ssize_t offset;
+    int count = 0, described = 0;
+    void *functions[FUNCTION_LIMIT];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!O!O!", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+                                     &plain, &offset, &PyTuple_Type, &describe, &PyTuple_Type, &modes,
+                                     &PyTuple_Type, &autodiff))
+        return NULL;
+    Reader *reader = (Reader *)type->tp_alloc(type, 0);
+    if (!reader) return NULL;
+    reader->offset = offset;
+    if (read_types(tensors, reader->tensors, &reader->tensor_count) ||
+        read_types(plain, reader->plain, &reader->plain_count) || read_modes(reader, modes) ||
+        read_addresses(describe, (void **)reader->describe, &described) ||
+        read_addresses(autodiff, functions, &count))
+        goto failed;
+    if (count != 5) {
+        PyErr_Format(PyExc_ValueError, "autodiff is five functions, not %d", count);
+        goto failed;
+    }
+    reader->needs_gradient = (Ask)functions[0];
+    reader->unversioned = (Ask)functions[1];
+    reader->version = (int64_t(*)(const void *))functions[2];
+    reader->gradients_on = (bool (*)(void))functions[3];
+    reader->set_gradients = (void (*)(bool))functions[4];
+    return (PyObject *)reader;
+failed:
+    Py_DECREF(reader);
+    return NULL;
+}
+
+static void reader_dealloc(Reader *self) {
+    for (int i = 0; i < self->tensor_count; i++) Py_DECREF(self->tensors[i]);
+    for (int i = 0; i < self->plain_count; i++) Py_DECREF(self->plain[i]);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *reader_key_of(Reader *self, PyObject *args) {
+    PyObject *positional, *keywords = NULL;
+    if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &positional, &PyDict_Type, &keywords)) return NULL;
+    Arguments given = {.items = ((PyTupleObject *)positional)->ob_item,
+                       .count = PyTuple_GET_SIZE(positional),
+                       .dict = keywords};
+    int gradients;
+    return PyLong_FromUnsignedLongLong(reader_key(self, &given, &gradients));
+}
+
+static PyObject *reader_version_of(Reader *self, PyObject *value) {
+    uint64_t version = reader_version(self, value);
+    if (version == UNVERSIONED) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(version);
+}
+
+static PyMethodDef reader_methods[] = {
+    {"key", (PyCFunction)reader_key_of, METH_VARARGS,
+     "key(args, kwargs={}): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},
+    {"version", (PyCFunction)reader_version_of, METH_O, "What changes when a tensor, or one of a list, is written."},
+    {0}};
+
+PyTypeObject Reader_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
+    .tp_basicsize = sizeof(Reader),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Reader(tensors, plain, offset, describe, modes, autodiff): how native code reads tensors.\n\n"
+              "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
+              "plain: types whose values hold no tensor and override nothing.\n"
+              "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
+              "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: only Python may act.\n"
+              "autodiff: addresses of `bool needs_gradient(handle)`, `bool unversioned(handle *)`,\n"
+              "`int64_t version(handle *)`, `bool gradients_on()` and `void set_gradients(bool)`.",
+    .tp_new = reader_new,
+    .tp_dealloc = (destructor)reader_dealloc,
+    .tp_methods = reader_methods,
+};

@@ -1,0 +1,107 @@
+"""How native code reads tensors: through C functions of torch's own libraries, where all are found."""
+
+import ctypes
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from amanda import interceptor
+
+logger = logging.getLogger("amanda")
+
+_native: Any = torch._C  # its stubs lack what is used here
+_LIBRARIES = {"linux": "lib{}.so", "darwin": "lib{}.dylib"}
+
+_DESCRIBE = ("aoti_torch_get_dtype", "aoti_torch_get_dim", "aoti_torch_get_device_type",
+             "aoti_torch_get_device_index")  # fmt: skip
+_AUTODIFF = (
+    "_ZNK3c1010TensorImpl13requires_gradEv",  # bool c10::TensorImpl::requires_grad() const
+    "_ZN2at6native12is_inferenceERKNS_6TensorE",  # bool at::native::is_inference(const at::Tensor &)
+    "_ZNK2at10TensorBase8_versionEv",  # int64_t at::TensorBase::_version() const
+    "_ZN3c108GradMode10is_enabledEv",  # bool c10::GradMode::is_enabled()
+    "_ZN3c108GradMode11set_enabledEb",  # void c10::GradMode::set_enabled(bool)
+)
+_FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
+_KEY_INCLUDED = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
+_KEYS = ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
+"""Included where a dispatch mode, a transform of torch.func, or torch.jit.trace is in force."""
+
+
+def reader() -> interceptor.Reader | None:
+    """A reader of this build of torch; None, and a log line, where it has not what one takes.
+
+    Then Python does the same at a multiple of the time.
+    """
+    try:
+        functions = _Functions()
+        mode = functions.address(_FUNCTION_MODE)
+        included = functions.address(_KEY_INCLUDED)
+        found = interceptor.Reader(
+            tensors=(torch.Tensor, torch.nn.Parameter),
+            plain=(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
+            offset=_offset(),
+            describe=functions.addresses(_DESCRIBE),
+            modes=((mode, 0), *((included, int(_native._parse_dispatch_key(key))) for key in _KEYS)),
+            autodiff=functions.addresses(_AUTODIFF),
+        )
+        if _reads(found):
+            return found
+        reason = "its tensors are not as this driver knows them"
+    except (AttributeError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"it lacks {error}"
+    logger.info("native code cannot read the tensors of torch %s, Python does: %s", torch.__version__, reason)
+    return None
+
+
+class _Functions:
+    """Addresses of functions in torch's libraries."""
+
+    def __init__(self) -> None:
+        home = Path(torch.__file__).parent / "lib"
+        names = [_LIBRARIES[sys.platform].format(name) for name in ("torch_cpu", "c10")]
+        self._libraries = [ctypes.CDLL(str(home / name)) for name in names]
+
+    def address(self, name: str) -> int:
+        """Where a function lies; LookupError where it does not."""
+        for library in self._libraries:
+            function = getattr(library, name, None)
+            if function is not None:
+                return ctypes.cast(function, ctypes.c_void_p).value or 0
+        raise LookupError(name)
+
+    def addresses(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Where each of these functions lies."""
+        return tuple(map(self.address, names))
+
+
+def _offset() -> int:
+    """Where in a tensor's object its handle lies: a pointer to what `_cdata` is the address of."""
+    samples = [torch.empty(0), torch.nn.Parameter(torch.empty(1)), torch.empty(2, dtype=torch.int8)]
+    start, size = object.__basicsize__, torch.Tensor.__basicsize__
+    for offset in range(start, size, ctypes.sizeof(ctypes.c_void_p)):
+        held = [ctypes.c_void_p.from_address(id(sample) + offset).value for sample in samples]
+        if held == [sample._cdata for sample in samples]:
+            return offset
+    raise LookupError("the handle of a tensor")
+
+
+def _reads(found: interceptor.Reader) -> bool:
+    """Whether the reader sees what it is there to see."""
+    with torch.inference_mode(False), torch.enable_grad():
+        one = torch.zeros(2, 3)
+        trained = torch.zeros(2, 3, requires_grad=True)
+        different = [one.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
+        key = found.key((one, 1))
+        same = key and key == found.key((torch.ones(4, 5), 2))
+        apart = all(found.key((other, 1)) not in (0, key) for other in different)
+        before = found.version(one)
+        one.zero_()
+        written = before == 0 and found.version(one) == 1
+        with torch.no_grad():
+            off = found.key((trained, 1)) == found.key((one, 1)) != key
+        with torch.inference_mode():
+            inference = found.version(torch.zeros(1)) is None
+    return bool(same and apart and written and off and inference)

@@ -1,0 +1,391 @@
+"""Native code tells calls apart as Python does, and runs the routines of those that it knows."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amanda
+from amanda import interceptor
+from amanda.drivers.torch._reader import reader
+from amanda.errors import MutationError, RoutineError
+
+pytestmark = pytest.mark.xfail(
+    not interceptor.NATIVE, reason="never: only native code reads tensors by itself", run=False
+)
+
+READER = reader() if interceptor.NATIVE else None
+
+
+def key(*args: Any, **kwargs: Any) -> int:
+    assert READER is not None
+    return READER.key(args, kwargs)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.arange(6.0).reshape(2, 3)
+
+
+def test_this_build_of_torch_can_be_read() -> None:
+    assert READER is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: (x.double(), 1),
+        lambda x: (x[0], 1),
+        lambda x: (x.to("meta"), 1),
+        lambda x: (x.clone().requires_grad_(), 1),
+        lambda x: (torch.nn.Parameter(x), 1),
+        lambda x: (x, 1.0),
+        lambda x: (x, x),
+        lambda x: (x, None),
+        lambda x: (x, [1]),
+        lambda x: (x, (1,)),
+        lambda x: (x, True),
+        lambda x: (x, False),
+        lambda x: (x,),
+        lambda x: (x, 1, 1),
+        lambda x: ([x], 1),
+        lambda x: (x, slice(1)),
+        lambda x: (x, torch.float32),
+    ],
+)
+def test_calls_of_another_form_or_signature_have_another_key(
+    x: torch.Tensor, other: Callable[[torch.Tensor], tuple[Any, ...]]
+) -> None:
+    assert 0 != key(*other(x)) != key(x, 1)
+    assert key(*other(x)) == key(*other(x))
+
+
+def test_values_and_sizes_share_a_key(x: torch.Tensor) -> None:
+    assert key(x, 1) == key(torch.zeros(7, 9), 2)
+    assert key(x, size=(1, 2)) == key(x, size=(3, 4)) != key(x, (1, 2)) != key(x, other=(1, 2))
+
+
+def test_a_gradient_is_part_of_the_key_where_it_can_be_needed(x: torch.Tensor) -> None:
+    trained = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert key(trained) == key(x)
+    with torch.inference_mode():
+        assert key(trained) == key(x)
+
+
+class Subclass(torch.Tensor):
+    """A tensor that may override anything."""
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_may_override_anything_has_no_key(x: torch.Tensor) -> None:
+    assert key(x.as_subclass(Subclass)) == 0
+    assert key([x, x.as_subclass(Subclass)]) == 0
+    assert key(object()) == 0
+    for mode in (FunctionMode, DispatchMode):
+        with mode():
+            assert key(x) == 0
+        assert key(x) != 0
+
+
+def test_under_a_transform_or_a_trace_nothing_has_a_key(x: torch.Tensor) -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(key(x))
+        return x.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit, which goes
+        for transform in (torch.func.vmap, torch.func.grad, torch.func.jacrev):
+            transform(function)(x)
+        torch.func.jvp(function, (x,), (x,))
+        torch.jit.trace(function, x, check_trace=False)
+    assert set(seen) == {0}
+    assert len(seen) == 5
+    assert key(x) != 0
+
+
+def test_versions_are_those_of_torch(x: torch.Tensor) -> None:
+    assert READER is not None
+    assert READER.version(x) == x._version
+    x.add_(1)
+    assert READER.version(x) == x._version == 1
+    before = READER.version([x, x])
+    x.add_(1)
+    assert READER.version([x, x]) != before
+    with torch.inference_mode():
+        assert READER.version(torch.zeros(1)) is None
+
+
+# ---- what native code runs ----
+
+
+class Around(amanda.Tool):
+    """A routine before and after every op of a name."""
+
+    def __init__(self, op: str, before: Any = None, after: Any = None, **selected: Any) -> None:
+        self.analyses = 0
+        self.op, self.before, self.after, self.selected = op, before, after, selected
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() != self.op:
+            return
+        self.analyses += 1
+        if self.before:
+            context.insert_before_op(self.before, **self.selected)
+        if self.after:
+            context.insert_after_op(self.after)
+
+
+class Program(torch.nn.Module):
+    """A program whose ops have the same ids at every call."""
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = program
+
+
+@pytest.fixture(params=["native", "Python"])
+def repeated(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Calls a program five times: natively from the third on, or in Python each time."""
+
+    def run(tool: amanda.Tool, program: Callable[[], Any]) -> list[Any]:
+        module = Program(program)
+        with amanda.apply(tool):
+            results = []
+            for _ in range(5):
+                with FunctionMode() if request.param == "Python" else nullcontext():
+                    results.append(module())
+        return results
+
+    return run
+
+
+def test_the_third_call_passes_through_no_python_of_ours(x: torch.Tensor) -> None:
+    callers: list[str] = []
+    module = Program(lambda: torch.relu(x))
+    with amanda.apply(Around("relu", after=lambda _: callers.append(sys._getframe(1).f_code.co_name))):
+        for _ in range(4):
+            module()
+    assert callers == ["call_isolated", "call_isolated", "<lambda>", "<lambda>"]
+
+
+def test_routines_get_inputs_in_the_order_of_the_schema(x: torch.Tensor, repeated: Any) -> None:
+    given: list[Any] = []
+    tool = Around("softmax", before=lambda *values: given.append(values))
+    repeated(tool, lambda: torch.softmax(dim=-1, input=x))
+    assert len(given) == 5
+    assert all(values[0] is x and values[1:] == (-1,) for values in given)
+
+
+def test_routines_get_defaults_that_the_call_leaves_out_between(x: torch.Tensor, repeated: Any) -> None:
+    given: list[Any] = []
+    tool = Around("sum", before=lambda *values: given.append(values[1:]))
+    repeated(tool, lambda: x.sum(dim=0, dtype=torch.float64))
+    assert given == [given[0]] * 5
+    assert given[0][0] == 0
+    assert given[0][-1] is torch.float64
+
+
+def test_a_changed_input_is_computed_with(x: torch.Tensor, repeated: Any) -> None:
+    tool = Around("add", before=lambda value: value * 2, inputs=[0])
+    assert all(torch.equal(y, x * 2 + 1) for y in repeated(tool, lambda: x + 1))
+
+
+def test_a_routine_may_change_its_mind(x: torch.Tensor, repeated: Any) -> None:
+    turns = iter(range(5))
+    tool = Around("add", before=lambda value: value * 2 if next(turns) == 3 else None, inputs=[0])
+    results = repeated(tool, lambda: x + 1)
+    assert [torch.equal(y, x + 1) for y in results] == [True, True, True, False, True]
+
+
+def test_a_changed_output_is_the_result(x: torch.Tensor, repeated: Any) -> None:
+    tool = Around("max", after=lambda values, indices: (values + 1, indices))
+    for result in repeated(tool, lambda: torch.max(x, dim=0)):
+        assert type(result) is torch.return_types.max
+        assert torch.equal(result.values, x.max(dim=0).values + 1)
+
+
+def test_every_routine_runs_once_and_in_order(x: torch.Tensor, repeated: Any) -> None:
+    order: list[str] = []
+
+    class Two(amanda.Tool):
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.add_inst_for_op(self.analyse)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            context.insert_before_op(lambda a, b: order.append(f"{self.name} before"))
+            context.insert_before_op(lambda a: order.append(f"{self.name} changes") or a + 1, inputs=[0])
+            context.insert_after_op(lambda a: order.append(f"{self.name} after") or a + 1)
+
+    one = Two("one")
+    two = Two("two")
+    two.depends_on(one)
+    results = repeated(two, lambda: torch.add(x, 1))
+    once = ["one before", "one changes", "two before", "two changes", "one after", "two after"]
+    assert order == once * 5
+    assert all(torch.equal(y, x + 5) for y in results)
+
+
+def test_a_value_written_into_is_an_error_at_the_routine(x: torch.Tensor, repeated: Any) -> None:
+    calls = iter(range(5))
+
+    def routine(value: torch.Tensor) -> None:
+        if next(calls) == 4:
+            value.add_(1)
+
+    tool = Around("add", before=routine, inputs=[0])
+    with pytest.raises(MutationError, match="wrote into value 0") as caught:
+        repeated(tool, lambda: torch.add(x, 1))
+    assert "tool Around, insert_before_op" in "".join(caught.value.__notes__)
+
+
+def test_an_exception_carries_its_note_and_gradients_stay_on(x: torch.Tensor, repeated: Any) -> None:
+    calls = iter(range(5))
+
+    def routine(_: Any) -> None:
+        assert not torch.is_grad_enabled()
+        if next(calls) == 4:
+            raise KeyboardInterrupt("the user's")
+
+    with pytest.raises(KeyboardInterrupt, match="the user's") as caught:
+        repeated(Around("relu", after=routine), lambda: torch.relu(x))
+    assert "tool Around, insert_after_op" in "".join(caught.value.__notes__)
+    assert torch.is_grad_enabled()
+
+
+def test_a_wrong_result_is_an_error_that_says_what_was_expected(x: torch.Tensor, repeated: Any) -> None:
+    calls = iter(range(5))
+    tool = Around("add", before=lambda a, b: (a, b, a) if next(calls) == 4 else None)
+    with pytest.raises(RoutineError, match="returned 3 values; it was given 2"):
+        repeated(tool, lambda: torch.add(x, 1))
+
+
+def test_what_a_routine_computes_belongs_to_no_graph(x: torch.Tensor, repeated: Any) -> None:
+    x.requires_grad_()
+    kept: list[torch.Tensor] = []
+    tool = Around("mul", before=lambda a, b: kept.append(a + b))
+    results = repeated(tool, lambda: x * x)
+    assert len(kept) == 5
+    assert not any(value.requires_grad for value in kept)
+    assert all(y.requires_grad for y in results)
+
+
+def test_a_differentiable_routine_has_its_gradient(x: torch.Tensor, repeated: Any) -> None:
+    scale = torch.tensor(3.0, requires_grad=True)
+    tool = Around("mul", before=amanda.differentiable(lambda a: a * scale), inputs=[0])
+    for y in repeated(tool, lambda: x * 2):
+        (gradient,) = torch.autograd.grad(y.sum(), scale)
+        assert torch.equal(gradient, (x * 2).sum())
+
+
+def test_a_result_of_an_op_in_place_is_written_into_the_tensor(repeated: Any) -> None:
+    x = torch.zeros(3)
+    results = repeated(Around("add_", after=lambda value: value * 10), lambda: x.add_(1))
+    assert all(y is x for y in results)
+    assert torch.equal(x, torch.full((3,), 111110.0))
+
+
+def test_another_dtype_is_analysed_of_its_own(x: torch.Tensor) -> None:
+    tool = Around("relu", after=lambda value: None)
+    module = Program(torch.relu)
+    with amanda.apply(tool):
+        for value in (x, x, x, x.double(), x.double(), x.double(), x[0], x[0], x[0], x):
+            module(value)
+    assert tool.analyses == 3
+
+
+def test_in_autodiff_enabled_a_known_call_is_differentiable(x: torch.Tensor) -> None:
+    x.requires_grad_()
+    tool = Around("relu", after=lambda value: value * 5)
+    module = Program(torch.relu)
+    with amanda.apply(tool):
+        for _ in range(5):
+            (straight,) = torch.autograd.grad(module(x).sum(), x)
+            with amanda.autodiff_enabled():
+                (through,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(through, 5 * (x > 0))
+    assert torch.equal(straight, 1.0 * (x > 0))
+
+
+def test_a_tool_s_routines_run_one_at_a_time_on_two_threads(x: torch.Tensor) -> None:
+    inside, most = 0, 0
+    pause = threading.Event()
+
+    def routine(_: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        pause.wait(0.0005)
+        inside -= 1
+
+    module = Program(lambda: torch.relu(x))
+
+    def work() -> None:
+        for _ in range(50):
+            module()
+
+    with amanda.apply(Around("relu", after=routine)) as scope:
+        work()
+        threads = [threading.Thread(target=scope.bind(work)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join(30)
+    assert most == 1
+    assert inside == 0
+
+
+def test_a_routine_may_use_its_own_op_without_being_run_for_it(x: torch.Tensor, repeated: Any) -> None:
+    calls: list[Any] = []
+    tool = Around("relu", after=lambda value: calls.append(torch.relu(value)))
+    repeated(tool, lambda: torch.relu(x))
+    assert len(calls) == 5
+
+
+def test_a_known_call_is_forgotten_with_its_parameter() -> None:
+    tool = Around("linear", before=lambda *values: None)
+    with amanda.apply(tool):
+        for expected in (1, 2):
+            layer = torch.nn.Linear(3, 3)
+            for _ in range(4):
+                layer(torch.zeros(1, 3))
+            assert tool.analyses == expected
+
+
+def test_with_backward_tools_a_settled_op_is_left_to_torch(x: torch.Tensor) -> None:
+    analyses: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: analyses.append(context.get_op_type()))
+    tool.add_inst_for_op(lambda context: analyses.append("backward"), backward=True)
+    x.requires_grad_()
+    module = Program(torch.relu)
+    with amanda.apply(tool):
+        for _ in range(5):
+            module(x).sum().backward()
+        assert analyses.count("relu") == 1
+        frozen = x.detach()
+        seen = list(analyses)
+        for _ in range(5):
+            module(frozen)
+        assert analyses == seen
