@@ -56,6 +56,7 @@ typedef struct {
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
     Region *top;   /* owned; NULL: the root */
     Region *root;  /* owned */
+    PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
 } Thread;
 
 Thread *thread_state(void);

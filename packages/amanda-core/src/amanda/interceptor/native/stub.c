@@ -236,11 +236,22 @@ static PyObject *hand_over(Thread *thread, Site *site, Activation *activation, P
     return result;
 }
 
+/* An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again. */
+static PyObject *raise_failure(Thread *thread, PyObject *result) {
+    PyObject *failure = thread->failure;
+    thread->failure = NULL;
+    PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
+    Py_DECREF(failure);
+    Py_DECREF(result);
+    return NULL;
+}
+
 __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     Thread *thread = thread_state();
     Activation *activation = active_activation(thread);
     if (!activation) return vanilla(site, self, a, b, c);
     PyObject *result = NULL, *key = thread->key;
+    if (thread->failure) Py_CLEAR(thread->failure);
     if (key && (key == site->key || site->flags & IMPLEMENTATION)) {
         Py_DECREF(activation);
         return vanilla(site, self, a, b, c);
@@ -261,7 +272,7 @@ __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, 
         }
     }
     Py_DECREF(activation);
-    return result;
+    return result == Py_NotImplemented && thread->failure ? raise_failure(thread, result) : result;
 }
 
 /* One stub an index. A stub takes the most arguments that any calling convention passes; under
@@ -590,12 +601,28 @@ static PyObject *active(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) 
     return activation ? activation : Py_NewRef(Py_None);
 }
 
+static PyObject *failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    PyObject *kept = thread_state()->failure;
+    return Py_NewRef(kept ? kept : Py_None);
+}
+
+static PyObject *keep_failure(PyObject *Py_UNUSED(module), PyObject *error) {
+    Thread *thread = thread_state();
+    Py_XSETREF(thread->failure, error == Py_None ? NULL : Py_NewRef(error));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef failure_def = {"failure", failure, METH_NOARGS,
+                                  "What a tool raised on this thread since the last op began, if it was kept."};
+static PyMethodDef keep_failure_def = {"keep_failure", keep_failure, METH_O,
+                                       "Keep a tool's exception, which an operator may drop; None lets go of it."};
 static PyMethodDef active_def = {"active", active, METH_NOARGS,
                                  "The activation in force here; None where nothing is intercepted."};
 
 int stub_boot(PyObject *names) {
     activation_variable = PyContextVar_New("amanda.activation", NULL);
-    return !activation_variable || add_function(names, &active_def) || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
+    return !activation_variable || add_function(names, &active_def) || add_function(names, &failure_def) ||
+                   add_function(names, &keep_failure_def) || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_type(names, "PlanTable", &PlanTable_Type) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||
                    add_type(names, "Detour", &Detour_Type) || add_type(names, "Suspension", &Suspension_Type)
