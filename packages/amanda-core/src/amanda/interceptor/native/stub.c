@@ -350,7 +350,10 @@ static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
 
 /* Reads what `target` is: kind, where its native pointer lies, and a callable that keeps it. */
 static int read_target(Site *site, PyObject *target) {
-    PyTypeObject *type = PyDescr_TYPE((PyDescrObject *)target);
+    PyTypeObject *type = NULL;
+    if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type) ||
+        Py_IS_TYPE(target, &PyGetSetDescr_Type) || Py_IS_TYPE(target, &PyWrapperDescr_Type))
+        type = PyDescr_TYPE((PyDescrObject *)target);
     site->bound = 1;
     if (PyCFunction_Check(target)) {
         PyCFunctionObject *function = (PyCFunctionObject *)target;

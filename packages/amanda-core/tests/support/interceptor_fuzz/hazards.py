@@ -1,0 +1,59 @@
+"""What a process may do around the interceptor; each runs in a process of its own, which has to survive.
+
+`python -m interceptor_fuzz.hazards NAME`
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from amanda.interceptor import ACTIVATION, Activation, PlanTable, Site
+
+from . import kinds
+from .kinds import TARGETS, Target
+
+HAZARDS: dict[str, Callable[[], None]] = {}
+
+
+def hazard(function: Callable[[], None]) -> Callable[[], None]:
+    """Enter it in the list."""
+    HAZARDS[function.__name__] = function
+    return function
+
+
+def named(name: str) -> Target:
+    """The target of that name."""
+    return next(target for target in TARGETS if target.name == name)
+
+
+def scope(table: PlanTable | None = None) -> Any:
+    """An activation, in force until the token is reset."""
+    return ACTIVATION.set(Activation(table, "state"))
+
+
+@hazard
+def sites_are_made_of_anything() -> None:
+    """What is no callable is refused by a TypeError, however small the object is."""
+    add, offset = int.__add__, vars(type)["__dictoffset__"]
+    for thing in (object(), 3, 0.5, None, "x", (), b"", add, offset, iter("")):
+        try:
+            Site(thing, thing, "thing", 1, print)
+        except TypeError:
+            continue
+        raise AssertionError(thing)
+
+
+def main(*names: str) -> None:
+    """Run one; the process ends normally if all is well. Without a name: list them."""
+    faulthandler.enable()
+    for name in names:
+        HAZARDS[name]()
+        kinds.assert_restored()
+    sys.stdout.write("".join(f"{line}\n" for line in (["survived"] if names else HAZARDS)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
