@@ -17,6 +17,7 @@ native = pytest.mark.xfail(
 SUPPORT = str(Path(__file__).parent / "support")
 HAZARDS = """
 sites_are_made_of_anything
+types_share_definitions
 """.split()
 
 

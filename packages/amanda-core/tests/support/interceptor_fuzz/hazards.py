@@ -13,7 +13,7 @@ from typing import Any
 from amanda.interceptor import ACTIVATION, Activation, PlanTable, Site
 
 from . import kinds
-from .kinds import TARGETS, Target
+from .kinds import TARGETS, Target, builtin_kinds
 
 HAZARDS: dict[str, Callable[[], None]] = {}
 
@@ -44,6 +44,24 @@ def sites_are_made_of_anything() -> None:
         except TypeError:
             continue
         raise AssertionError(thing)
+
+
+@hazard
+def types_share_definitions() -> None:
+    """A call through another type that has the same method definitions is left alone."""
+    twin, kind = builtin_kinds.Twin(), builtin_kinds.Twin
+    calls: dict[str, Callable[[], Any]] = {
+        "keywords": lambda: twin.keywords(1, b=2),
+        "class_fast": lambda: kind.class_fast(1),
+        "both": lambda: twin.both,
+        "__getitem__": lambda: twin[1],
+    }
+    targets = [named(f"Static.{name}") for name in calls]
+    bare = {name: call() for name, call in calls.items()}
+    with kinds.placed(*targets):
+        token = scope()
+        assert {name: call() for name, call in calls.items()} == bare
+        ACTIVATION.reset(token)
 
 
 def main(*names: str) -> None:

@@ -246,6 +246,14 @@ static PyObject *raise_failure(Thread *thread, PyObject *result) {
     return NULL;
 }
 
+/* Types may share a definition: a call through the descriptor of another type is not the target's. */
+static int is_targets(Site *site, PyObject *self) {
+    if (!site->bound) return 1;
+    int in_class = Py_IS_TYPE(site->target, &PyClassMethodDescr_Type);
+    PyTypeObject *type = in_class ? (PyTypeObject *)self : Py_TYPE(self);
+    return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
+}
+
 __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     Thread *thread = thread_state();
     Activation *activation = active_activation(thread);
@@ -261,7 +269,7 @@ __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, 
     read_arguments(site, &given, self, a, b, c);
     if (!identify(thread, site, &given, &id)) {
         PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
-        if (plan == Py_None) {
+        if (plan == Py_None || !is_targets(site, self)) {
             thread->key = site->flags & TRANSPARENT ? NULL : site->key;
             result = vanilla(site, self, a, b, c);
             thread->key = key;
