@@ -18,6 +18,7 @@ SUPPORT = str(Path(__file__).parent / "support")
 HAZARDS = """
 sites_are_made_of_anything
 types_share_definitions
+originals_outlive_their_sites
 """.split()
 
 

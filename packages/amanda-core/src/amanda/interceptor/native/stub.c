@@ -23,10 +23,9 @@ typedef struct Site {
     int bound; /* `self` is the first argument */
     char placed; 
     Kind kind;
-    PyMethodDef pristine;
+    PyMethodDef *pristine;
     PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
     PyMethodDef *own;   /* FUNCTION: what it has otherwise */
-    PyGetSetDef pristine_get;
     union {
         PyMethodDef *method;
         PyGetSetDef *get;
@@ -115,12 +114,12 @@ static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t narg
         if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), items[count + i])) goto done;
     PyObject *self = PyCFunction_GET_SELF(site->where.function);
     if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
-    if (site->pristine.ml_flags & METH_KEYWORDS)
-        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine.ml_meth)(self, args, kwargs);
+    if (site->pristine->ml_flags & METH_KEYWORDS)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(self, args, kwargs);
     else if (named)
-        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine.ml_name);
+        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
     else
-        result = site->pristine.ml_meth(self, args);
+        result = site->pristine->ml_meth(self, args);
     Py_LeaveRecursiveCall();
 done:
     Py_XDECREF(args);
@@ -356,6 +355,20 @@ static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
     return 0;
 }
 
+/* A copy of a definition as it is now. It lasts: a callable made from it may outlive the site. */
+static void *lasting_copy(const void *definition, size_t size) {
+    static Map copies; /* address -> the last copy of what lies there */
+    uint64_t key = (uint64_t)(uintptr_t)definition;
+    void *copy = map_get(&copies, key);
+    if (copy && memcmp(copy, definition, size) == 0) return copy;
+    copy = PyMem_RawMalloc(size);
+    if (!copy || map_set(&copies, key, copy)) {
+        PyMem_RawFree(copy);
+        return PyErr_NoMemory();
+    }
+    return memcpy(copy, definition, size);
+}
+
 /* Reads what `target` is: kind, where its native pointer lies, and a callable that keeps it. */
 static int read_target(Site *site, PyObject *target) {
     PyTypeObject *type = NULL;
@@ -367,26 +380,28 @@ static int read_target(Site *site, PyObject *target) {
         PyCFunctionObject *function = (PyCFunctionObject *)target;
         site->bound = 0;
         site->own = function->m_ml;
-        site->pristine = site->marked = *function->m_ml;
+        site->marked = *function->m_ml;
         site->marked.ml_flags |= METH_COEXIST;
-        if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
-        site->original = PyCFunction_NewEx(&site->pristine, function->m_self, function->m_module);
+        if (!(site->pristine = lasting_copy(site->own, sizeof(PyMethodDef)))) return -1;
+        if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
+        site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
         site->kind = FUNCTION;
         site->where.function = function;
         site->native = (void *)function->vectorcall;
         return site->original ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
         site->where.method = ((PyMethodDescrObject *)target)->d_method;
-        site->pristine = *site->where.method;
-        if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
-        site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, &site->pristine)
-                                                                 : PyDescr_NewClassMethod(type, &site->pristine);
+        if (!(site->pristine = lasting_copy(site->where.method, sizeof(PyMethodDef)))) return -1;
+        if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
+        site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, site->pristine)
+                                                                 : PyDescr_NewClassMethod(type, site->pristine);
     } else if (Py_IS_TYPE(target, &PyGetSetDescr_Type)) {
         site->where.get = ((PyGetSetDescrObject *)target)->d_getset;
-        site->pristine_get = *site->where.get;
+        PyGetSetDef *pristine = lasting_copy(site->where.get, sizeof(PyGetSetDef));
+        if (!pristine) return -1;
         site->kind = GET;
-        site->native = (void *)site->pristine_get.get;
-        PyObject *descriptor = PyDescr_NewGetSet(type, &site->pristine_get);
+        site->native = (void *)pristine->get;
+        PyObject *descriptor = PyDescr_NewGetSet(type, pristine);
         site->original = descriptor ? PyObject_GetAttrString(descriptor, "__get__") : NULL;
         Py_XDECREF(descriptor);
         return site->original && site->native ? 0 : -1;
@@ -405,7 +420,7 @@ static int read_target(Site *site, PyObject *target) {
     } else {
         goto unknown;
     }
-    site->native = (void *)site->pristine.ml_meth;
+    site->native = (void *)site->pristine->ml_meth;
     return site->original ? 0 : -1;
 unknown:
     PyErr_Format(PyExc_TypeError, "%R is not a kind of callable that can be intercepted", target);
