@@ -19,6 +19,8 @@ HAZARDS = """
 sites_are_made_of_anything
 types_share_definitions
 originals_outlive_their_sites
+tables_are_emptied_without_memory
+numbered_objects_die_without_memory
 """.split()
 
 

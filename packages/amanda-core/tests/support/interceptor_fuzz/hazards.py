@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from amanda import interceptor
 from amanda.interceptor import ACTIVATION, Activation, PlanTable, Site
 
 from . import kinds
-from .kinds import TARGETS, Target, builtin_kinds
+from .kinds import TARGETS, Identity, Target, builtin_kinds
 from .values import outcome
 
 HAZARDS: dict[str, Callable[[], None]] = {}
@@ -83,6 +84,42 @@ def originals_outlive_their_sites() -> None:
             assert outcome(lambda: original(*args, **target.keywords)) == expected, target.name
             assert "object at" in repr(original) or target.attribute.strip("_") in repr(original)
             del keep
+
+
+@hazard
+def tables_are_emptied_without_memory() -> None:
+    """What is taken out of a table is out, and what lives on is let go of once, with no memory left."""
+    builtin_kinds.watch_allocations()
+    for size in range(1, 40):
+        table, plans = PlanTable(), [Identity() for _ in range(size)]
+        for key, plan in enumerate(plans, 1):
+            table.set(key, plan)
+        del plan
+        discards = map(table.discard, list(range(1, size + 1)))
+        builtin_kinds.fail_allocations(0, 1 << 40)
+        try:
+            any(discards)
+        finally:
+            builtin_kinds.stop_failing()
+        assert len(table) == 0
+        assert {sys.getrefcount(plan) for plan in plans} == {3}
+
+
+@hazard
+def numbered_objects_die_without_memory() -> None:
+    """An object that has an ordinal dies as any other, and its address may be used again."""
+    builtin_kinds.watch_allocations()
+    sys.unraisablehook = lambda _: None  # the core hears of the deaths when there is memory again
+    numbers = set()
+    for size in range(1, 60):
+        objects = [Identity() for _ in range(size)]
+        numbers |= {interceptor.ordinal(one) for one in objects}
+        builtin_kinds.fail_allocations(0, 1 << 40)
+        try:
+            objects.clear()
+        finally:
+            builtin_kinds.stop_failing()
+    assert len(numbers) == sum(range(60))
 
 
 def main(*names: str) -> None:

@@ -26,6 +26,7 @@ typedef struct {
 
 void *map_get(const Map *map, uint64_t key);
 int map_set(Map *map, uint64_t key, void *value); /* -1: out of memory, no exception set */
+void *map_remove(Map *map, uint64_t key);         /* what was there; allocates nothing */
 void map_clear(Map *map);
 
 typedef struct {

@@ -216,9 +216,8 @@ int place_of(Thread *thread, uint64_t op_hash, uint64_t *place) {
 
 static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     uint64_t key = PyLong_AsUnsignedLongLong(address);
-    Named *named = map_get(&house.named, key);
+    Named *named = map_remove(&house.named, key);
     if (!named) Py_RETURN_NONE;
-    map_set(&house.named, key, NULL);
     uint64_t ordinal = named->ordinal;
     Py_DECREF(named->reference);
     PyMem_RawFree(named->paths);
