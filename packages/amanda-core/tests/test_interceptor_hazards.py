@@ -21,6 +21,7 @@ types_share_definitions
 originals_outlive_their_sites
 tables_are_emptied_without_memory
 numbered_objects_die_without_memory
+slots_are_swapped_all_or_none
 """.split()
 
 

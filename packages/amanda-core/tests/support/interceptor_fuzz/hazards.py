@@ -122,6 +122,41 @@ def numbered_objects_die_without_memory() -> None:
     assert len(numbers) == sum(range(60))
 
 
+@hazard
+def slots_are_swapped_all_or_none() -> None:
+    """Where memory ends while a slot is placed or removed, the type and its heirs agree."""
+    builtin_kinds.watch_allocations()
+    heirs = [type("Heir", (kinds.StaticHeir,), {}) for _ in range(5)]
+    target, seen = named("Static.__getitem__"), []
+
+    def handler(_state: Any, _plan: Any, _id: int, site: Site, args: Any, kwargs: Any) -> Any:
+        seen.append(args)
+        return site.invoke(args, kwargs)
+
+    kinds.handlers.append(handler)
+    subjects = [kind() for kind in (builtin_kinds.Static, kinds.StaticHeir, *heirs)]
+    for change in (target.place, target.remove):
+        for nth in range(1000):
+            seen.clear()
+            builtin_kinds.fail_allocations(nth, 1 << 40)
+            try:
+                change()
+            except MemoryError:
+                failed = True
+            else:
+                failed = False
+            finally:
+                builtin_kinds.stop_failing()
+            token = scope()
+            for subject in subjects:
+                subject[1]
+            ACTIVATION.reset(token)
+            assert len(seen) == len(subjects) * target.placed, (nth, len(seen))
+            assert target.site.placed == target.placed == ((change == target.place) != failed)
+            if not failed:
+                break
+
+
 def main(*names: str) -> None:
     """Run one; the process ends normally if all is well. Without a name: list them."""
     faulthandler.enable()

@@ -450,19 +450,32 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     return (PyObject *)site;
 }
 
-static int swap_slots(PyTypeObject *type, Kind kind, void *from, void *to) {
-    PyMappingMethods *mapping = type->tp_as_mapping;
-    if (mapping && kind == SUBSCRIPT && mapping->mp_subscript == (binaryfunc)from)
-        mapping->mp_subscript = (binaryfunc)to;
-    if (mapping && kind == ASSIGN && mapping->mp_ass_subscript == (objobjargproc)from)
-        mapping->mp_ass_subscript = (objobjargproc)to;
-    PyObject *heirs = PyObject_CallMethod((PyObject *)&PyType_Type, "__subclasses__", "O", type);
-    if (!heirs) return -1;
-    int failed = 0;
-    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(heirs); i++)
-        failed = swap_slots((PyTypeObject *)PyList_GET_ITEM(heirs, i), kind, from, to);
-    Py_DECREF(heirs);
-    return failed;
+/* The type and all that inherit from it. */
+static PyObject *with_heirs(PyTypeObject *type) {
+    PyObject *types = Py_BuildValue("[O]", type);
+    for (Py_ssize_t i = 0; types && i < PyList_GET_SIZE(types); i++) {
+        Py_ssize_t end = PyList_GET_SIZE(types);
+        PyObject *heirs = PyObject_CallMethod((PyObject *)&PyType_Type, "__subclasses__", "O", PyList_GET_ITEM(types, i));
+        if (!heirs || PyList_SetSlice(types, end, end, heirs)) Py_CLEAR(types);
+        Py_XDECREF(heirs);
+    }
+    return types;
+}
+
+/* All or none: what may fail comes first. */
+static int swap_slots(Site *site, void *from, void *to) {
+    PyObject *types = with_heirs(PyDescr_TYPE(site->where.slot));
+    if (!types) return -1;
+    if (site->where.slot->d_wrapped == from) site->where.slot->d_wrapped = to;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(types); i++) {
+        PyMappingMethods *mapping = ((PyTypeObject *)PyList_GET_ITEM(types, i))->tp_as_mapping;
+        if (mapping && site->kind == SUBSCRIPT && mapping->mp_subscript == (binaryfunc)from)
+            mapping->mp_subscript = (binaryfunc)to;
+        if (mapping && site->kind == ASSIGN && mapping->mp_ass_subscript == (objobjargproc)from)
+            mapping->mp_ass_subscript = (objobjargproc)to;
+    }
+    Py_DECREF(types);
+    return 0;
 }
 
 static int put(Site *site, void *pointer, void *instead_of) {
@@ -476,8 +489,7 @@ static int put(Site *site, void *pointer, void *instead_of) {
         site->where.function->m_ml = pointer == site->native ? site->own : &site->marked;
         return 0;
     case SUBSCRIPT: case ASSIGN:
-        if (site->where.slot->d_wrapped == instead_of) site->where.slot->d_wrapped = pointer;
-        return swap_slots(PyDescr_TYPE(site->where.slot), site->kind, instead_of, pointer);
+        return swap_slots(site, instead_of, pointer);
     default:
         if (site->where.method->ml_meth == (PyCFunction)instead_of)
             site->where.method->ml_meth = (PyCFunction)pointer;
