@@ -22,6 +22,7 @@ originals_outlive_their_sites
 tables_are_emptied_without_memory
 numbered_objects_die_without_memory
 slots_are_swapped_all_or_none
+threads_end_inside_a_scope
 """.split()
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,33 @@ def slots_are_swapped_all_or_none() -> None:
             assert target.site.placed == target.placed == ((change == target.place) != failed)
             if not failed:
                 break
+
+
+@hazard
+def threads_end_inside_a_scope() -> None:
+    """What dies with a thread may call ops when the thread's own dict is gone."""
+    results = []
+
+    class Late:
+        def __del__(self) -> None:
+            results.extend([math.sin(1.0), math.sin(1.0), interceptor.subjects()])
+            interceptor.reset_root()
+
+    for before in (False, True):
+        local = threading.local()
+
+        def work(local: Any = local, before: bool = before) -> None:
+            if before:
+                local.late = Late()
+            scope()
+            math.sin(0.5)
+            local.late = Late()
+
+        with kinds.placed(named("math.sin")):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert results == [math.sin(1.0), math.sin(1.0), []] * 3
 
 
 def main(*names: str) -> None:

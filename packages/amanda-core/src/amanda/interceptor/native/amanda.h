@@ -56,7 +56,7 @@ typedef struct {
     int off;       /* > 0: a routine runs, nothing is intercepted */
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
     Region *top;   /* owned; NULL: the root */
-    Region *root;  /* owned */
+    Region *root;  /* owned by the thread's dict */
     PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
 } Thread;
 

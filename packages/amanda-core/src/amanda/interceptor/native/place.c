@@ -80,6 +80,7 @@ static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
 }
 
 static void region_dealloc(Region *region) {
+    if (local.thread.root == region) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
     Py_XDECREF(region->parent);
     Py_XDECREF(region->subject);
     PyMem_RawFree(region->tail);
