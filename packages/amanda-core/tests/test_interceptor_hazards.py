@@ -23,6 +23,7 @@ tables_are_emptied_without_memory
 numbered_objects_die_without_memory
 slots_are_swapped_all_or_none
 threads_end_inside_a_scope
+collections_empty_the_arguments
 """.split()
 
 

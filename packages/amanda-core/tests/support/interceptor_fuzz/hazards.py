@@ -186,6 +186,36 @@ def threads_end_inside_a_scope() -> None:
     assert results == [math.sin(1.0), math.sin(1.0), []] * 3
 
 
+@hazard
+def collections_empty_the_arguments() -> None:
+    """A collection that runs while a list of arguments is read may empty that list."""
+    target = named("builtin_kinds.varargs")
+    thresholds = gc.get_threshold()
+
+    class Emptying:
+        def __init__(self, items: list[Any]) -> None:
+            self.items, self.self = items, self
+
+        def __del__(self) -> None:
+            interceptor.ordinal(self.items[-1])
+            self.items.clear()
+
+    with kinds.placed(target):
+        token = scope()
+        for room in range(120):
+            items = [Identity() for _ in range(20)]
+            gc.disable()
+            gc.collect()
+            Emptying(items)
+            kept = [[] for _ in range(room)]  # type: ignore[var-annotated]
+            gc.set_threshold(100)
+            gc.enable()
+            target.callable(items)
+            gc.set_threshold(*thresholds)
+            del kept
+        ACTIVATION.reset(token)
+
+
 def main(*names: str) -> None:
     """Run one; the process ends normally if all is well. Without a name: list them."""
     faulthandler.enable()

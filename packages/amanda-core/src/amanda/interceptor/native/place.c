@@ -229,32 +229,47 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
 
+static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
+    PyObject *address = PyLong_FromUnsignedLongLong(key);
+    PyObject *callback = address ? PyCFunction_New(&forget_def, address) : NULL;
+    PyObject *reference = callback ? PyWeakref_NewRef(object, callback) : NULL;
+    Py_XDECREF(address);
+    Py_XDECREF(callback);
+    if (!reference) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+        PyErr_Clear(); /* cannot be held weakly: its type has to do */
+        *ordinal = 0;
+        return 0;
+    }
+    Named *named = map_get(&house.named, key);
+    if (named) { /* what a collection ran has asked for it in the meantime */
+        Py_DECREF(reference);
+        *ordinal = named->ordinal;
+        return 0;
+    }
+    named = PyMem_RawMalloc(sizeof(Named));
+    if (!named || map_set(&house.named, key, named)) {
+        PyMem_RawFree(named);
+        Py_DECREF(reference);
+        PyErr_NoMemory();
+        return -1;
+    }
+    *named = (Named){++house.ordinals, reference, NULL, 0};
+    *ordinal = named->ordinal;
+    return 0;
+}
+
 int ordinal_of(PyObject *object, uint64_t *ordinal) {
     uint64_t key = (uint64_t)(uintptr_t)object;
     Named *named = map_get(&house.named, key);
-    if (!named) {
-        PyObject *address = PyLong_FromUnsignedLongLong(key);
-        PyObject *callback = address ? PyCFunction_New(&forget_def, address) : NULL;
-        PyObject *reference = callback ? PyWeakref_NewRef(object, callback) : NULL;
-        Py_XDECREF(address);
-        Py_XDECREF(callback);
-        if (!reference) {
-            if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-            PyErr_Clear(); /* cannot be held weakly: its type has to do */
-            *ordinal = 0;
-            return 0;
-        }
-        named = PyMem_RawMalloc(sizeof(Named));
-        if (!named || map_set(&house.named, key, named)) {
-            PyMem_RawFree(named);
-            Py_DECREF(reference);
-            PyErr_NoMemory();
-            return -1;
-        }
-        *named = (Named){++house.ordinals, reference, NULL, 0};
+    if (named) {
+        *ordinal = named->ordinal;
+        return 0;
     }
-    *ordinal = named->ordinal;
-    return 0;
+    Py_INCREF(object); /* a collection may run, and drop it from the list it was found in */
+    int failed = keep_ordinal(object, key, ordinal);
+    Py_DECREF(object);
+    return failed;
 }
 
 /* Whether values of a type tell ops apart. Answers are kept by the type's version tag, which no
