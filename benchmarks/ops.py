@@ -1,73 +1,114 @@
-"""Cost per op in a scope, beside a TorchFunctionMode that does nothing."""
+"""Added cost per op, forward, beside what people use today."""
 
-import contextlib
-import statistics
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import BeforeAfterTool, EmptyBackwardTool, EmptyTool, Variant, arguments, publish
-from torch.overrides import TorchFunctionMode
+from _measure import BARE, Variant, controls, interleaved, pin_to_one_core, progress, script
+from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks, scope_elsewhere, switched_off
+from _tools import After, BackwardRoutines, Before, Changing, Empty, Handing, Routines
+from torch import Tensor, nn
 
 import amanda
 
+BLOCK = 0.004
+"""Seconds of one timing: long beside the clock, short beside what disturbs."""
+SETTLING = 100
+"""Calls before a timing; an op in a loop has its last id after 64."""
 
-class NoMode(TorchFunctionMode):
-    """Calls the function and nothing else."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
+def programs() -> dict[str, tuple[Callable[[], Tensor], int, nn.Module | None]]:
+    """Programs by name, how many ops each is, and the module that it calls."""
+    x, weight, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
+    trained, shift = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+    relu, linear = nn.ReLU(), nn.Linear(4, 4)
+    return {
+        "torch.add(a, b)": (lambda: torch.add(x, weight), 1, None),
+        "a + b": (lambda: x + weight, 1, None),
+        "x.relu()": (lambda: x.relu(), 1, None),
+        "F.relu(x)": (lambda: F.relu(x), 1, None),
+        "x.mul(2).add(1).relu().neg()": (lambda: x.mul(2).add(1).relu().neg(), 4, None),
+        "F.linear(x, w, b)": (lambda: F.linear(x, weight, bias), 1, None),
+        "F.linear, w needs a gradient": (lambda: F.linear(x, trained, shift), 1, None),
+        "nn.ReLU()(x)": (lambda: relu(x), 1, relu),
+        "nn.Linear(4, 4)(x)": (lambda: linear(x), 1, linear),
+    }
+
+
+def variants(module: nn.Module | None, patch: MonkeyPatch) -> dict[str, Variant]:
+    """What the programs run under."""
+    tools = {
+        "empty tool": Empty(),
+        "empty tool, backward too": Empty(backward=True),
+        "before": Before(),
+        "after": After(),
+        "before + after": Routines(),
+        "before + after, hand values back": Handing(),
+        "before, another value": Changing(torch.randn(4, 4)),
+        "backward before + after": BackwardRoutines(),
+    }
+    empty = Empty()
+    found: dict[str, Variant] = {
+        **controls(),
+        "scope in another thread": lambda: scope_elsewhere(empty),
+        "disabled in a scope": lambda: switched_off(empty),
+    }
+    for name, tool in tools.items():
+        found[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
+    found |= {"TorchFunctionMode": FunctionMode, "TorchDispatchMode": DispatchMode}
+    found["monkey-patch"] = lambda: patch
+    if module is not None:
+        found["module hooks"] = lambda: module_hooks(module)
+    return found
+
+
+def settle(call: Callable[[], Tensor]) -> None:
+    """Run an op, and its backward if it has one, until nothing new is met."""
+    for _ in range(2):
+        results = [call() for _ in range(SETTLING)]
+        if results[0].requires_grad:
+            torch.autograd.backward(results, [torch.ones(4, 4)] * SETTLING)
 
 
 def nanoseconds(call: Callable[[], object], calls: int) -> float:
-    """Time of one call, on average over `calls`."""
-    start = time.perf_counter_ns()
-    for _ in range(calls):
+    """Processor time of one call, on average over `calls`."""
+    turns = itertools.repeat(None, calls)
+    start = time.thread_time_ns()
+    for _ in turns:
         call()
-    return (time.perf_counter_ns() - start) / calls
+    return (time.thread_time_ns() - start) / calls
 
 
-def main() -> None:
-    """Measure and publish."""
-    options = arguments(__doc__ or "")
-    calls, rounds = (200, 3) if options.quick else (10_000, 15)
-    x, weight, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
-    programs: dict[str, Callable[[], object]] = {
-        "torch.add(x, x)": lambda: torch.add(x, x),
-        "x + x": lambda: x + x,
-        "x.relu()": lambda: x.relu(),
-        "F.relu(x)": lambda: F.relu(x),
-        "F.linear(x, w, b)": lambda: F.linear(x, weight, bias),
-    }
-    empty, empty_backward, before_after = EmptyTool(), EmptyBackwardTool(), BeforeAfterTool()
-    variants: dict[str, Variant] = {
-        "bare": contextlib.nullcontext,
-        "bare again": contextlib.nullcontext,
-        "no-op mode": NoMode,
-        "empty tool": lambda: amanda.apply(empty),
-        "empty, backward too": lambda: amanda.apply(empty_backward),
-        "before + after": lambda: amanda.apply(before_after),
-    }
-    rows = []
-    for program, call in programs.items():
-        taken: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(rounds):
-            for name, variant in variants.items():
-                with variant():
-                    nanoseconds(call, 150)
-                    taken[name].append(nanoseconds(call, calls))
-        median = {name: statistics.median(times) for name, times in taken.items()}
-        bare, mode = median["bare"], median["no-op mode"] - median["bare"]
-        row = [program, f"{bare:.0f} ns"]
-        for name in list(variants)[1:]:
-            added = median[name] - bare
-            row.append(f"{added:+.0f} ns ({added / mode:.2f})")
-        rows.append(row)
-    columns = ["op", *variants]
-    publish("Added per op (and as a share of what a no-op TorchFunctionMode adds)", columns, rows, options)
+def added(
+    program: Callable[[], Tensor], ops: int, under: dict[str, Variant], quick: bool, seconds: float
+) -> dict[str, list[float]]:
+    """Nanoseconds per op of a program under each variant, once a round."""
+    calls: dict[str, int] = {}
+
+    def measure(name: str) -> float:
+        if name not in calls:
+            settle(program)
+            calls[name] = 50 if quick else max(200, int(BLOCK * 1e9 / nanoseconds(program, SETTLING)))
+        nanoseconds(program, SETTLING)
+        return nanoseconds(program, calls[name]) / ops
+
+    return interleaved(under, measure, 0 if quick else seconds, least=2 if quick else 7, most=60)
+
+
+def benchmark(quick: bool) -> dict[str, Any]:
+    """Nanoseconds per op: program -> variant -> one value a round."""
+    pin_to_one_core()
+    patch = MonkeyPatch()
+    found = {}
+    for name, (program, ops, module) in programs().items():
+        progress(f"  {name}")
+        under = variants(module, patch)
+        found[name] = {"ns": added(program, ops, under, quick, seconds=8), "ops": ops}
+    return {"programs": found, "base": BARE}
 
 
 if __name__ == "__main__":
-    main()
+    script(benchmark, __doc__)

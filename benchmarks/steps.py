@@ -1,79 +1,132 @@
-"""Training steps of ResNet-50 and BERT under tools, beside bare steps of the same run."""
+"""Steps of ResNet-50, BERT-base and GPT-2 under tools, beside bare steps and what people use today.
 
-import contextlib
-import statistics
-import sys
+A step of the model as it is used shows the cost as a share of the step, with the step's noise. The
+same step of the narrow twin, where the same operators have little to compute, shows the time that is
+added, which divided by the step of the model itself is the share without that noise.
+"""
+
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from _measure import (
-    BeforeAfterTool,
-    EmptyBackwardTool,
-    EmptyTool,
     Variant,
-    arguments,
-    declare_vision_ops,
+    controls,
     interleaved,
-    publish,
-    ratio_interval,
+    pin_to_one_core,
+    processor_seconds,
+    progress,
+    script,
+    wall_seconds,
 )
+from _models import PASSES, models
+from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks
+from _tools import AllPoints, Counting, Empty, Routines
+from torch import nn
 
 import amanda
 
+BACKWARD_TOO = {
+    "empty tool, backward too": Empty(backward=True),
+    "routines at all four points, leaves apart": AllPoints(leaves=False),
+    "routines at all four points": AllPoints(),
+}
+SECONDS = {
+    ("wide", "forward"): 25.0,
+    ("wide", "forward + backward"): 85.0,
+    ("twin", "forward"): 10.0,
+    ("twin", "forward + backward"): 15.0,
+}
+FORWARD = {"empty tool": Empty(), "before + after": Routines()}
 
-def training_step(model: torch.nn.Module, example: torch.Tensor) -> Callable[[], None]:
-    """Forward, loss and backward of a model on one example."""
 
-    def step() -> None:
-        model.zero_grad()
-        output: Any = model(example)
-        loss = output if isinstance(output, torch.Tensor) else output[0]
-        loss.sum().backward()
-
-    return step
-
-
-def models(quick: bool) -> dict[str, Callable[[], None]]:
-    """Steps by name: batch 1, ResNet at 224 x 224 and BERT-base at 128 tokens; small ones if quick."""
-    _library = declare_vision_ops()
-    from transformers import BertConfig, BertModel, ResNetConfig, ResNetForImageClassification
-
-    if quick:
-        small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        resnet = ResNetConfig(depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 8, 8], embedding_size=8)
-        return {
-            "ResNet, tiny": training_step(ResNetForImageClassification(resnet), torch.rand(2, 3, 64, 64)),
-            "BERT, tiny": training_step(BertModel(BertConfig(**small)), torch.randint(0, 100, (1, 8))),
-        }
+def variants(model: nn.Module, backward: bool, patch: MonkeyPatch) -> dict[str, Variant]:
+    """What the steps run under."""
+    found = controls()
+    for name, tool in {**FORWARD, **(BACKWARD_TOO if backward else {})}.items():
+        found[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
     return {
-        "ResNet-50": training_step(ResNetForImageClassification(ResNetConfig()), torch.rand(1, 3, 224, 224)),
-        "BERT-base": training_step(BertModel(BertConfig()), torch.randint(0, 30_000, (1, 128))),
+        **found,
+        "TorchFunctionMode": FunctionMode,
+        "TorchDispatchMode": DispatchMode,
+        "monkey-patch": lambda: patch,
+        "module hooks": lambda: module_hooks(model),
     }
 
 
-def main() -> None:
-    """Measure and publish."""
-    options = arguments(__doc__ or "")
-    tools = {
-        "empty tool": EmptyTool(),
-        "empty, backward too": EmptyBackwardTool(),
-        "before + after every op": BeforeAfterTool(),
-    }
-    variants: dict[str, Variant] = {"bare": contextlib.nullcontext, "bare again": contextlib.nullcontext}
-    for name, tool in tools.items():
-        variants[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
-    rows = []
-    for model, step in models(options.quick).items():
-        print(f"{model} ...", file=sys.stderr)
-        taken = interleaved(variants, step, rounds=3 if options.quick else 30)
-        for name, times in taken.items():
-            ratio, low, high = ratio_interval(times, taken["bare"])
-            milliseconds = statistics.median(times) * 1e3
-            rows.append([model, name, f"{milliseconds:.1f} ms", f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"])
-    columns = ["model", "variant", "median step", "ratio to bare", "quartiles"]
-    publish("Training step, forward and backward", columns, rows, options)
+def seen(model: nn.Module, step: Callable[[], None]) -> dict[str, int]:
+    """How many calls of a step each of them sees."""
+    counted: dict[str, int] = {}
+
+    def one(name: str) -> Callable[..., None]:
+        counted[name] = 0
+
+        def count(*_: Any) -> None:
+            counted[name] += 1
+
+        return count
+
+    class Functions(FunctionMode):
+        def __torch_function__(self, function: Any, *rest: Any, **named: Any) -> Any:
+            counted["TorchFunctionMode"] += 1
+            return super().__torch_function__(function, *rest, **named)
+
+    class Dispatches(DispatchMode):
+        def __torch_dispatch__(self, function: Any, *rest: Any, **named: Any) -> Any:
+            counted["TorchDispatchMode"] += 1
+            return super().__torch_dispatch__(function, *rest, **named)
+
+    one("TorchFunctionMode"), one("TorchDispatchMode")
+    tool = Counting()
+    for around in (
+        Functions(), Dispatches(), MonkeyPatch(before=one("monkey-patch")),
+        module_hooks(model, one("module hooks")), amanda.apply(tool),
+    ):  # fmt: skip
+        with around:
+            step()
+    counted["module hooks"] //= 2
+    return {**counted, "Amanda": tool.forward, "Amanda, backward": tool.backward}
+
+
+def benchmark(quick: bool) -> dict[str, Any]:
+    """Seconds of steps: model -> pass -> "wide" and "twin" -> variant -> one value a round.
+
+    Both on one core; "all cores": of bare steps of the wide model on all of them.
+    """
+    torch.set_num_threads(os.cpu_count() or 1)
+    found: dict[str, Any] = {}
+    for name, pair in models().items():
+        model, example = pair.twin() if quick else pair.wide()
+        found[name] = {"example": pair.example, "passes": {title: {} for title in PASSES}}
+        for title, passes in PASSES.items():
+            progress(f"  {name}, {title}, on all cores")
+            step = passes(model, example)
+            found[name]["passes"][title]["all cores"] = [wall_seconds(step) for _ in range(3 if quick else 8)]
+    pin_to_one_core()
+    patch = MonkeyPatch()
+    for name, pair in models().items():
+        for kind in ("twin",) if quick else ("wide", "twin"):
+            model, example = getattr(pair, kind)()
+            for title, passes in PASSES.items():
+                progress(f"  {name}, {title}{', narrow twin' if kind == 'twin' else ''}")
+                step, results = passes(model, example), found[name]["passes"][title]
+                seconds = 0.0 if quick else SECONDS[kind, title]
+                under = variants(model, "backward" in title, patch)
+                results[kind] = timed(under, step, seconds, least=1 if quick else 5)
+                if kind == "twin":
+                    results["seen"] = seen(model, step)
+                if quick:
+                    results["wide"] = results["twin"]
+    return {"models": found}
+
+
+def timed(
+    under: dict[str, Variant], step: Callable[[], None], seconds: float, least: int
+) -> dict[str, list[float]]:
+    """Seconds of a step in every variant."""
+    return interleaved(under, lambda name: processor_seconds(step), seconds, least, most=100)
 
 
 if __name__ == "__main__":
-    main()
+    script(benchmark, __doc__)

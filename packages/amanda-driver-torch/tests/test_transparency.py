@@ -78,3 +78,12 @@ def test_the_state_dict_has_no_more_keys_inside_a_scope() -> None:
     with amanda.apply(Everywhere()):
         train(net)
         assert list(net.state_dict()) == keys
+
+
+def test_a_leaf_keeps_the_gradient_that_reaches_it_not_a_copy() -> None:
+    net = model()
+    with amanda.apply(Everywhere()):
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.randint(0, 10, (3, 5))).square().mean().backward()
+            assert all(p.grad is not None and p.grad._version == 0 for p in net.parameters())

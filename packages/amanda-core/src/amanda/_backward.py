@@ -72,6 +72,8 @@ class BackwardStep:
         for backward in self._plans:
             for action in backward.before:
                 grads = self._run(action, grads)
+        # A framework may keep a gradient as it is, not a copy, if nobody else holds it while the op runs.
+        self._facts.grad_outputs = None
         return grads
 
     def after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
@@ -80,7 +82,7 @@ class BackwardStep:
         replacement = only_replacement(plan.replace for plan in self._plans)
         if replacement is not None and self._state.is_open(replacement.tool):
             grads = self._replaced(replacement, grads, list(grad_outputs))
-        self._facts.grad_inputs = list(grads)
+        self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
         for plan, fresh, context in self._fresh:
             fresh.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
             plan.backward[self.id] = fresh

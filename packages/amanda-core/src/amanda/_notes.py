@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from amanda import interceptor
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once."""
+    """Add a note to an exception, once; keep a TypeError, which operators drop."""
+    if isinstance(error, TypeError):
+        interceptor.keep_failure(error)
     notes = getattr(error, "__notes__", [])
     if note in notes:
         return

@@ -82,6 +82,7 @@ class Scope:
         for activation in self._activations:
             activation.active = False
         self._activations.clear()
+        interceptor.keep_failure(None)
         restore(interceptor.ACTIVATION, token)
         attachment.close(self)
         _plugins.plugin_manager().hook.amanda_scope_left(scope=self)

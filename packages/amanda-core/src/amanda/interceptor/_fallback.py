@@ -130,6 +130,7 @@ class _Thread(threading.local):
         self.key: str | None = None
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
+        self.failure: BaseException | None = None
 
     def region(self) -> Region:
         return self.top or self.root
@@ -227,7 +228,7 @@ def _mix_identities(hash: int, value: Any) -> int:
 def _identify(site: "Site", args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     region = _thread.region()
     place = mix(region.hash, site.hash)
-    for call_site in _call_sites(region, sys._getframe(2)):
+    for call_site in _call_sites(region, sys._getframe(3)):
         place = mix(place, call_site)
     for value in (*args, *kwargs.values()):
         place = _mix_identities(place, value)
@@ -240,6 +241,16 @@ def active() -> Activation | None:
         return None
     activation = ACTIVATION.get(None)
     return activation if activation is not None and activation.active else None
+
+
+def failure() -> BaseException | None:
+    """What a tool raised on this thread since the last op began, if it was kept."""
+    return _thread.failure
+
+
+def keep_failure(error: BaseException | None) -> None:
+    """Keep a tool's exception, which an operator may drop; None lets go of it."""
+    _thread.failure = error
 
 
 class Site:
@@ -291,6 +302,13 @@ class Site:
         activation = active()
         if activation is None or (_thread.key and (_thread.key == self.key or self.flags & IMPLEMENTATION)):
             return self.original(*args, **kwargs)
+        _thread.failure = None
+        result = self._intercepted(activation, args, kwargs)
+        if result is NotImplemented and _thread.failure is not None:
+            raise _thread.failure
+        return result
+
+    def _intercepted(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op_id = _identify(self, args, kwargs)
         plan = NotImplemented if activation.table is None else activation.table.get(op_id)
         if plan is None:

@@ -36,6 +36,7 @@ static inline void *map_get(const Map *map, uint64_t key) {
 }
 
 int map_set(Map *map, uint64_t key, void *value); /* -1: out of memory, no exception set */
+void *map_remove(Map *map, uint64_t key);         /* what was there; allocates nothing */
 void map_clear(Map *map);
 
 typedef struct {
@@ -65,7 +66,8 @@ typedef struct {
     int off;       /* > 0: a routine runs, nothing is intercepted */
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
     Region *top;   /* owned; NULL: the root */
-    Region *root;  /* owned */
+    Region *root;  /* owned by the thread's dict */
+    PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
 } Thread;
 
 Thread *thread_state(void);
@@ -162,10 +164,9 @@ typedef struct Site {
     int bound; /* `self` is the first argument */
     char placed;
     Kind kind;
-    PyMethodDef pristine;
+    PyMethodDef *pristine;
     PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
     PyMethodDef *own;   /* FUNCTION: what it has otherwise */
-    PyGetSetDef pristine_get;
     union {
         PyMethodDef *method;
         PyGetSetDef *get;

@@ -80,6 +80,7 @@ static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
 }
 
 static void region_dealloc(Region *region) {
+    if (local.thread.root == region) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
     Py_XDECREF(region->parent);
     Py_XDECREF(region->subject);
     PyMem_RawFree(region->tail);
@@ -216,9 +217,8 @@ int place_of(Thread *thread, uint64_t op_hash, uint64_t *place) {
 
 static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     uint64_t key = PyLong_AsUnsignedLongLong(address);
-    Named *named = map_get(&house.named, key);
+    Named *named = map_remove(&house.named, key);
     if (!named) Py_RETURN_NONE;
-    map_set(&house.named, key, NULL);
     uint64_t ordinal = named->ordinal;
     Py_DECREF(named->reference);
     PyMem_RawFree(named->paths);
@@ -229,32 +229,47 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
 
+static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
+    PyObject *address = PyLong_FromUnsignedLongLong(key);
+    PyObject *callback = address ? PyCFunction_New(&forget_def, address) : NULL;
+    PyObject *reference = callback ? PyWeakref_NewRef(object, callback) : NULL;
+    Py_XDECREF(address);
+    Py_XDECREF(callback);
+    if (!reference) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+        PyErr_Clear(); /* cannot be held weakly: its type has to do */
+        *ordinal = 0;
+        return 0;
+    }
+    Named *named = map_get(&house.named, key);
+    if (named) { /* what a collection ran has asked for it in the meantime */
+        Py_DECREF(reference);
+        *ordinal = named->ordinal;
+        return 0;
+    }
+    named = PyMem_RawMalloc(sizeof(Named));
+    if (!named || map_set(&house.named, key, named)) {
+        PyMem_RawFree(named);
+        Py_DECREF(reference);
+        PyErr_NoMemory();
+        return -1;
+    }
+    *named = (Named){++house.ordinals, reference, NULL, 0};
+    *ordinal = named->ordinal;
+    return 0;
+}
+
 int ordinal_of(PyObject *object, uint64_t *ordinal) {
     uint64_t key = (uint64_t)(uintptr_t)object;
     Named *named = map_get(&house.named, key);
-    if (!named) {
-        PyObject *address = PyLong_FromUnsignedLongLong(key);
-        PyObject *callback = address ? PyCFunction_New(&forget_def, address) : NULL;
-        PyObject *reference = callback ? PyWeakref_NewRef(object, callback) : NULL;
-        Py_XDECREF(address);
-        Py_XDECREF(callback);
-        if (!reference) {
-            if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-            PyErr_Clear(); /* cannot be held weakly: its type has to do */
-            *ordinal = 0;
-            return 0;
-        }
-        named = PyMem_RawMalloc(sizeof(Named));
-        if (!named || map_set(&house.named, key, named)) {
-            PyMem_RawFree(named);
-            Py_DECREF(reference);
-            PyErr_NoMemory();
-            return -1;
-        }
-        *named = (Named){++house.ordinals, reference, NULL, 0};
+    if (named) {
+        *ordinal = named->ordinal;
+        return 0;
     }
-    *ordinal = named->ordinal;
-    return 0;
+    Py_INCREF(object); /* a collection may run, and drop it from the list it was found in */
+    int failed = keep_ordinal(object, key, ordinal);
+    Py_DECREF(object);
+    return failed;
 }
 
 /* Whether values of a type tell ops apart. Answers are kept by the type's version tag, which no

@@ -87,12 +87,12 @@ static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t narg
         if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), items[count + i])) goto done;
     PyObject *self = PyCFunction_GET_SELF(site->where.function);
     if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
-    if (site->pristine.ml_flags & METH_KEYWORDS)
-        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine.ml_meth)(self, args, kwargs);
+    if (site->pristine->ml_flags & METH_KEYWORDS)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(self, args, kwargs);
     else if (named)
-        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine.ml_name);
+        PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
     else
-        result = site->pristine.ml_meth(self, args);
+        result = site->pristine->ml_meth(self, args);
     Py_LeaveRecursiveCall();
 done:
     Py_XDECREF(args);
@@ -210,11 +210,30 @@ PyObject *call_op(Thread *thread, Call *call) {
     return result;
 }
 
+/* An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again. */
+static PyObject *raise_failure(Thread *thread, PyObject *result) {
+    PyObject *failure = thread->failure;
+    thread->failure = NULL;
+    PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
+    Py_DECREF(failure);
+    Py_DECREF(result);
+    return NULL;
+}
+
+/* Types may share a definition: a call through the descriptor of another type is not the target's. */
+static int is_targets(Site *site, PyObject *self) {
+    if (!site->bound) return 1;
+    int in_class = Py_IS_TYPE(site->target, &PyClassMethodDescr_Type);
+    PyTypeObject *type = in_class ? (PyTypeObject *)self : Py_TYPE(self);
+    return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
+}
+
 __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     Thread *thread = thread_state();
     Activation *activation = active_activation(thread);
     if (!activation) return vanilla(site, self, a, b, c);
     PyObject *result = NULL, *key = thread->key;
+    if (thread->failure) Py_CLEAR(thread->failure);
     if (key && (key == site->key || site->flags & IMPLEMENTATION)) {
         Py_DECREF(activation);
         return vanilla(site, self, a, b, c);
@@ -225,7 +244,7 @@ __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, 
     if (!identify(thread, site, &given, &id)) {
         PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
         Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
-        if (plan == Py_None)
+        if (plan == Py_None || !is_targets(site, self))
             result = call_op(thread, &call);
         else {
             Py_INCREF(call.plan);
@@ -235,7 +254,7 @@ __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, 
         }
     }
     Py_DECREF(activation);
-    return result;
+    return result == Py_NotImplemented && thread->failure ? raise_failure(thread, result) : result;
 }
 
 /* One stub an index. A stub takes the most arguments that any calling convention passes; under
@@ -311,34 +330,53 @@ static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
     return 0;
 }
 
+/* A copy of a definition as it is now. It lasts: a callable made from it may outlive the site. */
+static void *lasting_copy(const void *definition, size_t size) {
+    static Map copies; /* address -> the last copy of what lies there */
+    uint64_t key = (uint64_t)(uintptr_t)definition;
+    void *copy = map_get(&copies, key);
+    if (copy && memcmp(copy, definition, size) == 0) return copy;
+    copy = PyMem_RawMalloc(size);
+    if (!copy || map_set(&copies, key, copy)) {
+        PyMem_RawFree(copy);
+        return PyErr_NoMemory();
+    }
+    return memcpy(copy, definition, size);
+}
+
 /* Reads what `target` is: kind, where its native pointer lies, and a callable that keeps it. */
 static int read_target(Site *site, PyObject *target) {
-    PyTypeObject *type = PyDescr_TYPE((PyDescrObject *)target);
+    PyTypeObject *type = NULL;
+    if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type) ||
+        Py_IS_TYPE(target, &PyGetSetDescr_Type) || Py_IS_TYPE(target, &PyWrapperDescr_Type))
+        type = PyDescr_TYPE((PyDescrObject *)target);
     site->bound = 1;
     if (PyCFunction_Check(target)) {
         PyCFunctionObject *function = (PyCFunctionObject *)target;
         site->bound = 0;
         site->own = function->m_ml;
-        site->pristine = site->marked = *function->m_ml;
+        site->marked = *function->m_ml;
         site->marked.ml_flags |= METH_COEXIST;
-        if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
-        site->original = PyCFunction_NewEx(&site->pristine, function->m_self, function->m_module);
+        if (!(site->pristine = lasting_copy(site->own, sizeof(PyMethodDef)))) return -1;
+        if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
+        site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
         site->kind = FUNCTION;
         site->where.function = function;
         site->native = (void *)function->vectorcall;
         return site->original ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
         site->where.method = ((PyMethodDescrObject *)target)->d_method;
-        site->pristine = *site->where.method;
-        if (kind_of_method(site->pristine.ml_flags, &site->kind)) goto unknown;
-        site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, &site->pristine)
-                                                                 : PyDescr_NewClassMethod(type, &site->pristine);
+        if (!(site->pristine = lasting_copy(site->where.method, sizeof(PyMethodDef)))) return -1;
+        if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
+        site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, site->pristine)
+                                                                 : PyDescr_NewClassMethod(type, site->pristine);
     } else if (Py_IS_TYPE(target, &PyGetSetDescr_Type)) {
         site->where.get = ((PyGetSetDescrObject *)target)->d_getset;
-        site->pristine_get = *site->where.get;
+        PyGetSetDef *pristine = lasting_copy(site->where.get, sizeof(PyGetSetDef));
+        if (!pristine) return -1;
         site->kind = GET;
-        site->native = (void *)site->pristine_get.get;
-        PyObject *descriptor = PyDescr_NewGetSet(type, &site->pristine_get);
+        site->native = (void *)pristine->get;
+        PyObject *descriptor = PyDescr_NewGetSet(type, pristine);
         site->original = descriptor ? PyObject_GetAttrString(descriptor, "__get__") : NULL;
         Py_XDECREF(descriptor);
         return site->original && site->native ? 0 : -1;
@@ -357,7 +395,7 @@ static int read_target(Site *site, PyObject *target) {
     } else {
         goto unknown;
     }
-    site->native = (void *)site->pristine.ml_meth;
+    site->native = (void *)site->pristine->ml_meth;
     return site->original ? 0 : -1;
 unknown:
     PyErr_Format(PyExc_TypeError, "%R is not a kind of callable that can be intercepted", target);
@@ -391,19 +429,32 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     return (PyObject *)site;
 }
 
-static int swap_slots(PyTypeObject *type, Kind kind, void *from, void *to) {
-    PyMappingMethods *mapping = type->tp_as_mapping;
-    if (mapping && kind == SUBSCRIPT && mapping->mp_subscript == (binaryfunc)from)
-        mapping->mp_subscript = (binaryfunc)to;
-    if (mapping && kind == ASSIGN && mapping->mp_ass_subscript == (objobjargproc)from)
-        mapping->mp_ass_subscript = (objobjargproc)to;
-    PyObject *heirs = PyObject_CallMethod((PyObject *)&PyType_Type, "__subclasses__", "O", type);
-    if (!heirs) return -1;
-    int failed = 0;
-    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(heirs); i++)
-        failed = swap_slots((PyTypeObject *)PyList_GET_ITEM(heirs, i), kind, from, to);
-    Py_DECREF(heirs);
-    return failed;
+/* The type and all that inherit from it. */
+static PyObject *with_heirs(PyTypeObject *type) {
+    PyObject *types = Py_BuildValue("[O]", type);
+    for (Py_ssize_t i = 0; types && i < PyList_GET_SIZE(types); i++) {
+        Py_ssize_t end = PyList_GET_SIZE(types);
+        PyObject *heirs = PyObject_CallMethod((PyObject *)&PyType_Type, "__subclasses__", "O", PyList_GET_ITEM(types, i));
+        if (!heirs || PyList_SetSlice(types, end, end, heirs)) Py_CLEAR(types);
+        Py_XDECREF(heirs);
+    }
+    return types;
+}
+
+/* All or none: what may fail comes first. */
+static int swap_slots(Site *site, void *from, void *to) {
+    PyObject *types = with_heirs(PyDescr_TYPE(site->where.slot));
+    if (!types) return -1;
+    if (site->where.slot->d_wrapped == from) site->where.slot->d_wrapped = to;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(types); i++) {
+        PyMappingMethods *mapping = ((PyTypeObject *)PyList_GET_ITEM(types, i))->tp_as_mapping;
+        if (mapping && site->kind == SUBSCRIPT && mapping->mp_subscript == (binaryfunc)from)
+            mapping->mp_subscript = (binaryfunc)to;
+        if (mapping && site->kind == ASSIGN && mapping->mp_ass_subscript == (objobjargproc)from)
+            mapping->mp_ass_subscript = (objobjargproc)to;
+    }
+    Py_DECREF(types);
+    return 0;
 }
 
 static int put(Site *site, void *pointer, void *instead_of) {
@@ -417,8 +468,7 @@ static int put(Site *site, void *pointer, void *instead_of) {
         site->where.function->m_ml = pointer == site->native ? site->own : &site->marked;
         return 0;
     case SUBSCRIPT: case ASSIGN:
-        if (site->where.slot->d_wrapped == instead_of) site->where.slot->d_wrapped = pointer;
-        return swap_slots(PyDescr_TYPE(site->where.slot), site->kind, instead_of, pointer);
+        return swap_slots(site, instead_of, pointer);
     default:
         if (site->where.method->ml_meth == (PyCFunction)instead_of)
             site->where.method->ml_meth = (PyCFunction)pointer;
@@ -569,13 +619,29 @@ static PyObject *active(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) 
     return activation ? activation : Py_NewRef(Py_None);
 }
 
+static PyObject *failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
+    PyObject *kept = thread_state()->failure;
+    return Py_NewRef(kept ? kept : Py_None);
+}
+
+static PyObject *keep_failure(PyObject *Py_UNUSED(module), PyObject *error) {
+    Thread *thread = thread_state();
+    Py_XSETREF(thread->failure, error == Py_None ? NULL : Py_NewRef(error));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef failure_def = {"failure", failure, METH_NOARGS,
+                                  "What a tool raised on this thread since the last op began, if it was kept."};
+static PyMethodDef keep_failure_def = {"keep_failure", keep_failure, METH_O,
+                                       "Keep a tool's exception, which an operator may drop; None lets go of it."};
 static PyMethodDef active_def = {"active", active, METH_NOARGS,
                                  "The activation in force here; None where nothing is intercepted."};
 
 int stub_boot(PyObject *names) {
     activation_variable = PyContextVar_New("amanda.activation", NULL);
-    return !activation_variable || add_function(names, &active_def) || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
-                   add_type(names, "PlanTable", &PlanTable_Type) ||
+    return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
+                   add_function(names, &active_def) || add_function(names, &failure_def) ||
+                   add_function(names, &keep_failure_def) || add_type(names, "PlanTable", &PlanTable_Type) ||
                    add_type(names, "Reader", &Reader_Type) || add_type(names, "Program", &Program_Type) ||
                    add_type(names, "Memo", &Memo_Type) || lock_boot(names) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||

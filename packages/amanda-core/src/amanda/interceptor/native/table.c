@@ -28,6 +28,13 @@ int map_set(Map *map, uint64_t key, void *value) {
     return 0;
 }
 
+void *map_remove(Map *map, uint64_t key) {
+    Cell *cell = map->size ? &map->cells[map_slot(map, key)] : NULL;
+    void *value = cell ? cell->value : NULL;
+    if (value) cell->value = NULL;
+    return value;
+}
+
 void map_clear(Map *map) {
     PyMem_RawFree(map->cells);
     *map = (Map){NULL, 0, 0};
@@ -59,9 +66,7 @@ static PyObject *table_set(PlanTable *self, PyObject *args) {
 static PyObject *table_discard(PlanTable *self, PyObject *key) {
     uint64_t id;
     if (id_of(key, &id)) return NULL;
-    PyObject *old = map_get(&self->map, id);
-    if (old) map_set(&self->map, id, NULL); /* the key is there: nothing is allocated */
-    Py_XDECREF(old);
+    Py_XDECREF((PyObject *)map_remove(&self->map, id));
     Py_RETURN_NONE;
 }
 

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Attributes, in_force, when_imported
 
+from ._operators import Operators
 from ._requirements import found
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ class Surroundings:
     def __init__(self, driver: "TorchDriver") -> None:
         self._driver = driver
         self._leave: list[Callable[[], None]] = []
+        self._operators = Operators()
 
     def enter(self, attributes: Attributes) -> None:
         """Put everything in place; attributes go back with the driver's others."""
+        self._operators.open()
         self._follow_checkpoints(attributes)
         self._follow_replicas(attributes)
         for module, name in MACHINERY:
@@ -42,6 +45,7 @@ class Surroundings:
 
     def leave(self) -> None:
         """Undo what no attribute holds."""
+        self._operators.close()
         while self._leave:
             self._leave.pop()()
 

@@ -1,0 +1,135 @@
+"""What people use today to be called at every operation, each calling nothing but the operation."""
+
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amanda
+
+NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+METADATA = frozenset(
+    "size dim ndimension stride storage_offset numel nelement element_size is_contiguous is_complex "
+    "is_floating_point is_signed is_inference is_neg is_conj is_same_size is_set_to is_pinned is_coalesced "
+    "is_distributed is_nonzero get_device result_type promote_types can_cast data_ptr dense_dim sparse_dim "
+    "has_names names type type_as requires_grad_ __getattribute__ __setattr__ __delattr__ __init__ __new__ "
+    "__repr__ __format__ __hash__ __dir__ __reduce_ex__ __len__ __contains__ __iter__ __class__ backward "
+    "register_hook register_post_accumulate_grad_hook retain_grad numpy tolist untyped_storage".split()
+)
+
+
+HOLDERS: list[tuple[Any, list[str]]] = [
+    *(
+        (holder, dir(holder))
+        for holder in (
+            torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.fft, torch.special, torch._C._nn,
+        )
+    ),
+    (torch._VF, dir(torch._C._VariableFunctions)),
+]  # fmt: skip
+"""Objects through which programs and torch itself reach native functions, and the names there."""
+
+
+class FunctionMode(TorchFunctionMode):
+    """Calls the function and nothing else."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    """Calls the kernel and nothing else."""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def nothing(*values: Any) -> None:
+    """The routine of a hook or patch that does nothing."""
+
+
+@contextmanager
+def module_hooks(model: nn.Module, routine: Callable[..., None] = nothing) -> Iterator[None]:
+    """A hook before and one after the forward of every module that has no modules in it."""
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [module.register_forward_pre_hook(routine) for module in leaves]
+    handles += [module.register_forward_hook(routine) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class MonkeyPatch:
+    """Replaces torch's native functions and methods by Python ones that call a routine before and after.
+
+    Those that compute: what torch lets others override and what works in place, less what reads metadata.
+    A function that is Python itself, such as F.relu, is left, because what it calls is replaced.
+    """
+
+    def __init__(self, before: Callable[..., None] = nothing, after: Callable[..., None] = nothing) -> None:
+        self.places: list[tuple[Any, str, Any, Any]] = []
+        overridable = {id(one) for functions in get_overridable_functions().values() for one in functions}
+        for holder, names in HOLDERS:
+            for name in names:
+                original = getattr(holder, name)
+                in_place = name.endswith("_") and not name.startswith("_")
+                computes = holder is torch._C._nn or id(original) in overridable or in_place
+                if computes and isinstance(original, NATIVE) and name not in METADATA:
+                    self.places.append((holder, name, original, _patched(original, before, after)))
+
+    def __enter__(self) -> None:
+        self.kept = [(holder, name, name in vars(holder)) for holder, name, *_ in self.places]
+        for holder, name, _, patched in self.places:
+            setattr(holder, name, patched)
+
+    def __exit__(self, *_: object) -> None:
+        for (holder, name, original, _), (_, _, own) in zip(self.places, self.kept, strict=True):
+            if own:
+                setattr(holder, name, original)
+            else:
+                delattr(holder, name)
+
+
+def _patched(original: Any, before: Callable[..., None], after: Callable[..., None]) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        result = original(*args, **kwargs)
+        after(result)
+        return result
+
+    return patched
+
+
+@contextmanager
+def scope_elsewhere(tool: amanda.Tool) -> Iterator[None]:
+    """A scope that is open in another thread, which waits."""
+    opened, done = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with amanda.apply(tool):
+            opened.set()
+            done.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    opened.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def switched_off(tool: amanda.Tool) -> Iterator[None]:
+    """`amanda.disabled()` in a scope."""
+    with amanda.apply(tool), amanda.disabled():
+        yield

@@ -1,0 +1,229 @@
+"""What a process may do around the interceptor; each runs in a process of its own, which has to survive.
+
+`python -m interceptor_fuzz.hazards NAME`
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import math
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from amanda import interceptor
+from amanda.interceptor import ACTIVATION, Activation, PlanTable, Site
+
+from . import kinds
+from .kinds import TARGETS, Identity, Target, builtin_kinds
+from .values import outcome
+
+HAZARDS: dict[str, Callable[[], None]] = {}
+
+
+def hazard(function: Callable[[], None]) -> Callable[[], None]:
+    """Enter it in the list."""
+    HAZARDS[function.__name__] = function
+    return function
+
+
+def named(name: str) -> Target:
+    """The target of that name."""
+    return next(target for target in TARGETS if target.name == name)
+
+
+def run(target: Target) -> Any:
+    """Call it with its sample arguments."""
+    return target(*target.sample(), **target.keywords)
+
+
+def scope(table: PlanTable | None = None) -> Any:
+    """An activation, in force until the token is reset."""
+    return ACTIVATION.set(Activation(table, "state"))
+
+
+@hazard
+def sites_are_made_of_anything() -> None:
+    """What is no callable is refused by a TypeError, however small the object is."""
+    add, offset = int.__add__, vars(type)["__dictoffset__"]
+    for thing in (object(), 3, 0.5, None, "x", (), b"", add, offset, iter("")):
+        try:
+            Site(thing, thing, "thing", 1, print)
+        except TypeError:
+            continue
+        raise AssertionError(thing)
+
+
+@hazard
+def types_share_definitions() -> None:
+    """A call through another type that has the same method definitions is left alone."""
+    twin, kind = builtin_kinds.Twin(), builtin_kinds.Twin
+    calls: dict[str, Callable[[], Any]] = {
+        "keywords": lambda: twin.keywords(1, b=2),
+        "class_fast": lambda: kind.class_fast(1),
+        "both": lambda: twin.both,
+        "__getitem__": lambda: twin[1],
+    }
+    targets = [named(f"Static.{name}") for name in calls]
+    bare = {name: call() for name, call in calls.items()}
+    with kinds.placed(*targets):
+        token = scope()
+        assert {name: call() for name, call in calls.items()} == bare
+        ACTIVATION.reset(token)
+
+
+@hazard
+def originals_outlive_their_sites() -> None:
+    """The way past interception works for as long as anybody holds it."""
+    for target in TARGETS:
+        if not target.holder and target.attribute != "both_said" and target.name != "Heap.__getitem__":
+            original, expected = target.new_site().original, outcome(lambda target=target: run(target))  # type: ignore[misc]
+            gc.collect()
+            keep = [bytes(size) for size in range(200)]
+            args = target.sample()
+            assert outcome(lambda: original(*args, **target.keywords)) == expected, target.name
+            assert "object at" in repr(original) or target.attribute.strip("_") in repr(original)
+            del keep
+
+
+@hazard
+def tables_are_emptied_without_memory() -> None:
+    """What is taken out of a table is out, and what lives on is let go of once, with no memory left."""
+    builtin_kinds.watch_allocations()
+    for size in range(1, 40):
+        table, plans = PlanTable(), [Identity() for _ in range(size)]
+        for key, plan in enumerate(plans, 1):
+            table.set(key, plan)
+        del plan
+        discards = map(table.discard, list(range(1, size + 1)))
+        builtin_kinds.fail_allocations(0, 1 << 40)
+        try:
+            any(discards)
+        finally:
+            builtin_kinds.stop_failing()
+        assert len(table) == 0
+        assert {sys.getrefcount(plan) for plan in plans} == {3}
+
+
+@hazard
+def numbered_objects_die_without_memory() -> None:
+    """An object that has an ordinal dies as any other, and its address may be used again."""
+    builtin_kinds.watch_allocations()
+    sys.unraisablehook = lambda _: None  # the core hears of the deaths when there is memory again
+    numbers = set()
+    for size in range(1, 60):
+        objects = [Identity() for _ in range(size)]
+        numbers |= {interceptor.ordinal(one) for one in objects}
+        builtin_kinds.fail_allocations(0, 1 << 40)
+        try:
+            objects.clear()
+        finally:
+            builtin_kinds.stop_failing()
+    assert len(numbers) == sum(range(60))
+
+
+@hazard
+def slots_are_swapped_all_or_none() -> None:
+    """Where memory ends while a slot is placed or removed, the type and its heirs agree."""
+    builtin_kinds.watch_allocations()
+    heirs = [type("Heir", (kinds.StaticHeir,), {}) for _ in range(5)]
+    target, seen = named("Static.__getitem__"), []
+
+    def handler(_state: Any, _plan: Any, _id: int, site: Site, args: Any, kwargs: Any) -> Any:
+        seen.append(args)
+        return site.invoke(args, kwargs)
+
+    kinds.handlers.append(handler)
+    subjects = [kind() for kind in (builtin_kinds.Static, kinds.StaticHeir, *heirs)]
+    for change in (target.place, target.remove):
+        for nth in range(1000):
+            seen.clear()
+            builtin_kinds.fail_allocations(nth, 1 << 40)
+            try:
+                change()
+            except MemoryError:
+                failed = True
+            else:
+                failed = False
+            finally:
+                builtin_kinds.stop_failing()
+            token = scope()
+            for subject in subjects:
+                subject[1]
+            ACTIVATION.reset(token)
+            assert len(seen) == len(subjects) * target.placed, (nth, len(seen))
+            assert target.site.placed == target.placed == ((change == target.place) != failed)
+            if not failed:
+                break
+
+
+@hazard
+def threads_end_inside_a_scope() -> None:
+    """What dies with a thread may call ops when the thread's own dict is gone."""
+    results = []
+
+    class Late:
+        def __del__(self) -> None:
+            results.extend([math.sin(1.0), math.sin(1.0), interceptor.subjects()])
+            interceptor.reset_root()
+
+    for before in (False, True):
+        local = threading.local()
+
+        def work(local: Any = local, before: bool = before) -> None:
+            if before:
+                local.late = Late()
+            scope()
+            math.sin(0.5)
+            local.late = Late()
+
+        with kinds.placed(named("math.sin")):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert results == [math.sin(1.0), math.sin(1.0), []] * 3
+
+
+@hazard
+def collections_empty_the_arguments() -> None:
+    """A collection that runs while a list of arguments is read may empty that list."""
+    target = named("builtin_kinds.varargs")
+    thresholds = gc.get_threshold()
+
+    class Emptying:
+        def __init__(self, items: list[Any]) -> None:
+            self.items, self.self = items, self
+
+        def __del__(self) -> None:
+            interceptor.ordinal(self.items[-1])
+            self.items.clear()
+
+    with kinds.placed(target):
+        token = scope()
+        for room in range(120):
+            items = [Identity() for _ in range(20)]
+            gc.disable()
+            gc.collect()
+            Emptying(items)
+            kept = [[] for _ in range(room)]  # type: ignore[var-annotated]
+            gc.set_threshold(100)
+            gc.enable()
+            target.callable(items)
+            gc.set_threshold(*thresholds)
+            del kept
+        ACTIVATION.reset(token)
+
+
+def main(*names: str) -> None:
+    """Run one; the process ends normally if all is well. Without a name: list them."""
+    faulthandler.enable()
+    for name in names:
+        HAZARDS[name]()
+        kinds.assert_restored()
+    sys.stdout.write("".join(f"{line}\n" for line in (["survived"] if names else HAZARDS)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,94 @@
+"""Models of all kinds train under tools that change nothing as they train without.
+
+A sample of them is tested by default, all of them by `-m "zoo or not zoo"`, as `nox -s zoo` does.
+"""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import amanda
+
+from . import timm_models, transformers_models
+from .observation import differences, observed
+from .subject import Subject
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what models warn of is not ours
+
+KNOWN: dict[str, str] = {}
+"""Why a model is not as it is without tools, by its name; one that is fails."""
+
+
+class Silent(amanda.Tool):
+    """Routines at every point of every op, which look at the values and give none back."""
+
+    def __init__(self) -> None:
+        self.analyses = self.calls = 0
+        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        self.analyses += 1
+        context.insert_before_op(self._routine)
+        context.insert_after_op(self._routine)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        self.analyses += 1
+        context.insert_before_backward_op(self._routine)
+        context.insert_after_backward_op(self._routine)
+
+    def _routine(self, *values: Any) -> Any:
+        self.calls += 1
+        return None
+
+
+class Unchanged(Silent):
+    """Routines that give back the values they are given."""
+
+    def _routine(self, *values: Any) -> Any:
+        self.calls += 1
+        return values
+
+
+def parameters() -> Iterator[Any]:
+    """Every model; those that are not in the sample are marked."""
+    for module in (transformers_models, timm_models):
+        for subject in module.subjects():
+            marks = [] if subject.name in module.SAMPLE else [pytest.mark.zoo]
+            if subject.name in KNOWN:
+                marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[subject.name]))
+            yield pytest.param(subject, id=subject.name, marks=marks)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(transformers: Any) -> Iterator[None]:
+    """One thread, so that sums have one order; what a model held is freed before the next."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    gc.collect()
+
+
+@pytest.mark.parametrize("subject", list(parameters()))
+def test_a_model_trains_under_tools_as_without(subject: Subject) -> None:
+    torch.manual_seed(0)
+    model, inputs = subject.make()
+    steps = subject.settles + 1
+    bare = observed(model, inputs, steps=steps)
+    assert differences(bare, observed(model, inputs, steps=steps)) == [], "it differs without a tool"
+    for tool in (Silent(), Unchanged()):
+        work: list[tuple[int, int]] = []
+        facts = observed(
+            model,
+            inputs,
+            lambda tool=tool: amanda.apply(tool),  # type: ignore[misc]
+            lambda tool=tool, work=work: work.append((tool.analyses, tool.calls)),  # type: ignore[misc]
+            steps,
+        )
+        assert differences(bare, facts) == []
+        assert work[0][1] >= work[0][0] > 0
+        assert work[-1][0] == work[-2][0], "a step that takes the same way has ops that are new"
