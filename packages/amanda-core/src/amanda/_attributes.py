@@ -21,11 +21,12 @@ class Attributes:
     def restore(self) -> None:
         """Undo every `set`, last first."""
         while self._before:
-            holder, name, value = self._before.pop()
-            if value is _MISSING:
-                delattr(holder, name)
-            else:
+            holder, name, value = self._before[-1]
+            if value is not _MISSING:
                 setattr(holder, name, value)
+            elif name in vars(holder):  # not if `set` was interrupted
+                delattr(holder, name)
+            self._before.pop()
 
 
 def replace_references(

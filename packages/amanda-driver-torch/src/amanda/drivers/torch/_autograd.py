@@ -91,8 +91,9 @@ class Autograd(EagerDriver):
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
-            backward = _Backward(self.unseen, activation.state, outputs, create_graph)
+            backward = _Backward(self.unseen, activation.state, create_graph)
             try:
+                backward.add_hooks(outputs)
                 result = original(outputs, *args, **kwargs)
             finally:
                 backward.remove_hooks()
@@ -107,11 +108,15 @@ class Autograd(EagerDriver):
 class _Backward:
     """One backward pass: its nodes, mapped and hooked."""
 
-    def __init__(self, driver: Autograd, state: State, outputs: Sequence[Any], create_graph: bool) -> None:
+    def __init__(self, driver: Autograd, state: State, create_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
         self._handles: list[Any] = []
+        self._origins: dict[int, Origin] = {}
+
+    def add_hooks(self, outputs: Sequence[Any]) -> None:
+        """Hook the nodes that a tool wants of the graph from `outputs`."""
         with Unseen():
             self._nodes, edges = _graph_from(outputs)
         self._origins = _origins(self._nodes, edges)
