@@ -24,6 +24,7 @@ numbered_objects_die_without_memory
 slots_are_swapped_all_or_none
 threads_end_inside_a_scope
 collections_empty_the_arguments
+what_is_collected_is_called
 """.split()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amanda import interceptor
-from amanda.interceptor import ACTIVATION, Activation, PlanTable, Site
+from amanda.interceptor import ACTIVATION, Activation, Detour, Enclosure, PlanTable, Site
 
 from . import kinds
 from .kinds import TARGETS, Identity, Target, builtin_kinds
@@ -214,6 +214,32 @@ def collections_empty_the_arguments() -> None:
             gc.set_threshold(*thresholds)
             del kept
         ACTIVATION.reset(token)
+
+
+@hazard
+def what_is_collected_is_called() -> None:
+    """In a cycle that is collected, something that dies late calls what could have been cleared."""
+
+    class Holder:
+        def __call__(self, *_: Any) -> int:
+            said.append(1)
+            return 1
+
+    said: list[int] = []
+    makers: list[Callable[[Any], Any]] = [
+        lambda function: Detour(Site(function, function, "f", 1, function)),
+        Enclosure,
+    ]
+    for make in makers:
+        holder = Holder()
+        made = make(holder)
+        box: list[Any] = [builtin_kinds.Deathbed(made)]
+        other = [box]  # so that the box outlives the holder's dict
+        box.append(other)
+        holder.box = box  # type: ignore[attr-defined]
+        del holder, made, box, other
+        gc.collect()
+    assert len(said) == len(makers)
 
 
 def main(*names: str) -> None:

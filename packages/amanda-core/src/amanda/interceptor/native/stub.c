@@ -74,15 +74,10 @@ static int activation_traverse(Activation *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int activation_clear(Activation *self) {
-    Py_CLEAR(self->table);
-    Py_CLEAR(self->state);
-    return 0;
-}
-
 static void activation_dealloc(Activation *self) {
     PyObject_GC_UnTrack(self);
-    activation_clear(self);
+    Py_CLEAR(self->table);
+    Py_CLEAR(self->state);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -99,7 +94,6 @@ PyTypeObject Activation_Type = {
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,
-    .tp_clear = (inquiry)activation_clear,
     .tp_members = activation_members,
 };
 
@@ -563,17 +557,12 @@ static int site_traverse(Site *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int site_clear(Site *self) {
+static void site_dealloc(Site *self) {
+    PyObject_GC_UnTrack(self);
     Py_CLEAR(self->op);
     Py_CLEAR(self->handler);
     Py_CLEAR(self->target);
     Py_CLEAR(self->original);
-    return 0;
-}
-
-static void site_dealloc(Site *self) {
-    PyObject_GC_UnTrack(self);
-    site_clear(self);
     Py_CLEAR(self->key);
     Py_TYPE(self)->tp_free(self);
 }
@@ -604,7 +593,6 @@ PyTypeObject Site_Type = {
     .tp_new = site_new,
     .tp_dealloc = (destructor)site_dealloc,
     .tp_traverse = (traverseproc)site_traverse,
-    .tp_clear = (inquiry)site_clear,
     .tp_methods = site_methods,
     .tp_members = site_members,
     .tp_getset = site_getset,

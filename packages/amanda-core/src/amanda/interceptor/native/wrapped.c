@@ -15,15 +15,10 @@ static int wrapped_traverse(Wrapped *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int wrapped_clear(Wrapped *self) {
-    Py_CLEAR(self->function);
-    Py_CLEAR(self->site);
-    return 0;
-}
-
 static void wrapped_dealloc(Wrapped *self) {
     PyObject_GC_UnTrack(self);
-    wrapped_clear(self);
+    Py_CLEAR(self->function);
+    Py_CLEAR(self->site);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -52,7 +47,6 @@ PyTypeObject Wrapped_Type = {
     .tp_flags = WRAPPED_FLAGS | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .tp_dealloc = (destructor)wrapped_dealloc,
     .tp_traverse = (traverseproc)wrapped_traverse,
-    .tp_clear = (inquiry)wrapped_clear,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Wrapped, vectorcall),
     .tp_descr_get = wrapped_bind,
