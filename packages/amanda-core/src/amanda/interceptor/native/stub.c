@@ -343,6 +343,7 @@ static int kind_of_method(int flags, Kind *kind) {
 
 static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
     int offset = descriptor->d_base->offset;
+    if (strcmp(descriptor->d_base->name, "__delitem__") == 0) return -1; /* shares the slot of __setitem__ */
     if (offset == (int)offsetof(PyHeapTypeObject, as_mapping.mp_subscript)) *kind = SUBSCRIPT;
     else if (offset == (int)offsetof(PyHeapTypeObject, as_mapping.mp_ass_subscript)) *kind = ASSIGN;
     else return -1;
