@@ -25,6 +25,9 @@ slots_are_swapped_all_or_none
 threads_end_inside_a_scope
 collections_empty_the_arguments
 what_is_collected_is_called
+arguments_of_the_interceptor_are_wrong
+zero_is_no_id
+deletions_are_not_intercepted
 """.split()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amanda import interceptor
-from amanda.interceptor import ACTIVATION, Activation, Detour, Enclosure, PlanTable, Site
+from amanda.interceptor import ACTIVATION, Activation, Detour, Enclosure, PlanTable, Site, Suspension
 
 from . import kinds
 from .kinds import TARGETS, Identity, Target, builtin_kinds
@@ -240,6 +240,45 @@ def what_is_collected_is_called() -> None:
         del holder, made, box, other
         gc.collect()
     assert len(said) == len(makers)
+
+
+@hazard
+def arguments_of_the_interceptor_are_wrong() -> None:
+    """Every function of the face, given what it does not take, raises and goes on."""
+    detour, table = Detour(named("Plain.method").site), PlanTable()
+    wrong = [object(), 3, None, b"x", "x", 0.5, (), print, -1, 1 << 70, Identity, vars(dict)["fromkeys"]]
+    faces: list[Callable[..., Any]] = [
+        type(detour).__getattribute__.__get__(detour), type(detour).__get__.__get__(detour), detour,
+        Detour, Enclosure, Site, Activation, PlanTable, Suspension, table.get, table.set, table.discard,
+        interceptor.add_identity_type, interceptor.subjects, interceptor.snapshot().replay,
+        interceptor.reset_root, interceptor.active, interceptor.ordinal, named("math.sin").site.invoke,
+        named("math.sin").site.place,
+    ]  # fmt: skip
+    for face in faces:
+        for count in range(4):
+            for shift in range(len(wrong)):
+                outcome(lambda f=face, c=count, s=shift: f(*(wrong * 2)[s : s + c]))  # type: ignore[misc]
+    named("math.sin").remove()
+    for kind in (builtin_kinds.Static, dict, bytearray):
+        for name in vars(kind):
+            thing = vars(kind)[name]
+            outcome(lambda thing=thing: Site(thing, thing, "thing", 1, print))  # type: ignore[misc]
+
+
+@hazard
+def zero_is_no_id() -> None:
+    """A table refuses the one number that no op has, rather than mislay its plan."""
+    table = PlanTable()
+    for use in (lambda: table.set(0, table), lambda: table.get(0), lambda: table.discard(0)):
+        assert outcome(use)[1] == "ValueError"
+    assert len(table) == 0
+
+
+@hazard
+def deletions_are_not_intercepted() -> None:
+    """The descriptor that deletes shares its slot with the one that assigns, and is refused."""
+    target = vars(builtin_kinds.Static)["__delitem__"]
+    assert outcome(lambda: Site(target, target, "delete", 1, print))[1] == "TypeError"
 
 
 def main(*names: str) -> None:

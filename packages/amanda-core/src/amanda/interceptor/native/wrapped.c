@@ -27,6 +27,7 @@ static PyObject *wrapped_bind(PyObject *self, PyObject *instance, PyObject *Py_U
 }
 
 static PyObject *wrapped_getattr(PyObject *self, PyObject *name) {
+    if (!PyUnicode_Check(name)) return PyObject_GenericGetAttr(self, name); /* says what is wrong */
     if (PyUnicode_CompareWithASCIIString(name, "__doc__") == 0 || PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
         return PyObject_GetAttr(((Wrapped *)self)->function, name); /* a type has its own */
     PyObject *value = PyObject_GenericGetAttr(self, name);
