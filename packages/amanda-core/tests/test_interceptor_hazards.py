@@ -28,6 +28,8 @@ what_is_collected_is_called
 arguments_of_the_interceptor_are_wrong
 zero_is_no_id
 deletions_are_not_intercepted
+other_interpreters_are_left_alone
+the_interceptor_is_loaded_again
 """.split()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import math
 import sys
 import threading
@@ -279,6 +280,60 @@ def deletions_are_not_intercepted() -> None:
     """The descriptor that deletes shares its slot with the one that assigns, and is refused."""
     target = vars(builtin_kinds.Static)["__delitem__"]
     assert outcome(lambda: Site(target, target, "delete", 1, print))[1] == "TypeError"
+
+
+@hazard
+def other_interpreters_are_left_alone() -> None:
+    """A subinterpreter is refused, calls the same builtins as they are, and disturbs nobody."""
+    target, seen = named("array.tolist"), []
+
+    def handler(_state: Any, _plan: Any, _id: int, site: Site, args: Any, kwargs: Any) -> Any:
+        seen.append(args)
+        if len(seen) < 3:
+            run_elsewhere("assert array.array('d', [1.0]).tolist() == [1.0]")
+        return site.invoke(args, kwargs)
+
+    kinds.handlers.append(handler)
+    with kinds.placed(target):
+        token = scope()
+        for count in range(1, 5):
+            assert run(target) == [3.0, 1.0, 2.0]
+            assert len(seen) == count
+            run_elsewhere(
+                "from amanda import interceptor",
+                "assert not interceptor.NATIVE",
+                "assert array.array('d', [1.0]).tolist() == [1.0]",
+            )
+        ACTIVATION.reset(token)
+
+
+def run_elsewhere(*lines: str) -> None:
+    """Run code in a subinterpreter of this thread."""
+    interpreters: Any = importlib.import_module(
+        "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+    )
+    code = "\n".join(["import array, sys", f"sys.path[:] = {sys.path!r}", *lines])
+    interpreter = interpreters.create()
+    try:
+        failure = interpreters.run_string(interpreter, code)
+        assert not failure, failure
+    finally:
+        interpreters.destroy(interpreter)
+
+
+@hazard
+def the_interceptor_is_loaded_again() -> None:
+    """A reload leaves what is in force in force."""
+    target, seen = named("math.sin"), []
+    kinds.handlers.append(lambda *given: (seen.append(given), 1.0)[1])
+    with kinds.placed(target):
+        token = scope()
+        importlib.reload(interceptor)
+        assert interceptor.NATIVE
+        assert interceptor.ACTIVATION is ACTIVATION
+        assert math.sin(0.5) == 1.0
+        ACTIVATION.reset(token)
+    assert len(seen) == 1
 
 
 def main(*names: str) -> None:

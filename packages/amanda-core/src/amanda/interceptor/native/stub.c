@@ -647,7 +647,7 @@ static PyMethodDef active_def = {"active", active, METH_NOARGS,
                                  "The activation in force here; None where nothing is intercepted."};
 
 int stub_boot(PyObject *names) {
-    activation_variable = PyContextVar_New("amanda.activation", NULL);
+    if (!activation_variable) activation_variable = PyContextVar_New("amanda.activation", NULL);
     return !activation_variable || add_function(names, &active_def) || add_function(names, &failure_def) ||
                    add_function(names, &keep_failure_def) || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_type(names, "PlanTable", &PlanTable_Type) || PyType_Ready(&Wrapped_Type) ||
