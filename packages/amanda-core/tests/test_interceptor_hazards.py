@@ -30,6 +30,11 @@ zero_is_no_id
 deletions_are_not_intercepted
 other_interpreters_are_left_alone
 the_interceptor_is_loaded_again
+threads_call_while_others_place_and_remove
+a_handler_forks
+recursion_ends_in_an_error
+the_interpreter_ends_with_everything_placed
+regions_nest_deep
 """.split()
 
 

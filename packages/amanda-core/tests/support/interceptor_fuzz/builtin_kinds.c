@@ -65,8 +65,9 @@ static PyObject *both_said(PyObject *self, PyObject *args) {
 }
 static PyObject *deeper(PyObject *self, PyObject *a) {
     (void)self;
-    PyObject *result = Py_EnterRecursiveCall(" in deeper") ? NULL : PyObject_CallOneArg(a, a);
-    if (result) Py_LeaveRecursiveCall();
+    if (Py_EnterRecursiveCall(" in deeper")) return NULL;
+    PyObject *result = PyObject_CallOneArg(a, a);
+    Py_LeaveRecursiveCall();
     return result;
 }
 

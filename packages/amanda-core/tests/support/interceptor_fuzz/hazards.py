@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import contextvars
 import faulthandler
 import gc
 import importlib
 import math
+import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,15 +82,18 @@ def types_share_definitions() -> None:
 @hazard
 def originals_outlive_their_sites() -> None:
     """The way past interception works for as long as anybody holds it."""
+
+    def check(target: Target) -> None:
+        original, expected, args = target.new_site().original, outcome(lambda: run(target)), target.sample()
+        gc.collect()
+        kept = [bytes(size) for size in range(200)]
+        assert outcome(lambda: original(*args, **target.keywords)) == expected, target.name
+        assert repr(original)
+        del kept
+
     for target in TARGETS:
         if not target.holder and target.attribute != "both_said" and target.name != "Heap.__getitem__":
-            original, expected = target.new_site().original, outcome(lambda target=target: run(target))  # type: ignore[misc]
-            gc.collect()
-            keep = [bytes(size) for size in range(200)]
-            args = target.sample()
-            assert outcome(lambda: original(*args, **target.keywords)) == expected, target.name
-            assert "object at" in repr(original) or target.attribute.strip("_") in repr(original)
-            del keep
+            check(target)
 
 
 @hazard
@@ -334,6 +341,167 @@ def the_interceptor_is_loaded_again() -> None:
         assert math.sin(0.5) == 1.0
         ACTIVATION.reset(token)
     assert len(seen) == 1
+
+
+@hazard
+def threads_call_while_others_place_and_remove() -> None:
+    """Threads call, in scopes and out of them, while others place and remove the same callables."""
+    names = "math.sin math.gcd csv.reader array.tolist dict.update Static.both array.__getitem__ Heap.parsed"
+    targets = [*map(named, names.split()), named("Static.__getitem__"), named("bytes.fromhex")]
+    bare = {target.name: outcome(lambda target=target: run(target)) for target in targets}  # type: ignore[misc]
+    until, wrong = time.monotonic() + 1.5, []
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def call(in_scope: bool) -> None:
+        table = PlanTable()
+        while time.monotonic() < until:
+            token = scope(table) if in_scope else None
+            for target in targets:
+                got = outcome(lambda target=target: run(target))  # type: ignore[misc]
+                if got != bare[target.name]:
+                    wrong.append((target.name, got))
+            if token is not None:
+                ACTIVATION.reset(token)
+            table.clear()
+
+    def place(offset: int) -> None:
+        while time.monotonic() < until:
+            for target in targets[offset::2]:
+                target.place()
+            for target in targets[offset::2]:
+                target.remove()
+
+    threads = [threading.Thread(target=call, args=(index % 2 == 0,)) for index in range(4)]
+    threads += [threading.Thread(target=place, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(switch)
+    assert not wrong, wrong[:3]
+
+
+@hazard
+def a_handler_forks() -> None:
+    """The child of a fork inside a handler goes on, and so does the parent."""
+    target = named("math.sin")
+
+    def handler(_state: Any, _plan: Any, _id: int, site: Site, args: Any, kwargs: Any) -> Any:
+        child = os.fork()
+        result = site.invoke(args, kwargs)
+        if child == 0:
+            kinds.handlers[:] = [lambda *given: given[3].invoke(*given[4:])]
+            threads = [threading.Thread(target=math.sin, args=(0.5,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            os._exit(0 if math.sin(0.5) == result else 3)
+        assert os.waitpid(child, 0)[1] == 0
+        return result
+
+    kinds.handlers.append(handler)
+    idle = threading.Event()
+    other = threading.Thread(target=lambda: (scope(), math.sin(0.5), idle.wait()))
+    with kinds.placed(target):
+        token = scope()
+        expected = math.sin(0.5)
+        other.start()
+        assert [math.sin(0.5) for _ in range(3)] == [expected] * 3
+        idle.set()
+        other.join()
+        ACTIVATION.reset(token)
+
+
+@hazard
+def recursion_ends_in_an_error() -> None:
+    """Recursion through stubs, handlers and detours ends at Python's limit, at every depth of it."""
+    deeper, again = named("builtin_kinds.deeper"), named("Plain.again")
+    kinds.handlers.append(lambda *given: given[3].invoke(*given[4:]))
+    loop: list[Any] = [lambda *given: (math.sin(0.5), loop[0](*given))]
+    with kinds.placed(deeper, again, named("math.sin")):
+        token = scope()
+        for limit in (sys.getrecursionlimit(), 5000):
+            sys.setrecursionlimit(limit)
+            for call in (
+                lambda: builtin_kinds.deeper(builtin_kinds.deeper),
+                lambda: kinds.Plain().again(100_000),
+                lambda: builtin_kinds.deeper(lambda f: builtin_kinds.deeper(f)),
+                loop[0],
+            ):
+                assert outcome(call)[1] == "RecursionError", outcome(call)
+        sys.setrecursionlimit(1000)
+        for depth in range(900, 1000):
+
+            def descend(left: int) -> Any:
+                return descend(left - 1) if left else builtin_kinds.deeper(lambda _: math.sin(0.5))
+
+            assert outcome(lambda depth=depth: descend(depth))[1] in ("float", "RecursionError")  # type: ignore[misc]
+        ACTIVATION.reset(token)
+
+
+FINALE = """
+import atexit, io, math, sys, threading, time, array
+from amanda import interceptor
+from interceptor_fuzz import kinds
+targets = [one for one in kinds.TARGETS if not one.holder]
+for one in targets:
+    one.place()
+interceptor.ACTIVATION.set(interceptor.Activation(interceptor.PlanTable(), "state"))
+kinds.handlers.append(lambda *given: given[3].invoke(*given[4:]))
+class Late:
+    def __init__(self): self.me = self
+    def __del__(self, sin=math.sin, kind=kinds.StaticHeir, numbers=array.array):
+        sin(0.5), kind().read, kind()[1], kind.class_fast(1), numbers("d", [1.0])[0], dict.fromkeys("ab")
+local = threading.local()
+local.late, sys.late, math.late = Late(), Late(), Late()
+def forever():
+    interceptor.ACTIVATION.set(interceptor.Activation(None, "state"))
+    while True:
+        math.sin(0.5), kinds.StaticHeir().keywords(1), numbers.tolist()
+numbers = array.array("d", [1.0])
+threading.Thread(target=forever, daemon=True).start()
+atexit.register(lambda: math.sin(0.5))
+time.sleep(0.05)
+"""
+
+
+@hazard
+def the_interpreter_ends_with_everything_placed() -> None:
+    """A process ends inside a scope, with a thread in an op and objects that call ops as they die."""
+    for ending in ("", "sys.exit(0)", "import os; os.kill(os.getpid(), 2)"):
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", FINALE + ending], capture_output=True, text=True
+        )
+        expected = {0} if "kill" not in ending else {-2, 130, 1}
+        assert done.returncode in expected, f"{done.returncode}\n{done.stderr}"
+
+
+@hazard
+def regions_nest_deep() -> None:
+    """Places that hold their enclosing places, a hundred thousand deep, are let go of."""
+
+    class Module:
+        def __call__(self, left: int) -> Any:
+            if left:
+                return self(left - 1)
+            return interceptor.snapshot()
+
+    Module.__call__ = Enclosure(Module.__call__)  # type: ignore[method-assign]
+    token, module = scope(), Module()
+    sys.setrecursionlimit(100_000)
+    threading.stack_size(1 << 29)
+    kept: list[Any] = []
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(lambda: kept.append(module(20_000)),)
+    )
+    thread.start()
+    thread.join()
+    threading.stack_size(0)
+    assert kept
+    kept.clear()
+    ACTIVATION.reset(token)
 
 
 def main(*names: str) -> None:
