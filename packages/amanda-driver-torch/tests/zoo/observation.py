@@ -128,7 +128,9 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tensor_facts(value)
     if isinstance(value, Mapping):
-        return type(value), [(described(key), described(each)) for key, each in value.items()]
+        # A number may come from a counter of the process, as the keys of hooks do.
+        keys = [type(key) if isinstance(key, int) else described(key) for key in value]
+        return type(value), keys, [described(each) for each in value.values()]
     if isinstance(value, (list, tuple)):
         return type(value), [described(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)):
