@@ -12,6 +12,7 @@ from amanda import interceptor
 from amanda.backend import Attributes, BackwardStep, Call, EagerDriver, State, Trace
 from amanda.interceptor import Suspension
 
+from ._graphs import relieve
 from ._overrides import Unseen
 
 KEY = "amanda"
@@ -196,6 +197,7 @@ def _mark(tensor: torch.Tensor, origin: Origin) -> None:
     node = tensor.grad_fn
     if node is not None and origin.start <= node._sequence_nr() < origin.end:
         node.metadata.setdefault(KEY, origin)  # type: ignore[attr-defined]
+        relieve(node)
 
 
 def _graph_from(outputs: Sequence[Any]) -> tuple[dict[int, Any], list[tuple[Any, Any]]]:
@@ -209,6 +211,7 @@ def _graph_from(outputs: Sequence[Any]) -> tuple[dict[int, Any], list[tuple[Any,
         if id(node) in nodes:
             continue
         nodes[id(node)] = node
+        relieve(node)
         children = [child for child, _ in node.next_functions if child is not None]
         edges += [(node, child) for child in children]
         waiting += children
