@@ -162,7 +162,7 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
     note->epoch = epoch;
     if (!old && code_set((PyObject *)code, house.index, note)) {
         PyMem_RawFree(note);
-        return NULL;
+        return PyErr_Occurred() ? NULL : (CodeNote *)PyErr_NoMemory(); /* it may fail and not say so */
     }
     return note;
 }
