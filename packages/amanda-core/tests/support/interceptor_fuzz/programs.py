@@ -284,7 +284,7 @@ class Program:
         self.targets = [choices.one_of(kinds.TARGETS) for _ in range(4)]
         self.other = choices.one_of(kinds.TARGETS)
         self.table = PlanTable()
-        self.handled = 0
+        self.handled, self.site = 0, None
         self.behaviour: Callable[[Handling], Any] = Handling.invoke
         self.tokens: list[Any] = []
         self.steps: list[Callable[[], None]] = []
@@ -312,7 +312,7 @@ class Program:
         kinds.assert_restored()
 
     def _handle(self, state: Any, plan: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
-        self.handled += 1
+        self.handled, self.site = self.handled + 1, site
         behaviour, self.behaviour = self.behaviour, Handling.invoke
         try:
             return behaviour(Handling(self, op_id, site, args, kwargs))
@@ -358,7 +358,7 @@ class Program:
                 self.behaviour = Handling.invoke
             if passing and got != bare:
                 raise Difference(f"{target.name}: bare {bare}, instrumented {got}")
-            plainly = call.way is WAYS[0] and self.handled == before + 1
+            plainly = call.way is WAYS[0] and self.handled == before + 1 and self.site is target.site
             if expected and plainly and not target.name.endswith("__setitem__") and got[0] != expected:
                 raise Difference(f"{target.name}: the handler {expected}, the call {got[0]}")
 
