@@ -1,6 +1,6 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -111,6 +111,15 @@ def zoo(session: nox.Session) -> None:
     chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
     place = "packages/amanda-driver-torch/tests/zoo"
     environment.run("python", "-m", "pytest", place, "-m", "zoo or not zoo", *chosen, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none")
+def opdb(session: nox.Session) -> None:
+    """Call every operator of torch's own database with and without tools; arguments after -- go to pytest."""
+    environment = development(session)
+    chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
+    place = "packages/amanda-driver-torch/tests/opdb"
+    environment.run("python", "-m", "pytest", place, "-m", "opdb", *chosen, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none")
