@@ -1,6 +1,6 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ TESTS = (
     "towncrier",
 )
 CHECKS = ("mypy", "ruff", "nox")
+SANITIZERS = (
+    "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
+)  # fmt: skip
+SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")
 SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 
 
@@ -114,6 +118,15 @@ def zoo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def opdb(session: nox.Session) -> None:
+    """Call every operator of torch's own database with and without tools; arguments after -- go to pytest."""
+    environment = development(session)
+    chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
+    place = "packages/amanda-driver-torch/tests/opdb"
+    environment.run("python", "-m", "pytest", place, "-m", "opdb", *chosen, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check types with mypy."""
     development(session).run("python", "-m", "mypy", *session.posargs)
@@ -128,6 +141,69 @@ def lint(session: nox.Session) -> None:
     for path in DISTRIBUTIONS:
         configured = ("--config", str(path / "pyproject.toml"), "--dir", str(path))
         environment.run("python", "-m", "towncrier", "build", "--draft", *configured)
+
+
+@nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Look for crashes, leaks and differences in native code; after -- the seconds for each half."""
+    seconds = session.posargs[0] if session.posargs else "150"
+    environment = sanitized(session)
+    support = ROOT / "packages/amanda-core/tests/support"
+    build = environment.home / "build"
+    corpus = environment.home / "corpus"
+    for folder in (build, corpus):
+        folder.mkdir(exist_ok=True)
+    plain = {"PYTHONPATH": str(support), "OMP_NUM_THREADS": "1"}
+    checked = {
+        **plain,
+        **sanitizers(session),
+        "AMANDA_FUZZ_BUILD": str(build),
+        "CC": str(environment.home / "cc"),
+    }
+    torch_tests = [f"packages/amanda-driver-torch/tests/test_{name}.py" for name in SANITIZED]
+    environment.run("python", "-m", "pytest", "packages/amanda-core/tests", *torch_tests, **checked)
+    environment.run("python", "-m", "interceptor_fuzz.programs", "1000000", "1000", seconds, **checked)
+    # The sanitizers' own coverage callbacks would hide those of the fuzzer: it has the debugging allocator.
+    guided = development(session)
+    guided.install("atheris")
+    limits = (f"-max_total_time={seconds}", "-max_len=400", f"-artifact_prefix={corpus.parent}/")
+    guided.run("python", "-m", "interceptor_fuzz.guided", *limits, str(corpus), **plain, PYTHONMALLOC="debug")
+    guided.run("python", "-m", "interceptor_fuzz.leaks", "60", "40", "6", **plain)
+
+
+def sanitized(session: nox.Session) -> Environment:
+    """An environment whose interceptor is compiled with sanitizers; the rest comes from the shared one."""
+    builder, environment = development(session), Environment(session, "fuzz")
+    compiler = environment.home / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "gcc")} "$@" {" ".join(SANITIZERS)}\n')
+    compiler.chmod(0o755)
+    shutil.rmtree(environment.home / "build", ignore_errors=True)
+    dist = environment.home / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    builder.run(
+        "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", str(dist), str(DISTRIBUTIONS[0]), CC=str(compiler), AMANDA_REQUIRE_NATIVE="1",
+    )  # fmt: skip
+    editable = [argument for path in DISTRIBUTIONS[1:] for argument in ("--editable", str(path))]
+    wheel = str(next(dist.glob("*.whl")))
+    environment.install("--no-deps", "--force-reinstall", wheel, *editable)
+    share(session, environment)
+    return environment
+
+
+def sanitizers(session: nox.Session) -> dict[str, str]:
+    """Environment variables with which a Python that knows nothing of sanitizers runs code that has them."""
+    libraries = [
+        str(session.run("gcc", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")
+    ]
+    return {
+        "LD_PRELOAD": " ".join(libraries),
+        # Python leaks at its end; freed memory is overwritten because Python itself is not compiled for it.
+        "ASAN_OPTIONS": "detect_leaks=0:max_free_fill_size=65536:free_fill_byte=221:quarantine_size_mb=64",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+    }
 
 
 @nox.session(venv_backend="none")
@@ -159,15 +235,19 @@ def mixed(session: nox.Session, name: str, wheels: list[Path], editable: list[Pa
     environment = Environment(session, name)
     editables = [argument for path in editable for argument in ("--editable", str(path))]
     environment.install("--no-deps", *map(str, wheels), *editables)
-    # What is not ours comes from the shared environment; a .pth inside that one is not followed.
+    share(session, environment)
+    environment.run("python", "-m", "amanda", "info", "--load")
+    environment.run("python", "-m", "pytest", *(session.posargs or SUBSET))
+
+
+def share(session: nox.Session, environment: Environment) -> None:
+    """Let it find what is not ours in the shared environment; a .pth inside that one is not followed."""
     place = "import sysconfig; print(sysconfig.get_path('purelib'))"
     shared, own = (
         Path(str(session.run(str(home / BIN / "python"), "-c", place, external=True, silent=True)).strip())
         for home in (ROOT / ".nox" / "dev", environment.home)
     )
     (own / "shared.pth").write_text(f"{shared}\n")
-    environment.run("python", "-m", "amanda", "info", "--load")
-    environment.run("python", "-m", "pytest", *(session.posargs or SUBSET))
 
 
 @nox.session(venv_backend="none")

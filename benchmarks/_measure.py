@@ -108,9 +108,9 @@ def script(benchmark: Callable[[bool], dict[str, Any]], description: str | None)
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with five digits that count."""
+    """Numbers with six digits that count."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value

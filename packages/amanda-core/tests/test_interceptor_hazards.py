@@ -24,6 +24,17 @@ numbered_objects_die_without_memory
 slots_are_swapped_all_or_none
 threads_end_inside_a_scope
 collections_empty_the_arguments
+what_is_collected_is_called
+arguments_of_the_interceptor_are_wrong
+zero_is_no_id
+deletions_are_not_intercepted
+other_interpreters_are_left_alone
+the_interceptor_is_loaded_again
+threads_call_while_others_place_and_remove
+a_handler_forks
+recursion_ends_in_an_error
+the_interpreter_ends_with_everything_placed
+regions_nest_deep
 """.split()
 
 

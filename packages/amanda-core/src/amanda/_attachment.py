@@ -66,16 +66,19 @@ class Attachment:
             driver = self.driver(kind)
             if driver in self._attached or not self._scopes:
                 return
+            self._attached.append(driver)
             try:
                 driver.attach()
-            except Exception as error:
+            except BaseException as error:
                 driver.detach()
+                self._attached.remove(driver)
+                if not isinstance(error, Exception):
+                    raise
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
                 self._broken[kind.__name__] = reason
                 for scope in self._scopes:
                     scope.report.add(kind.__name__, reason)
                 return
-            self._attached.append(driver)
             _plugins.plugin_manager().hook.amanda_driver_attached(driver=driver)
 
     def _attach_loaded(self) -> None:
@@ -91,8 +94,9 @@ class Attachment:
         while self._awaited:
             self._awaited.pop()()
         while self._attached:
-            driver = self._attached.pop()
+            driver = self._attached[-1]
             driver.detach()
+            self._attached.pop()
             _plugins.plugin_manager().hook.amanda_driver_detached(driver=driver)
 
 

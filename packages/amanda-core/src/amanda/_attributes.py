@@ -1,7 +1,9 @@
 """Replacing attributes of modules and classes for a while."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 _MISSING = object()
@@ -16,16 +18,57 @@ class Attributes:
     def set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until `restore`."""
         self._before.append((holder, name, vars(holder).get(name, _MISSING)))
-        setattr(holder, name, value)
+        with _as_much_a_sequence(holder, name):
+            setattr(holder, name, value)
 
     def restore(self) -> None:
         """Undo every `set`, last first."""
         while self._before:
-            holder, name, value = self._before.pop()
-            if value is _MISSING:
-                delattr(holder, name)
-            else:
-                setattr(holder, name, value)
+            holder, name, value = self._before[-1]
+            with _as_much_a_sequence(holder, name):
+                if value is not _MISSING:
+                    setattr(holder, name, value)
+                elif name in vars(holder):  # not if `set` was interrupted
+                    delattr(holder, name)
+            self._before.pop()
+
+
+_SEQUENCE_SLOTS = {"__getitem__": 3, "__setitem__": 5}
+"""Places in PySequenceMethods that CPython fills when a class gets such an attribute, and never empties."""
+_HEAP_TYPE = 1 << 9  # a class whose attributes can be set
+
+
+@contextmanager
+def _as_much_a_sequence(holder: Any, name: str) -> Iterator[None]:
+    """Leave a class, and its heirs, as much a sequence as it is: native code asks the slot."""
+    place = _SEQUENCE_SLOTS.get(name)
+    made_in_python = isinstance(holder, type) and holder.__flags__ & _HEAP_TYPE
+    if place is None or not made_in_python or sys.implementation.name != "cpython":
+        yield
+        return
+    function = _sequence_slot(holder, place).value
+    try:
+        yield
+    finally:
+        for heir in _heirs(holder, name):
+            _sequence_slot(heir, place).value = function
+
+
+def _sequence_slot(holder: type, place: int) -> Any:
+    import ctypes
+
+    word = ctypes.sizeof(ctypes.c_void_p)
+    methods = ctypes.c_void_p.from_address(id(holder) + object.__basicsize__ + 11 * word).value or 0
+    return ctypes.c_void_p.from_address(methods + place * word)
+
+
+def _heirs(holder: type, name: str) -> Iterator[type]:
+    """A class and those below it that have no attribute of that name of their own."""
+    yield holder
+    heirs: list[type] = type.__subclasses__(holder)
+    for heir in heirs:
+        if name not in vars(heir):
+            yield from _heirs(heir, name)
 
 
 def replace_references(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from amanda import _plugins, interceptor
 from amanda._attachment import attachment
 from amanda._generators import stepping, stepping_async
+from amanda._interrupts import uninterrupted
 from amanda._order import in_order
-from amanda._plan import layer_of
+from amanda._plan import layer_of, renew_locks
 from amanda._report import Report
-from amanda._state import activated, current_state, restore
+from amanda._state import State, activated, current_state, restore
 from amanda.errors import ScopeError, ToolError
 
 if TYPE_CHECKING:
@@ -41,51 +41,90 @@ class Scope:
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
                 raise ToolError(f"apply wants tools, not {tool!r}{hint}")
         self._tools = tools
-        self._entries: list[tuple[int, object]] = []
+        self._open = False
+        self._token: object = None
         self._activations: list[interceptor.Activation] = []
+        self._forked = False
         self.report = Report()
         in_order(tools)
 
     @property
     def closed(self) -> bool:
         """Whether the scope is not open anywhere."""
-        return not self._entries
+        return not self._open
 
     def __enter__(self) -> Scope:
-        if self._entries:
+        if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
                 "gets one per call"
             )
+        self._forked = False
+        try:
+            uninterrupted(self._enter)
+            _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
+        except BaseException:
+            uninterrupted(self._leave)
+            raise
+        return self
+
+    def _enter(self) -> None:
         outer = current_state()
         tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
         layer = layer_of(tools, outer.layer) if tools else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
         attachment.open(self)
         self._activations.append(state.activation())
-        token = interceptor.ACTIVATION.set(self._activations[0])
+        self._token = interceptor.ACTIVATION.set(self._activations[0])
         interceptor.reset_root()
-        self._entries.append((threading.get_ident(), token))
-        try:
-            _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
-        except BaseException:
-            self.stop()
-            raise
-        return self
+        self._open = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._entries:
+        if self._forked:  # the parent has it open; here it was closed when the child began
+            self._forked = False
+            return
+        if not self._open:
             raise ScopeError("this scope is not open; start() or a with statement opens it")
-        _, token = self._entries.pop()
+        try:
+            uninterrupted(self._leave)
+        except BaseException:  # an interrupt that came before it, perhaps
+            uninterrupted(self._leave)
+            raise
+        _plugins.plugin_manager().hook.amanda_scope_left(scope=self)
+
+    def _leave(self) -> None:
+        """Undo what opening has done so far."""
+        token, self._token, self._open = self._token, None, False
         for activation in self._activations:
             activation.active = False
         self._activations.clear()
         interceptor.keep_failure(None)
-        restore(interceptor.ACTIVATION, token)
-        attachment.close(self)
-        _plugins.plugin_manager().hook.amanda_scope_left(scope=self)
+        try:
+            if token is not None and not self._leave_to_inner(token):
+                restore(interceptor.ACTIVATION, token)
+        finally:
+            attachment.close(self)
+
+    def _leave_to_inner(self, token: object) -> bool:
+        """Where a scope opened later is still open here, as in generators that take turns, leave it open."""
+        activation = interceptor.ACTIVATION.get(None)
+        scopes: tuple[Scope, ...] = () if activation is None else activation.state.scopes
+        later = scopes[scopes.index(self) + 1 :] if self in scopes else ()
+        inner = [scope for scope in later if not scope.closed]
+        if activation is None or not inner:
+            return False
+        inner[0]._token = token  # it goes back to what was before both
+        layer = None
+        kept = tuple(scope for scope in scopes if not scope.closed)
+        for scope in kept:
+            state = State(layer)
+            tools = [tool for tool in in_order(scope._tools) if not state.is_open(tool)]
+            layer = layer_of(tools, layer) if tools else layer
+        inner[-1]._activations.append(replace(activation.state, layer=layer, scopes=kept).activation())
+        interceptor.ACTIVATION.set(inner[-1]._activations[-1])
+        return True
 
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
@@ -160,7 +199,9 @@ def _forked() -> None:
     for scope in attachment.abandon():
         for activation in scope._activations:
             activation.active = False
-        scope._entries.clear()
+        scope._open = False
+        scope._forked = True
+    renew_locks()
 
 
 if hasattr(os, "register_at_fork"):

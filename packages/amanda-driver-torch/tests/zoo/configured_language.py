@@ -88,20 +88,6 @@ LANGUAGE_MODELS: Table = {
     "codegen": (dict(rotary_dim=4), text),
     "gpt_neo": (dict(attention_types=[[["global", "local"], 1]]), text),
     "funnel": (dict(block_sizes=[1, 1], d_head=8, d_inner=48), text),
-    "reformer": (
-        dict(
-            axial_pos_embds_dim=[8, 24],
-            axial_pos_shape=[4, 4],
-            attn_layers=["local", "lsh"],
-            num_buckets=2,
-            lsh_attn_chunk_length=4,
-            local_attn_chunk_length=4,
-            attention_head_size=8,
-            feed_forward_size=48,
-            is_decoder=True,
-        ),
-        lambda: dict(input_ids=tokens(2, 16)),
-    ),
     "squeezebert": (
         dict(embedding_size=32, q_groups=2, k_groups=2, v_groups=2, output_groups=2, intermediate_groups=2),
         text,

@@ -36,7 +36,9 @@ def observed(
         with scope():
             outputs = list(tensors_in(model(**given)))
             weighted_sum(outputs).backward()
-        facts |= {f"step {number}: {name}": value for name, value in step_facts(model, outputs).items()}
+        facts |= {
+            f"step {number}: {name}": value for name, value in step_facts(model, given, outputs).items()
+        }
         after_step()
     same = [one is other for one, other in zip(parts, _parts(model), strict=False)]
     return {**facts, **model_facts(model), "the same objects": (same, len(_parts(model)))}
@@ -78,10 +80,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(vars(value))
 
 
-def step_facts(model: nn.Module, outputs: list[torch.Tensor]) -> Facts:
-    """Outputs, gradients and random state, and the state_dict to the bit."""
+def step_facts(model: nn.Module, given: Mapping[str, Any], outputs: list[torch.Tensor]) -> Facts:
+    """Inputs, outputs, gradients, state_dict and random state, to the bit."""
     state = model.state_dict()
     return {
+        **{f"input {name}": described(value) for name, value in given.items()},
         **{f"output {index}": tensor_facts(output) for index, output in enumerate(outputs)},
         **{f"gradient of {name}": described(p.grad) for name, p in model.named_parameters()},
         "state_dict": [(name, described(value)) for name, value in state.items()],
@@ -125,7 +128,9 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tensor_facts(value)
     if isinstance(value, Mapping):
-        return type(value), [(described(key), described(each)) for key, each in value.items()]
+        # A number may come from a counter of the process, as the keys of hooks do.
+        keys = [type(key) if isinstance(key, int) else described(key) for key in value]
+        return type(value), keys, [described(each) for each in value.values()]
     if isinstance(value, (list, tuple)):
         return type(value), [described(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)):

@@ -60,7 +60,8 @@ def parameters() -> Iterator[Any]:
             marks = [] if subject.name in module.SAMPLE else [pytest.mark.zoo]
             if subject.name in KNOWN:
                 marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[subject.name]))
-            yield pytest.param(subject, id=subject.name, marks=marks)
+            package = module.__name__.rpartition(".")[2].partition("_")[0]
+            yield pytest.param(subject, id=f"{package}-{subject.name}", marks=marks)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ replaced by attribute; `NATIVE` says which one is in force and `REASON` why.
 
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING
 
 NATIVE = False
@@ -30,6 +31,11 @@ else:
     try:
         from amanda.interceptor import _native  # type: ignore[attr-defined]
 
+        _names: dict[str, object] = {"modules": sys.modules}
+        if _refusal := _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
+            raise ImportError(
+                "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
+            )
         NATIVE = True
     except ImportError as error:
         REASON = (
@@ -66,10 +72,7 @@ if TYPE_CHECKING or not NATIVE:
         subjects,
     )
 else:
-    _names: dict[str, object] = {}
-    if _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
-        raise ImportError("the native interceptor could not start; the report is above")
-    globals().update(_names)
+    globals().update({name: value for name, value in _names.items() if name != "modules"})
 
 TRANSPARENT, IMPLEMENTATION = 1, 2
 """Flags of a site: ops called inside it are ops of their own; called inside another op, it is no op."""

@@ -65,8 +65,9 @@ static PyObject *both_said(PyObject *self, PyObject *args) {
 }
 static PyObject *deeper(PyObject *self, PyObject *a) {
     (void)self;
-    PyObject *result = Py_EnterRecursiveCall(" in deeper") ? NULL : PyObject_CallOneArg(a, a);
-    if (result) Py_LeaveRecursiveCall();
+    if (Py_EnterRecursiveCall(" in deeper")) return NULL;
+    PyObject *result = PyObject_CallOneArg(a, a);
+    Py_LeaveRecursiveCall();
     return result;
 }
 
@@ -171,6 +172,24 @@ static PyTypeObject Deathbed_Type = {
     .tp_dealloc = (destructor)deathbed_dealloc,
 };
 
+/* ---- a handler and a describer that run no Python, which is not itself safe without memory ---- */
+
+static PyObject *pass_through(PyObject *Py_UNUSED(self), PyObject *const *a, Py_ssize_t n) {
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "six arguments are wanted");
+    PyObject *name = PyUnicode_InternFromString("invoke");
+    PyObject *result = name ? PyObject_CallMethodObjArgs(a[3], name, a[4], a[5], NULL) : NULL;
+    Py_XDECREF(name);
+    return result;
+}
+static PyObject *refuse(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(a), Py_ssize_t Py_UNUSED(n)) {
+    PyErr_SetNone(PyExc_ZeroDivisionError);
+    return NULL;
+}
+static PyObject *describe(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(code)) {
+    return Py_BuildValue("iiy#", 7, 0, "", (Py_ssize_t)0);
+}
+static PyObject *hear(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ordinal)) { Py_RETURN_NONE; }
+
 /* ---- allocations ---- */
 
 static struct Domain {
@@ -239,6 +258,10 @@ static PyMethodDef functions[] = {
     {"nothing_said", AS(nothing_said), METH_NOARGS, "Fails and does not say how."},
     {"both_said", AS(both_said), METH_NOARGS, "Succeeds and fails."},
     {"deeper", AS(deeper), METH_O, "Calls its argument with itself."},
+    {"pass_through", AS(pass_through), METH_FASTCALL, "A handler that makes the call."},
+    {"refuse", AS(refuse), METH_FASTCALL, "A handler that raises ZeroDivisionError."},
+    {"describe", AS(describe), METH_O, "Describes code, all the same way."},
+    {"hear", AS(hear), METH_O, "Hears of deaths."},
     {"watch_allocations", watch_allocations, METH_NOARGS, "Count and control allocations from here on."},
     {"fail_allocations", fail_allocations, METH_VARARGS, "Refuse those numbered first up to last, counted from now."},
     {"stop_failing", stop_failing, METH_NOARGS, "Refuse none; gives the number asked for since."},

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import faulthandler
 import functools
 import gc
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -152,9 +156,9 @@ class Handling:
         return self.site.invoke(self.args, self.kwargs)
 
 
-def _raises(error: BaseException) -> Callable[[Handling], Any]:
+def _raises(error: Callable[[], BaseException]) -> Callable[[Handling], Any]:
     def behaviour(_: Handling) -> Any:
-        raise error
+        raise error()
 
     return behaviour
 
@@ -230,9 +234,9 @@ PASSES: list[Callable[[Handling], Any]] = [
     lambda given: _deep(given.invoke),
 ]
 ENDS: list[tuple[Callable[[Handling], Any], Outcome | None]] = [
-    (_raises(Own("own")), ("raises", "Own", "Own Own('own')")),
-    (_raises(KeyboardInterrupt()), ("raises", "KeyboardInterrupt", "KeyboardInterrupt KeyboardInterrupt()")),
-    (_raises(GeneratorExit()), ("raises", "GeneratorExit", "GeneratorExit GeneratorExit()")),
+    (_raises(lambda: Own("own")), ("raises", "Own", "Own Own('own')")),
+    (_raises(KeyboardInterrupt), ("raises", "KeyboardInterrupt", "KeyboardInterrupt KeyboardInterrupt()")),
+    (_raises(GeneratorExit), ("raises", "GeneratorExit", "GeneratorExit GeneratorExit()")),
     (lambda _: NotImplemented, ("gives", "NotImplementedType", "NotImplemented")),
     (lambda _: None, ("gives", "NoneType", "None")),
     (lambda _: [3], ("gives", "list", "[3]")),
@@ -280,7 +284,7 @@ class Program:
         self.targets = [choices.one_of(kinds.TARGETS) for _ in range(4)]
         self.other = choices.one_of(kinds.TARGETS)
         self.table = PlanTable()
-        self.handled = 0
+        self.handled, self.site = 0, None
         self.behaviour: Callable[[Handling], Any] = Handling.invoke
         self.tokens: list[Any] = []
         self.steps: list[Callable[[], None]] = []
@@ -308,7 +312,7 @@ class Program:
         kinds.assert_restored()
 
     def _handle(self, state: Any, plan: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
-        self.handled += 1
+        self.handled, self.site = self.handled + 1, site
         behaviour, self.behaviour = self.behaviour, Handling.invoke
         try:
             return behaviour(Handling(self, op_id, site, args, kwargs))
@@ -354,7 +358,7 @@ class Program:
                 self.behaviour = Handling.invoke
             if passing and got != bare:
                 raise Difference(f"{target.name}: bare {bare}, instrumented {got}")
-            plainly = call.way is WAYS[0] and self.handled == before + 1
+            plainly = call.way is WAYS[0] and self.handled == before + 1 and self.site is target.site
             if expected and plainly and not target.name.endswith("__setitem__") and got[0] != expected:
                 raise Difference(f"{target.name}: the handler {expected}, the call {got[0]}")
 
@@ -395,3 +399,28 @@ def _settled() -> Any:
 def run(data: bytes) -> None:
     """Run the program that the bytes stand for."""
     Program(data).run()
+
+
+def bytes_of(number: int) -> bytes:
+    """Bytes of a program, the same for the same number."""
+    source = random.Random(number)
+    return source.randbytes(source.randrange(10, 400))
+
+
+def main(count: str = "1000", first: str = "0", seconds: str = "inf") -> None:
+    """Run that many programs, or as many as there is time for; says which one failed."""
+    faulthandler.enable()
+    end, done = time.monotonic() + float(seconds), 0
+    while done < int(count) and time.monotonic() < end:
+        number = int(first) + done
+        try:
+            run(bytes_of(number))
+        except BaseException as error:
+            error.add_note(f"program {number}")
+            raise
+        done += 1
+    sys.stdout.write(f"{done} programs\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -84,6 +84,9 @@ uint64_t occurrence_of(Region *region, uint64_t place, int *failed);
 int ordinal_of(PyObject *object, uint64_t *ordinal);
 int place_boot(PyObject *names);
 
+/* Like a tuple, no type here but PlanTable and Memo has tp_clear: its objects are whole for as long as what
+   dies in a collection may call them, and every cycle has another object that clears. */
+
 /* ---- wrapped.c: Python methods that are replaced by native ones ---- */
 
 typedef struct {

@@ -11,12 +11,23 @@ int add_type(PyObject *names, const char *name, PyTypeObject *type) {
     return PyType_Ready(type) || PyDict_SetItemString(names, name, (PyObject *)type) ? -1 : 0;
 }
 
-/* Puts the interceptor's functions and types into the dict at `names`: 0, or -1 after a report
-   on stderr. cffi releases the GIL around a call, so it is taken here. */
+/* Whether the interpreter that `modules` belongs to is the main one: it is where the stubs' state lives,
+   and the one that PyGILState knows. */
+static int called_from_main(PyObject *names) {
+    PyObject *modules = PyDict_GetItemString(names, "modules");
+    return PyInterpreterState_Get() == PyInterpreterState_Main() && modules == PySys_GetObject("modules");
+}
+
+/* Puts the interceptor's functions and types into the dict at `names`, which has sys.modules under
+   "modules": 0; 1 where another interpreter than the main one calls; -1 after a report on stderr.
+   cffi releases the GIL around a call, so it is taken here. */
 int amanda_boot(void *names) {
     PyGILState_STATE gil = PyGILState_Ensure();
-    int failed = stub_boot(names) || place_boot(names);
-    if (failed) PyErr_Print();
+    int result = 1;
+    if (called_from_main(names)) {
+        result = stub_boot(names) || place_boot(names) ? -1 : 0;
+        if (result) PyErr_Print();
+    }
     PyGILState_Release(gil);
-    return failed ? -1 : 0;
+    return result;
 }

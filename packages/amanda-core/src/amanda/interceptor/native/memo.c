@@ -104,7 +104,8 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int program_clear(Program *self) {
+static void program_dealloc(Program *self) {
+    PyObject_GC_UnTrack(self);
     Py_CLEAR(self->failed);
     Py_CLEAR(self->mutated);
     Py_CLEAR(self->constants);
@@ -114,12 +115,6 @@ static int program_clear(Program *self) {
         Py_CLEAR(self->steps[i].names);
         Py_CLEAR(self->steps[i].lock);
     }
-    return 0;
-}
-
-static void program_dealloc(Program *self) {
-    PyObject_GC_UnTrack(self);
-    program_clear(self);
     PyMem_Free(self->sources);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -136,7 +131,6 @@ PyTypeObject Program_Type = {
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,
-    .tp_clear = (inquiry)program_clear,
 };
 
 /* ---- steps ---- */
@@ -373,14 +367,14 @@ static int memo_traverse(Memo *self, visitproc visit, void *arg) {
 }
 
 static int memo_clear(Memo *self) {
-    Py_CLEAR(self->plans);
     forget_entries(self);
     return 0;
 }
 
 static void memo_dealloc(Memo *self) {
     PyObject_GC_UnTrack(self);
-    memo_clear(self);
+    forget_entries(self);
+    Py_CLEAR(self->plans);
     Py_TYPE(self)->tp_free(self);
 }
 

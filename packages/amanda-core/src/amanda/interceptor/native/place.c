@@ -41,6 +41,7 @@ typedef struct {
 } Named;
 
 static struct {
+    PyInterpreterState *interpreter; /* in others, whose builtins are the same, nothing is intercepted */
     Py_ssize_t index;
     unsigned epoch;
     PyObject *describe, *on_death;
@@ -56,7 +57,10 @@ static __thread struct {
 } local;
 
 Thread *thread_state(void) {
-    uint64_t id = PyThreadState_Get()->id + 1;
+    static Thread foreign = {.off = 1};
+    PyThreadState *running = PyThreadState_Get();
+    if (running->interp != house.interpreter) return &foreign;
+    uint64_t id = running->id + 1; /* unique in one interpreter */
     if (local.owner != id) {
         local.thread = (Thread){0};
         local.owner = id;
@@ -158,7 +162,7 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
     note->epoch = epoch;
     if (!old && code_set((PyObject *)code, house.index, note)) {
         PyMem_RawFree(note);
-        return NULL;
+        return PyErr_Occurred() ? NULL : (CodeNote *)PyErr_NoMemory(); /* it may fail and not say so */
     }
     return note;
 }
@@ -551,7 +555,8 @@ static PyMethodDef functions[] = {
     {0}};
 
 int place_boot(PyObject *names) {
-    house.index = code_index(PyMem_RawFree);
+    house.interpreter = PyInterpreterState_Get();
+    if (house.index < 0) house.index = code_index(PyMem_RawFree); /* a reload keeps what there is */
     if (house.index < 0) {
         PyErr_SetString(PyExc_RuntimeError, "no room for notes on code objects");
         return -1;

@@ -46,15 +46,10 @@ static int activation_traverse(Activation *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int activation_clear(Activation *self) {
-    Py_CLEAR(self->table);
-    Py_CLEAR(self->state);
-    return 0;
-}
-
 static void activation_dealloc(Activation *self) {
     PyObject_GC_UnTrack(self);
-    activation_clear(self);
+    Py_CLEAR(self->table);
+    Py_CLEAR(self->state);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -72,7 +67,6 @@ PyTypeObject Activation_Type = {
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,
-    .tp_clear = (inquiry)activation_clear,
     .tp_members = activation_members,
 };
 
@@ -324,6 +318,7 @@ static int kind_of_method(int flags, Kind *kind) {
 
 static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
     int offset = descriptor->d_base->offset;
+    if (strcmp(descriptor->d_base->name, "__delitem__") == 0) return -1; /* shares the slot of __setitem__ */
     if (offset == (int)offsetof(PyHeapTypeObject, as_mapping.mp_subscript)) *kind = SUBSCRIPT;
     else if (offset == (int)offsetof(PyHeapTypeObject, as_mapping.mp_ass_subscript)) *kind = ASSIGN;
     else return -1;
@@ -542,18 +537,13 @@ static int site_traverse(Site *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int site_clear(Site *self) {
+static void site_dealloc(Site *self) {
+    PyObject_GC_UnTrack(self);
     Py_CLEAR(self->op);
     Py_CLEAR(self->handler);
     Py_CLEAR(self->target);
     Py_CLEAR(self->original);
     Py_CLEAR(self->reader);
-    return 0;
-}
-
-static void site_dealloc(Site *self) {
-    PyObject_GC_UnTrack(self);
-    site_clear(self);
     Py_CLEAR(self->key);
     Py_TYPE(self)->tp_free(self);
 }
@@ -584,7 +574,6 @@ PyTypeObject Site_Type = {
     .tp_new = site_new,
     .tp_dealloc = (destructor)site_dealloc,
     .tp_traverse = (traverseproc)site_traverse,
-    .tp_clear = (inquiry)site_clear,
     .tp_methods = site_methods,
     .tp_members = site_members,
     .tp_getset = site_getset,
@@ -638,7 +627,7 @@ static PyMethodDef active_def = {"active", active, METH_NOARGS,
                                  "The activation in force here; None where nothing is intercepted."};
 
 int stub_boot(PyObject *names) {
-    activation_variable = PyContextVar_New("amanda.activation", NULL);
+    if (!activation_variable) activation_variable = PyContextVar_New("amanda.activation", NULL);
     return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_function(names, &active_def) || add_function(names, &failure_def) ||
                    add_function(names, &keep_failure_def) || add_type(names, "PlanTable", &PlanTable_Type) ||

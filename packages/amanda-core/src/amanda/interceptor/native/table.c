@@ -42,7 +42,8 @@ void map_clear(Map *map) {
 
 static int id_of(PyObject *object, uint64_t *id) {
     *id = PyLong_AsUnsignedLongLong(object);
-    return *id == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+    if (!*id) PyErr_SetString(PyExc_ValueError, "0 is no op id");
+    return (!*id || *id == (uint64_t)-1) && PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *table_get(PlanTable *self, PyObject *key) {

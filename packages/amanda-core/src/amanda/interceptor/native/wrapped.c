@@ -15,15 +15,10 @@ static int wrapped_traverse(Wrapped *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int wrapped_clear(Wrapped *self) {
-    Py_CLEAR(self->function);
-    Py_CLEAR(self->site);
-    return 0;
-}
-
 static void wrapped_dealloc(Wrapped *self) {
     PyObject_GC_UnTrack(self);
-    wrapped_clear(self);
+    Py_CLEAR(self->function);
+    Py_CLEAR(self->site);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -32,6 +27,7 @@ static PyObject *wrapped_bind(PyObject *self, PyObject *instance, PyObject *Py_U
 }
 
 static PyObject *wrapped_getattr(PyObject *self, PyObject *name) {
+    if (!PyUnicode_Check(name)) return PyObject_GenericGetAttr(self, name); /* says what is wrong */
     if (PyUnicode_CompareWithASCIIString(name, "__doc__") == 0 || PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
         return PyObject_GetAttr(((Wrapped *)self)->function, name); /* a type has its own */
     PyObject *value = PyObject_GenericGetAttr(self, name);
@@ -52,7 +48,6 @@ PyTypeObject Wrapped_Type = {
     .tp_flags = WRAPPED_FLAGS | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .tp_dealloc = (destructor)wrapped_dealloc,
     .tp_traverse = (traverseproc)wrapped_traverse,
-    .tp_clear = (inquiry)wrapped_clear,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Wrapped, vectorcall),
     .tp_descr_get = wrapped_bind,

@@ -12,6 +12,7 @@ from amanda import interceptor
 from amanda.backend import Attributes, BackwardStep, Call, EagerDriver, State, Trace
 from amanda.interceptor import Suspension
 
+from ._graphs import relieve
 from ._overrides import Unseen
 
 KEY = "amanda"
@@ -91,8 +92,9 @@ class Autograd(EagerDriver):
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
-            backward = _Backward(self.unseen, activation.state, outputs, create_graph)
+            backward = _Backward(self.unseen, activation.state, create_graph)
             try:
+                backward.add_hooks(outputs)
                 result = original(outputs, *args, **kwargs)
             finally:
                 backward.remove_hooks()
@@ -107,11 +109,15 @@ class Autograd(EagerDriver):
 class _Backward:
     """One backward pass: its nodes, mapped and hooked."""
 
-    def __init__(self, driver: Autograd, state: State, outputs: Sequence[Any], create_graph: bool) -> None:
+    def __init__(self, driver: Autograd, state: State, create_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
         self._handles: list[Any] = []
+        self._origins: dict[int, Origin] = {}
+
+    def add_hooks(self, outputs: Sequence[Any]) -> None:
+        """Hook the nodes that a tool wants of the graph from `outputs`."""
         with Unseen():
             self._nodes, edges = _graph_from(outputs)
         self._origins = _origins(self._nodes, edges)
@@ -191,6 +197,7 @@ def _mark(tensor: torch.Tensor, origin: Origin) -> None:
     node = tensor.grad_fn
     if node is not None and origin.start <= node._sequence_nr() < origin.end:
         node.metadata.setdefault(KEY, origin)  # type: ignore[attr-defined]
+        relieve(node)
 
 
 def _graph_from(outputs: Sequence[Any]) -> tuple[dict[int, Any], list[tuple[Any, Any]]]:
@@ -204,6 +211,7 @@ def _graph_from(outputs: Sequence[Any]) -> tuple[dict[int, Any], list[tuple[Any,
         if id(node) in nodes:
             continue
         nodes[id(node)] = node
+        relieve(node)
         children = [child for child, _ in node.next_functions if child is not None]
         edges += [(node, child) for child in children]
         waiting += children

@@ -40,11 +40,11 @@ class Operators:
     def open(self) -> None:
         """Put the code in place; nothing happens where torch's operators are made otherwise."""
         code = _made(None).__code__
-        theirs = getattr(found("Tensor.__rsub__"), "__code__", None)
-        if theirs is None or (theirs.co_freevars, theirs.co_name) != (code.co_freevars, "wrapped"):
+        theirs = getattr(found("Tensor.__rsub__"), "__code__", code)
+        if (theirs.co_freevars, theirs.co_name) != (code.co_freevars, "wrapped"):
             return
         for operator in vars(torch.Tensor).values():
-            if getattr(operator, "__code__", None) is theirs:
+            if isinstance(operator, FunctionType) and operator.__code__ is theirs:
                 self._before.append((operator, theirs))
                 operator.__code__ = code.replace(co_name=theirs.co_name)
 

@@ -11,7 +11,6 @@ from ._requirements import found
 from ._tensors import TorchTensors
 
 _native: Any = torch._C  # its stubs lack what is used here
-_DISABLED = _native._TorchFunctionState.ALL_DISABLED
 
 _RECORDERS = ("fx.experimental.proxy_tensor.get_proxy_mode", "_guards.TracingContext.try_get")
 
@@ -28,17 +27,8 @@ def is_recorded() -> bool:
     return any(recorder is not None and recorder() for recorder in map(found, _RECORDERS))
 
 
-class Unseen:
-    """Context in which no `__torch_function__` is called."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = _native._get_torch_function_state()
-        _native._set_torch_function_state(_DISABLED)
-
-    def __exit__(self, *_: Any) -> None:
-        _native._set_torch_function_state(self._before)
+Unseen: Any = _native.DisableTorchFunction
+"""Context in which no `__torch_function__` is called; native, so that no interrupt comes between."""
 
 
 def _unseen(primitive: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,13 +56,15 @@ class UnseenTensors(TorchTensors):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine with autograd off; the routine's own calls are seen."""
-        with Unseen():
+        unseen = Unseen()
+        with unseen:
             before = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
         try:
+            with unseen:
+                torch._C._set_grad_enabled(False)
             return func(*values, **kwargs)
         finally:
-            with Unseen():
+            with unseen:
                 torch._C._set_grad_enabled(before)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -14,20 +14,18 @@ logger = logging.getLogger("amanda")
 TESTED_VERSIONS = ("2.13",)
 
 ESSENTIAL = (
+    "_C.DisableTorchFunction.__exit__",
     "_C.ScriptFunction.__call__",
     "_C.ScriptMethod.__call__",
     "_C._autograd._saved_tensors_hooks_is_enabled",
     "_C._autograd._top_saved_tensors_default_hooks",
     "_C._disabled_torch_function_impl",
     "_C._functorch.peek_interpreter_stack",
-    "_C._get_torch_function_state",
     "_C._get_tracing_state",
     "_C._is_alias_of",
     "_C._jit_get_schemas_for_operator",
     "_C._len_torch_dispatch_stack",
     "_C._set_grad_enabled",
-    "_C._set_torch_function_state",
-    "_C._TorchFunctionState.ALL_DISABLED",
     "_C.parse_schema",
     "_ops.OpOverload.__call__",
     "_ops.OpOverloadPacket.__call__",

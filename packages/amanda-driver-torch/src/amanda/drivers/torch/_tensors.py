@@ -95,8 +95,8 @@ class TorchTensors:
     ) -> Any:
         """Call a routine with autograd off; a hot path, a third of the cost of `torch.no_grad`."""
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         try:
+            torch._C._set_grad_enabled(False)
             return func(*values, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)
@@ -122,8 +122,7 @@ class TorchTensors:
         if recorded and not (target.is_leaf and not target._is_view()):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
-            with GradOff():
-                target.copy_(value)
+            _without_gradient(target.copy_, value)
 
     def written_later(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
         """Context around an op whose backward ops keep copies of what will be written once more."""
@@ -226,19 +225,31 @@ def _same_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def _without_gradient(function: Callable[..., Any], *values: Any) -> Any:
+    before = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        return function(*values)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    with GradOff():
-        _same_shape(original, value)
-        if original.is_complex() != value.is_complex():
+    fitting: torch.Tensor = _without_gradient(_cast_to_fit, original, value)
+    return fitting
+
+
+def _cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    _same_shape(original, value)
+    if original.is_complex() != value.is_complex():
+        raise RoutineError(
+            f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "
+            "into complex or back"
+        )
+    if value.dtype != original.dtype and original.dtype.is_floating_point | original.is_complex():
+        if not (value.dtype.is_floating_point or value.is_complex()):
             raise RoutineError(
-                f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "
-                "into complex or back"
+                f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
             )
-        if value.dtype != original.dtype and original.dtype.is_floating_point | original.is_complex():
-            if not (value.dtype.is_floating_point or value.is_complex()):
-                raise RoutineError(
-                    f"a routine returned {value.dtype} where {original.dtype} was given; "
-                    "return a floating type"
-                )
-            return value.to(original.dtype)
-        return value
+        return value.to(original.dtype)
+    return value

@@ -1,0 +1,80 @@
+"""Run by instructions.py under callgrind: the same calls in several states, each count dumped by name."""
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import _callgrind  # type: ignore[import-not-found]
+import torch
+import torch.nn.functional as F
+
+QUICK = "--quick" in sys.argv
+SETTLING = 200
+FEW, MANY = 200, 1200
+x, weight, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
+linear = torch.nn.Linear(4, 4)
+PROGRAMS: dict[str, Callable[[], object]] = {
+    "torch.add(a, b)": lambda: torch.add(x, weight),
+    "a + b": lambda: x + weight,
+    "x.relu()": lambda: x.relu(),
+    "F.linear(x, w, b)": lambda: F.linear(x, weight, bias),
+    "nn.Linear(4, 4)(x)": lambda: linear(x),
+}
+
+
+def count(state: str, under: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    """Dump what few and what many calls of each program execute; the difference is free of all else."""
+    for name, program in list(PROGRAMS.items())[: 1 if QUICK else None]:
+        gc.collect()
+        with under():
+            run(program, SETTLING)
+            for calls in (FEW, MANY):
+                _callgrind.lib.begin()
+                run(program, calls)
+                _callgrind.lib.end(f"{state}|{name}|{calls}".encode())
+
+
+def run(program: Callable[[], object], calls: int) -> None:
+    """Call a program."""
+    for _ in itertools.repeat(None, calls):
+        program()
+
+
+def main() -> None:
+    """Every state, in the order that they can be had in."""
+    gc.disable()
+    torch.set_num_threads(1)
+    count("torch alone")
+    count("torch alone, again")
+
+    import amanda
+
+    count("after import amanda")
+
+    from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks, scope_elsewhere, switched_off
+    from _tools import Empty, Routines
+
+    empty, routines, patch = Empty(), Routines(), MonkeyPatch()
+    for tool in (empty, routines):
+        with amanda.apply(tool):
+            for program in PROGRAMS.values():
+                program()
+    count("after scopes")
+    count("empty tool", lambda: amanda.apply(empty))
+    if not QUICK:
+        count("disabled in a scope", lambda: switched_off(empty))
+        count("before + after", lambda: amanda.apply(routines))
+        count("TorchFunctionMode", FunctionMode)
+        count("TorchDispatchMode", DispatchMode)
+        count("monkey-patch", lambda: patch)
+        count("module hooks", lambda: module_hooks(linear))
+        count("after all")
+        # Last: with a second thread the C library begins to lock.
+        count("scope in another thread", lambda: scope_elsewhere(empty))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Instructions per op, counted by callgrind: what "no cost outside a scope" means, exactly."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _measure import progress, script
+
+HERE = Path(__file__).parent
+REQUESTS = """
+#include <valgrind/callgrind.h>
+static void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
+static void end(const char *name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTRUMENTATION; }
+"""
+FUNCTION = re.compile(r"(fn|cfn)=\((\d+)\)(?: (.*))?$")
+ALLOCATOR = re.compile(
+    r"malloc|calloc|realloc|memalign|aligned_alloc|_int_free|unlink_chunk|sysmalloc|systrim|^c?free\b"
+    r"|PyObject_(?:Free|Malloc|Calloc|Realloc)|address_in_range|arena"
+)
+"""What a heap of another history makes shorter or longer, though the same is asked of it."""
+
+
+def benchmark(quick: bool) -> dict[str, Any]:
+    """Instructions of one call: program -> state -> count; or why they were not counted."""
+    if shutil.which("valgrind") is None:
+        return {"missing": "valgrind is not installed"}
+    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
+        folder = Path(scratch)
+        try:
+            compile_requests(folder)
+        except Exception as failure:
+            return {"missing": f"valgrind's headers cannot be compiled against ({type(failure).__name__})"}
+        progress("  python under callgrind")
+        run_counted(folder, quick)
+        return {"programs": per_call(folder), "tool": version()}
+
+
+def compile_requests(folder: Path) -> None:
+    """Make the module by which the counted program tells callgrind when to count."""
+    from cffi import FFI
+
+    builder = FFI()
+    builder.cdef("void begin(void); void end(const char *name);")
+    builder.set_source("_callgrind", REQUESTS)
+    builder.compile(tmpdir=str(folder))
+
+
+def run_counted(folder: Path, quick: bool) -> None:
+    """Run the program of _counted.py under callgrind, which leaves its counts in the folder."""
+    command = [
+        "valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out", "-q",
+        sys.executable, str(HERE / "_counted.py"), *(["--quick"] if quick else []),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def per_call(folder: Path) -> dict[str, dict[str, float]]:
+    """Instructions of one call: program -> state -> count."""
+    counts: dict[tuple[str, str], dict[int, int]] = {}
+    for file in folder.glob("out.*"):
+        text = file.read_text(errors="replace")
+        named = re.search(r"^desc: Trigger: Client Request: (.+)\|(.+)\|(\d+)$", text, re.MULTILINE)
+        if named:
+            counts.setdefault((named[2], named[1]), {})[int(named[3])] = without_allocator(text)
+    found: dict[str, dict[str, float]] = {}
+    for (program, state), by_calls in counts.items():
+        (few, fewer), (many, more) = sorted(by_calls.items())
+        found.setdefault(program, {})[state] = (more - fewer) / (many - few)
+    return found
+
+
+def without_allocator(text: str) -> int:
+    """Instructions in a file of callgrind's, less those of functions that allocate."""
+    total, counted, inclusive = 0, True, False
+    allocates: dict[str, bool] = {}
+    for line in text.splitlines():
+        if named := FUNCTION.match(line):
+            if named[3]:
+                allocates[named[2]] = bool(ALLOCATOR.search(named[3]))
+            if named[1] == "fn":
+                counted = not allocates[named[2]]
+        elif line.startswith("calls="):
+            inclusive = True  # the next line counts what is called, which has lines of its own
+        elif line[:1].isdigit() or line[:1] in ("+", "-", "*"):
+            if counted and not inclusive:
+                total += int(line.split()[1])
+            inclusive = False
+    return total
+
+
+def version() -> str:
+    """Valgrind's own name and number."""
+    return subprocess.run(
+        ["valgrind", "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    script(benchmark, __doc__)

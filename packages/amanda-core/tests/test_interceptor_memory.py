@@ -1,0 +1,45 @@
+"""The native interceptor where memory ends: a MemoryError or success, and all is well afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amanda import interceptor
+
+native = pytest.mark.xfail(
+    not interceptor.NATIVE, reason="never: builtins are not placed without native code", run=False
+)
+SUPPORT = str(Path(__file__).parent / "support")
+
+
+def run(build: Path, *arguments: str) -> str:
+    """Output of a process that runs one of the harnesses to its good end."""
+    env = {**os.environ, "AMANDA_FUZZ_BUILD": str(build)}
+    env["PYTHONPATH"] = os.pathsep.join([SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@native
+def test_every_allocation_may_fail(tmp_path: Path) -> None:
+    scenarios = run(tmp_path, "interceptor_fuzz.allocation").split()
+    assert len(scenarios) >= 10
+    for scenario in scenarios:
+        assert run(tmp_path, "interceptor_fuzz.allocation", scenario).endswith("survived\n")
+
+
+@native
+def test_programs_of_any_bytes_end_as_without_interception(tmp_path: Path) -> None:
+    assert run(tmp_path, "interceptor_fuzz.programs", "1000").endswith("1000 programs\n")
+
+
+@native
+def test_programs_leave_nothing_behind(tmp_path: Path) -> None:
+    assert run(tmp_path, "interceptor_fuzz.leaks").endswith("blocks a round\n")

@@ -1,0 +1,112 @@
+"""What differs between an op's sample calls without a scope and with tools that change nothing."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+import amanda
+
+from ._coverage import unseen
+from ._execution import Pass, Program, record
+from ._records import Facts, difference
+from ._tools import ROUTINES, Everywhere, Watch
+from ._variants import Samples, Variant, dtypes, error_samples, variants
+
+SEEN = 8
+"""Samples of each variant and type that are called to find out what a tool sees of them."""
+
+CONTROLS = 5
+"""Repetitions without a scope, where a difference was found, to tell whether torch agrees with itself."""
+
+
+class Count:
+    """What was compared."""
+
+    def __init__(self) -> None:
+        self.operators, self.variants, self.calls, self.gradients, self.errors = 1, 0, 0, 0, 0
+
+    def add(self, records: Iterable[Facts | None]) -> None:
+        """Count the records of calls."""
+        for one in records:
+            if one is not None:
+                self.calls += 1
+                self.gradients += "gradients" in one
+                self.errors += "error" in one
+
+
+def differences(op: Any, most: int, count: Count) -> Iterator[str]:
+    """How the calls of an op differ from what they are without a scope, for each variant, type and tool.
+
+    most: how many samples of each type are called as a function; a quarter of that in other ways.
+    """
+    for variant in variants(op):
+        count.variants += 1
+        for dtype in dtypes(op):
+            enough = most if variant.name == "function" else max(most // 4, 1)
+            yield from _compared(Calls(op, variant, dtype, enough), count)
+        yield from _compared(Calls(op, variant, None, most), count)
+
+
+def not_seen(op: Any) -> Iterator[str]:
+    """What the calls of an op compute that a tool does not see."""
+    watch = Watch()
+    for variant in variants(op):
+        for dtype in dtypes(op):
+            few = list(Samples(op, dtype, SEEN))
+            with amanda.apply(watch):
+                found = [unseen(watch, variant, one) for one in few]
+            yield from (f"{variant.name}, {dtype}: {one}" for one in found if one)
+
+
+class Calls:
+    """A list of calls that can be made again and again, each time with equal arguments.
+
+    dtype: the type of the samples; None for those that the op refuses.
+    """
+
+    def __init__(self, op: Any, variant: Variant, dtype: torch.dtype | None, most: int) -> None:
+        self.op, self.variant, self.dtype = op, variant, dtype
+        self._program = Program()
+        self._samples = Samples(op, dtype, most) if dtype else None
+
+    def __str__(self) -> str:
+        return f"{self.variant.name}, {self.dtype or 'errors'}"
+
+    def records(self, backward: Pass, most: int | None = None) -> list[Facts | None]:
+        """What each call leaves, or each of the first few."""
+        with amanda.disabled():
+            fresh = list(self._samples or error_samples(self.op))[:most]
+        return [record(self._program, self.variant, one, backward) for one in fresh]
+
+
+def _compared(calls: Calls, count: Count) -> Iterator[str]:
+    passes: list[tuple[Pass, int | None]] = [("accumulated", None), ("returned", None)]
+    if calls.dtype and calls.variant.name == "function" and calls.op.supports_gradgrad:
+        passes.append(("twice", 2))
+    bare = {one: calls.records(*one) for one in passes}
+    for records in bare.values():
+        count.add(records)
+    for name, routine in ROUTINES.items():
+        with amanda.apply(Everywhere(routine)):
+            found = {one: calls.records(*one) for one in passes}
+        for one in passes:
+            yield from _told(calls, name, one, (found[one], bare[one]))
+    with amanda.apply(Everywhere(ROUTINES["unchanged"])), amanda.cache_disabled():
+        records = calls.records("accumulated", 2)
+    yield from _told(calls, "without a cache", passes[0], (records, bare[passes[0]]))
+
+
+def _told(
+    calls: Calls,
+    tool: str,
+    made: tuple[Pass, int | None],
+    records: tuple[list[Facts | None], list[Facts | None]],
+) -> Iterator[str]:
+    found, bare = records
+    for i, one in enumerate(found):
+        differs = difference(one, bare[i])
+        if differs:
+            own = any(difference(calls.records(*made)[i], bare[i]) for _ in range(CONTROLS))
+            yield f"{calls}, sample {i}, {tool}{', and without a scope' if own else ''}: {differs}"
+            return

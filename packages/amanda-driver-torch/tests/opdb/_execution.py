@@ -1,0 +1,92 @@
+"""One sample call, forward and backward, and a record of all that it leaves."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import amanda
+
+from ._records import Facts, results_facts, tensor_facts, value_facts
+from ._variants import Sample, Variant
+
+Pass = Literal["accumulated", "returned", "twice"]
+"""A backward pass: into the leaves' `grad`, by `torch.autograd.grad`, or by that and again through it."""
+
+
+class Program(torch.nn.Module):
+    """The user's program: one call, which has the same ids each time."""
+
+    def forward(self, variant: Variant, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return variant.call(*args, **kwargs)
+
+
+def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -> Facts | None:
+    """What a call and its backward pass leave behind; None for a sample that the variant cannot have."""
+    with amanda.disabled():
+        prepared = variant.prepared(sample)
+        if prepared is None:
+            return None
+        inputs = [one for one in tree_leaves(prepared) if isinstance(one, Tensor)]
+        trained = [one for one in inputs if one.requires_grad]
+        if backward == "accumulated":
+            for one in trained:
+                one.retain_grad()
+        torch.default_generator.manual_seed(1)  # for the CPU alone: `torch.manual_seed` takes a millisecond
+    left: Facts = {}
+    result = None
+    try:
+        result = program(variant, *prepared)
+    except Exception as error:
+        left["error"] = _error_facts(error)
+    with amanda.disabled():
+        left["random state"] = torch.get_rng_state().numpy().tobytes()
+        left["outputs"] = results_facts(result, inputs)
+        left["inputs"] = [tensor_facts(one) for one in inputs]
+    made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.requires_grad]
+    if made and trained:
+        try:
+            gradients = _gradients(made, trained, backward)
+        except Exception as error:
+            left["backward error"] = _error_facts(error)
+        else:
+            with amanda.disabled():
+                left["gradients"] = [_gradient_facts(one) for one in gradients]
+    return left
+
+
+def _gradients(made: list[Tensor], trained: list[Tensor], backward: Pass) -> list[Tensor | None]:
+    with amanda.disabled():
+        given = [cotangent(one) for one in made]
+    if backward == "accumulated":
+        torch.autograd.backward(made, given)
+        return [one.grad for one in trained]
+    twice = backward == "twice"
+    gradients = torch.autograd.grad(made, trained, given, allow_unused=True, create_graph=twice)
+    again = [one for one in gradients if one is not None and one.requires_grad]
+    if not (twice and again):
+        return list(gradients)
+    with amanda.disabled():
+        given = [cotangent(one) for one in again]
+    return [*gradients, *torch.autograd.grad(again, trained, given, allow_unused=True)]
+
+
+def cotangent(output: Tensor) -> Tensor:
+    """A gradient for an output: random, and the same each time."""
+    if output.layout != torch.strided or output.is_nested:
+        return output.detach().clone()
+    generator = torch.Generator().manual_seed(output.numel())
+    return torch.rand(output.shape, dtype=output.dtype, generator=generator)
+
+
+def _gradient_facts(gradient: Tensor | None) -> Any:
+    facts = value_facts(gradient)
+    if gradient is not None:
+        del facts["version"]  # how often autograd added to it in place
+    return facts
+
+
+def _error_facts(error: Exception) -> list[Any]:
+    return [type(error), str(error), getattr(error, "__notes__", [])]

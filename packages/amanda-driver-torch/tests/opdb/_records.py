@@ -1,0 +1,112 @@
+"""What a program can see of tensors after a call, as plain values that are equal bit for bit or not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+Facts = dict[str, Any]
+
+
+def tensor_facts(tensor: Tensor) -> Facts:
+    """All but the identity of a tensor: its bits, form, class, and place in autograd's graph."""
+    with torch.no_grad():
+        return {
+            "type": type(tensor),
+            "dtype": tensor.dtype,
+            "layout": tensor.layout,
+            "shape": None if tensor.is_nested else tuple(tensor.shape),
+            "strides": _strides(tensor),
+            "requires_grad": tensor.requires_grad,
+            "grad_fn": type(tensor.grad_fn).__name__,
+            "output_nr": tensor.output_nr,
+            "is_leaf": tensor.is_leaf,
+            "is_view": tensor._is_view(),
+            "is_conj": tensor.is_conj(),
+            "is_neg": tensor.is_neg(),
+            "is_inference": tensor.is_inference(),
+            "version": None if tensor.is_inference() else tensor._version,
+            "attributes": sorted(vars(tensor)),
+            "bits": bits(tensor),
+        }
+
+
+def bits(tensor: Tensor) -> Any:
+    """The values of a tensor of any layout, as bytes."""
+    if tensor.is_meta:
+        return None
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return [bits(one) for one in tensor.unbind()]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor.is_coalesced(), bits(tensor._indices()), bits(tensor._values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [bits(one) for one in (tensor.crow_indices(), tensor.col_indices(), tensor.values())]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [bits(one) for one in (tensor.ccol_indices(), tensor.row_indices(), tensor.values())]
+    if tensor.layout != torch.strided:
+        return bits(tensor.to_dense())
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def value_facts(value: Any) -> Any:
+    """Facts of a tensor; of anything else, its type and how it prints."""
+    return tensor_facts(value) if isinstance(value, Tensor) else (type(value), repr(value))
+
+
+def results_facts(result: Any, inputs: Sequence[Tensor]) -> list[Any]:
+    """Facts of everything in a result: its form, and what it shares with the inputs and with itself."""
+    outputs, form = tree_flatten(result)
+    tensors = [*inputs, *(one for one in outputs if isinstance(one, Tensor))]
+    return [str(form), *({**_shared(one, tensors), **_as_facts(one)} for one in outputs)]
+
+
+def _as_facts(value: Any) -> Facts:
+    return tensor_facts(value) if isinstance(value, Tensor) else {"value": value_facts(value)}
+
+
+def _shared(value: Any, tensors: Sequence[Tensor]) -> Facts:
+    if not isinstance(value, Tensor):
+        return {}
+    base = value._base if value._is_view() else None
+    return {
+        "is": next(i for i, one in enumerate(tensors) if one is value),
+        "base": next((i for i, one in enumerate(tensors) if one is base), None),
+        "storage": next((i for i, one in enumerate(tensors) if _storage(one) == _storage(value)), None),
+    }
+
+
+def _storage(tensor: Tensor) -> int | None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def _strides(tensor: Tensor) -> Any:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    return tensor.stride(), tensor.storage_offset()
+
+
+def difference(found: Any, expected: Any, at: str = "") -> str | None:
+    """Where two records differ first, and how; None where they are equal."""
+    if found == expected:
+        return None
+    if type(found) is type(expected) and isinstance(found, dict) and found.keys() == expected.keys():
+        each = ((f"{at}.{key}", found[key], expected[key]) for key in expected)
+    elif type(found) is type(expected) and isinstance(found, list) and len(found) == len(expected):
+        each = ((f"{at}[{i}]", *pair) for i, pair in enumerate(zip(found, expected, strict=True)))
+    else:
+        return f"{at}: {_short(found)} instead of {_short(expected)}"
+    return next((one for one in (difference(*pair[1:], at=pair[0]) for pair in each) if one), None)
+
+
+def _short(value: Any) -> str:
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    return text if len(text) < 200 else text[:200] + "..."
