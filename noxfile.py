@@ -36,6 +36,16 @@ TESTS = (
     "ipykernel",
     "towncrier",
 )
+LIBRARIES = (
+    "captum",
+    "fvcore",
+    "iopath",
+    "nnsight",
+)  # installed alone, with what the tests need of the rest:
+LIBRARIES_NEED = (
+    "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
+    "websocket-client", "yacs", "zstandard",
+)  # fmt: skip
 CHECKS = ("mypy", "ruff", "nox")
 SANITIZERS = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
@@ -74,8 +84,8 @@ def development(session: nox.Session) -> Environment:
         return environment
     # Torch by its exact version and before all else: a range would bring the build with CUDA.
     environment.install("torch==2.13.0")
-    environment.install("--no-deps", *MODELS_ALONE)
-    environment.install(*BUILD, *MODELS, *PLOTS, *TESTS, *CHECKS)
+    environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
+    environment.install(*BUILD, *MODELS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     environment.install("--no-build-isolation", *editable)
     stamp.write_text(made_from)
