@@ -1,6 +1,7 @@
 """Programs whose bytes a fuzzer chooses by what they reach; needs atheris.
 
-`python -m interceptor_fuzz.guided -max_total_time=60 CORPUS`; what it finds is replayed with `FILE` for CORPUS.
+`python -m interceptor_fuzz.guided -max_total_time=60 CORPUS`; a file for CORPUS
+replays what it found.
 """
 
 from __future__ import annotations
