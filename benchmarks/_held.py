@@ -79,7 +79,7 @@ def step(model: nn.Module, example: Tensor) -> int:
     output: Any = model(example)
     loss = (output if isinstance(output, Tensor) else output[0]).sum()
     held = in_use()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     model.zero_grad()
     return held
 

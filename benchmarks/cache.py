@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from _measure import BARE, Variant, interleaved, pin_to_one_core, processor_seconds, progress, script
-from _models import PASSES, bert, resnet50
+from _models import PASSES, narrow_resnet
 from torch import Tensor, nn
 
 import amanda
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from models import bert, resnet50
 from pruning import PruningTool, magnitude_mask
 
 ON, OFF = "cache on", "cache off"
@@ -36,12 +37,17 @@ class LinearPruning(PruningTool):
 
 def models(quick: bool) -> dict[str, tuple[nn.Module, Tensor, Callable[[], amanda.Tool]]]:
     """ResNet-50 and a BERT of four layers, and the tool that prunes each; small examples."""
-    sizes = {"hidden_size": 24, "intermediate_size": 48} if quick else {"num_hidden_layers": 4}
-    side = 64 if quick else 128
+    if quick:
+        model, example = narrow_resnet()
+        small = bert(num_hidden_layers=2, hidden_size=24, intermediate_size=48)
+        return {
+            "narrow ResNet-50": (model, example, PruningTool),
+            "narrow BERT": (small, torch.randint(0, 100, (1, 32)), LinearPruning),
+        }
     return {
-        f"ResNet-50, 2 images of {side} x {side}": (resnet50(), torch.rand(2, 3, side, side), PruningTool),
-        f"BERT, {12 if quick else 4} layers, 32 tokens": (
-            bert(**sizes),
+        "ResNet-50, 2 images of 128 x 128": (resnet50(), torch.rand(2, 3, 128, 128), PruningTool),
+        "BERT, 4 layers, 32 tokens": (
+            bert(num_hidden_layers=4),
             torch.randint(0, 100, (1, 32)),
             LinearPruning,
         ),

@@ -11,13 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import amanda
+
 Step = Callable[[], list[Tensor]]
 Program = Callable[[], Step]
 
 
-def bits(values: list[Tensor]) -> list[Any]:
-    """What tensors hold, to be compared with `==`."""
-    return [(value.dtype, tuple(value.shape), value.detach().numpy().tobytes()) for value in values]
+def bits(value: Any) -> Any:
+    """What a value holds, every tensor in lists among it by its bits, to be compared with `==`."""
+    if isinstance(value, Tensor):
+        held = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return value.dtype, tuple(value.shape), value.requires_grad, held
+    return [bits(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def same_under(tool: amanda.Tool, run: Callable[[], Any]) -> amanda.Scope:
+    """Check that a program gives under a tool what it gives without, twice, and after it."""
+    bare = bits(run())
+    with amanda.apply(tool) as scope:
+        assert bits(run()) == bare
+        assert bits(run()) == bare
+    assert bits(run()) == bare
+    return scope
 
 
 def _results(model: torch.nn.Module, loss: Tensor) -> list[Tensor]:

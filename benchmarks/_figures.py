@@ -1,0 +1,159 @@
+"""What the measurements come to, beside the figures that Amanda is to reach."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from _estimates import Estimate, difference, median, quotient, quotient_of_differences
+
+MODE = "TorchFunctionMode"
+AMANDA_STEPS = {
+    "empty tool": "a tool that looks at every op",
+    "empty tool, backward too": "a tool that looks at every op and backward op",
+    "before + after": "a Python routine before and after every op",
+    "routines at all four points, leaves apart": "the same, and around every backward op that is no leaf",
+}
+
+
+class Figure(NamedTuple):
+    """A figure, what was measured, and whether that reaches it."""
+
+    what: str
+    wanted: str
+    measured: str
+    met: str
+
+
+def figures(found: dict[str, Any]) -> Iterator[Figure]:
+    """Every figure that there are measurements for."""
+    for name, judge in {
+        "ops": of_ops, "instructions": of_instructions, "steps": of_steps, "cache": of_cache,
+        "memory": of_memory, "startup": of_startup,
+    }.items():  # fmt: skip
+        if name in found and "missing" not in found[name]:
+            yield from judge(found[name])
+
+
+def verdict(estimate: Estimate, most: float) -> str:
+    """Whether a value that is to be at most so much is, as far as the interval tells."""
+    if estimate.high <= most:
+        return "met"
+    return "**not met**" if estimate.low > most else "met or not, within the noise"
+
+
+def of_ops(results: dict[str, Any]) -> Iterator[Figure]:
+    """Cost per op as a share of what a no-op TorchFunctionMode costs; the worst program tells."""
+    programs = results["programs"]
+    linear = [name for name in programs if name.startswith("F.linear")]
+    modules = [name for name in programs if name.startswith("nn.")]
+    others = [name for name in programs if name not in (*linear, *modules)]
+    share = f"of {MODE}'s cost"
+    for what, variant, names, most in (
+        ("op whose plan is empty, in a scope", "empty tool", others, 0.05),
+        ("the same, functional linear", "empty tool", linear, 0.10),
+        ("the same, called by a module, whose call counts", "empty tool", modules, 0.10),
+        ("op with a Python before and after routine", "before + after", [*others, *linear], 0.2),
+    ):
+        worst, name = max((to_mode(programs[name], variant), name) for name in names)
+        measured = f"{ratio(worst)} ({name})"
+        yield Figure(what, f"<= {most:.2f} {share}", measured, verdict(worst, most))
+    worst = max(added(programs[name], "before + after") for name in [*others, *linear]).times(1e-3)
+    yield Figure(
+        "the same, in time", "< 10 us", f"{worst.middle:.1f} us {span(worst, '.1f')}", verdict(worst, 10)
+    )
+
+
+def to_mode(program: dict[str, Any], variant: str) -> Estimate:
+    """What a variant adds over what TorchFunctionMode adds."""
+    times = program["ns"]
+    return quotient_of_differences(times[variant], times[MODE], times["bare"])
+
+
+def added(program: dict[str, Any], variant: str) -> Estimate:
+    """Nanoseconds per op that a variant adds."""
+    return difference(program["ns"][variant], program["ns"]["bare"])
+
+
+def of_instructions(results: dict[str, Any]) -> Iterator[Figure]:
+    """Outside of scopes not an instruction more, but for the fraction of one that the control shows."""
+    more, name = max(
+        (max(counts[state] - counts["torch alone, again"] for state in OUTSIDE if state in counts), name)
+        for name, counts in results["programs"].items()
+    )
+    met = "met" if round(more) <= 0 else "**not met**"
+    yield Figure("outside any scope", "no instruction more", f"{more:+.1f} per op ({name})", met)
+
+
+OUTSIDE = ("after import amanda", "after scopes", "after all")
+
+
+def of_steps(results: dict[str, Any]) -> Iterator[Figure]:
+    """The framework's part of a step; the worse of ResNet-50 and BERT, and of the passes that apply."""
+    for variant, what in AMANDA_STEPS.items():
+        worst, name = max(
+            (share(step, variant), f"{model}, {title}")
+            for model, found in results["models"].items()
+            for title, step in found["passes"].items()
+            if variant in step["twin"] and not model.startswith("GPT")
+        )
+        measured = f"{worst.middle:.1f} % {span(worst, '.1f')} ({name})"
+        yield Figure(f"ResNet-50, BERT-base: {what}", "<= 1 % of the step", measured, verdict(worst, 1.0))
+
+
+def share(step: dict[str, Any], variant: str) -> Estimate:
+    """Percent that a variant adds to a step on all cores: what it adds to the twin's over the bare step."""
+    more = difference(step["twin"][variant], step["twin"]["bare"])
+    return more.times(100 / median(step["all cores"]).middle)
+
+
+def of_cache(results: dict[str, Any]) -> Iterator[Figure]:
+    """A pruning tool's step without the cache over one with it."""
+    for model, passes in results["models"].items():
+        for title, times in passes.items():
+            worth = quotient(times["cache off"], times["cache on"])
+            met = "met" if worth.low >= 2 else "**not met**" if worth.high < 2 else "within the noise"
+            measured = f"{worth.middle:.1f} x {span(worth, '.1f')}"
+            yield Figure(f"pruning, cache off over on: {model}, {title}", "> 2 x", measured, met)
+
+
+def of_memory(results: dict[str, Any]) -> Iterator[Figure]:
+    """What Amanda holds in the middle of a step, of the step's peak; and what it gathers with time."""
+    for tool in next(iter(results["shares"].values())):
+        worst, model = max((held(tools[tool]), model) for model, tools in results["shares"].items())
+        met = "met" if worst <= 1 else "**not met**"
+        yield Figure(f"memory held: {tool}", "<= 1 % of the step's peak", f"{worst:.2f} % ({model})", met)
+    more = max(growth(results).values())
+    met = "met" if more < 16 else "**not met**"
+    iterations = results["growth"]["bare"][-1][0]
+    wanted = "flat: less than one object (16 bytes) each"
+    yield Figure(f"memory gathered over {iterations:,} iterations", wanted, f"{more:.1f} bytes each", met)
+
+
+def held(moments: dict[str, int]) -> float:
+    """Percent of a bare step's peak, less what the process has before the model, that Amanda holds."""
+    return 100 * (moments["during"] - moments["bare"]) / (moments["peak"] - moments["start"])
+
+
+def growth(results: dict[str, Any]) -> dict[str, float]:
+    """Bytes that each iteration leaves, after the first tenth, less those of bare iterations."""
+    each = {}
+    for name, values in results["growth"].items():
+        (start, first, _), (end, last, _) = values[len(values) // 10], values[-1]
+        each[name] = (last - first) / (end - start)
+    return {name: more - each["bare"] for name, more in each.items() if name != "bare"}
+
+
+def of_startup(results: dict[str, Any]) -> Iterator[Figure]:
+    """The interceptor's build."""
+    slowest = max(results["builds"])
+    met = "met" if slowest < 20 else "**not met**"
+    yield Figure("building the interceptor, on two cores", "< 20 s", f"{slowest:.1f} s", met)
+
+
+def span(estimate: Estimate, digits: str) -> str:
+    """An interval in brackets."""
+    return f"[{estimate.low:{digits}}, {estimate.high:{digits}}]"
+
+
+def ratio(estimate: Estimate) -> str:
+    """A ratio with its interval."""
+    return f"{estimate.middle:.3f} {span(estimate, '.3f')}"

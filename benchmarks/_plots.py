@@ -1,0 +1,102 @@
+"""The plots of the page: small, on no background, in colours that are told apart on white and on black."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from _figures import added, share
+
+INK = "#808080"
+AMANDA, OTHERS = "#3b8ed8", "#d9772b"
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "amanda",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "axes.grid.axis": "x",
+    "grid.color": INK,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.5,
+    "savefig.transparent": True,
+}
+NOT_AMANDA = ("TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks", "bare again")
+MARKS = "os^"
+
+
+def ops(results: dict[str, Any], axes: Any) -> None:
+    """A dot for each program: what is added per op."""
+    programs = list(results["programs"].values())
+    names = list(dict.fromkeys(name for one in programs for name in one["ns"] if name != "bare"))
+    for row, name in enumerate(reversed(names)):
+        values = [max(0.0, added(one, name).middle) for one in programs if name in one["ns"]]
+        colour = OTHERS if name in NOT_AMANDA else AMANDA
+        axes.plot(values, [row] * len(values), "o", color=colour, alpha=0.8, markersize=4.5, mew=0)
+    finish(axes, list(reversed(names)), "nanoseconds added per op, a dot for each program", 100)
+
+
+def steps(results: dict[str, Any], axes: Any) -> None:
+    """A mark for each model: what is added to a training step."""
+    models = {name: one["passes"]["forward + backward"] for name, one in results["models"].items()}
+    names = [name for name in next(iter(models.values()))["twin"] if name not in ("bare", "bare again")]
+    for (model, step), mark in zip(models.items(), MARKS, strict=True):
+        for row, name in enumerate(reversed(names)):
+            colour = OTHERS if name in NOT_AMANDA else AMANDA
+            axes.plot(max(0.0, share(step, name).middle), row, mark, color=colour, alpha=0.8, mew=0)
+        axes.plot([], [], mark, color=INK, label=model, mew=0)
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.axvline(1, color=INK, linestyle="--", linewidth=1)
+    finish(axes, list(reversed(names)), "percent added to forward + backward; dashed: 1 %", 1)
+
+
+def memory(results: dict[str, Any], axes: Any) -> None:
+    """Lines of bytes in use."""
+    for (name, values), colour in zip(results["growth"].items(), (OTHERS, AMANDA), strict=True):
+        start = len(values) // 10
+        base = values[start][1]
+        kibibytes = [(used - base) / 1024 for _, used, _ in values[start:]]
+        axes.plot([at for at, *_ in values[start:]], kibibytes, color=colour, label=name)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("KiB")
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=max(256, axes.get_ylim()[1]))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def finish(axes: Any, names: list[str], label: str, linear_until: float) -> None:
+    """Names down the side, a scale that shows both nothing and much."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xscale("symlog", linthresh=linear_until, linscale=0.6)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(label)
+
+
+PLOTS: dict[str, tuple[Callable[[dict[str, Any], Any], None], tuple[float, float]]] = {
+    "ops": (ops, (7, 3.6)),
+    "steps": (steps, (7, 2.9)),
+    "memory": (memory, (7, 2.0)),
+}
+
+
+def draw(found: dict[str, Any], folder: Path) -> None:
+    """Write the plot of each benchmark that has one."""
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    for name, (plot, size) in PLOTS.items():
+        if name not in found or "missing" in found[name]:
+            continue
+        with mpl.rc_context(STYLE):
+            figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+            plot(found[name], axes)
+            figure.savefig(folder / f"benchmarks-{name}.svg", metadata={"Date": None, "Creator": None})
+            pyplot.close(figure)

@@ -1,0 +1,66 @@
+"""What the page says between its tables; a paragraph each, wrapped here, one line there."""
+
+
+def words(name: str) -> list[str]:
+    """A paragraph of the page and the empty line after it."""
+    return [" ".join(PARAGRAPHS[name].split()), ""]
+
+
+PARAGRAPHS = {
+    "introduction": """
+        Bare and instrumented runs take turns, in an order that changes each round, and "bare again" is
+        the bare program once more: what it seems to add is noise. Numbers are medians; in brackets is the
+        interval that holds 95 of 100 medians of resampled rounds. Every routine, hook and patch does
+        nothing, so what is measured is the way to it. The monkey-patch calls a function before and one
+        after each native function of torch; module hooks are a forward pre-hook and a forward hook on
+        every leaf module.
+    """,
+    "ops": """
+        Processor time of one op on 4 x 4 tensors, in nanoseconds: of the bare op, then what each adds to
+        it, with its interval. A module's call is a part of `nn.ReLU()(x)` and `nn.Linear(4, 4)(x)`. The
+        tools with routines for backward ops are here for what they cost in the forward pass.
+    """,
+    "steps": """
+        What is added to a step, in percent. The first number is free of the step's noise: what is added
+        to a step of the model's narrow twin (the same operators with little to compute, processor time),
+        over the bare step of the model on all cores. The second is the median of paired steps of the
+        model itself on one core, processor time, with its interval; what a routine makes torch compute or
+        copy is in that one alone. A routine at a leaf is such a case: torch copies each gradient that a
+        hook may have kept, instead of handing it to the parameter.
+    """,
+    "backward": """
+        Processor time of a backward pass over its number of nodes, in nanoseconds: bare, then what each
+        adds. "routines at one node" is what it takes to walk the graph and know each node's op; "hooks by
+        hand" walks it in Python and puts a hook before and one after each node.
+    """,
+    "analysis": """
+        What an op's first execution takes more than later ones, in microseconds of processor time per op,
+        in a training step with every op at a place of its own:
+    """,
+    "profile": """
+        Where the time of a first execution goes under an empty routine (shares of a profile of the Python
+        parts, which makes small functions look larger than they are):
+    """,
+    "cache": """
+        A tool that prunes by magnitude ([examples/pruning.py](../examples/pruning.py); for BERT the same
+        for `linear`), in milliseconds of processor time of a step on one core:
+    """,
+    "memory": """
+        Bytes in use by all allocators, in MiB, more than without Amanda: after the import, after the
+        first scope, between the forward and the backward pass of a third training step (all before it
+        included), and after that step. The peak is what a bare step has resident at most, less what the
+        process had before the model.
+    """,
+    "growth": """
+        Training of a small model: bytes in use, more than after a tenth of the iterations. What the bare
+        program gathers is the measurement's own.
+    """,
+    "instructions": """
+        Instructions that one op executes, counted by callgrind, less those of memory allocators, whose
+        paths depend on the heap's history; "torch alone" is counted twice, before Amanda is imported:
+    """,
+    "again": """
+        Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are
+        counted.
+    """,
+}

@@ -1,0 +1,97 @@
+"""The benchmarks run, their page is made from raw results, and the committed page is made that way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the scripts as when one is run, and none of its modules left behind."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for path in SCRIPTS.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+
+
+@pytest.fixture
+def page(benchmark_modules: None) -> ModuleType:
+    import page  # type: ignore[import-not-found]
+
+    return page  # type: ignore[no-any-return]
+
+
+def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "ops", "backward", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert set(results["benchmarks"]) == {"ops", "backward"}
+    assert results["quick"]
+    times = results["benchmarks"]["ops"]["programs"]["nn.Linear(4, 4)(x)"]["ns"]
+    assert {"bare", "bare again", "empty tool", "TorchFunctionMode", "monkey-patch", "module hooks"} <= set(
+        times
+    )
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "op whose plan is empty, in a scope" in text
+    assert "64 relu, 66 nodes" in text
+    assert "A quick run" in text
+    assert (tmp_path / "benchmarks-ops.svg").read_text().count("<svg") == 1
+
+
+def test_the_committed_page_is_made_from_the_committed_results(page: ModuleType) -> None:
+    results = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == page.text(results)
+    assert not results["quick"]
+    shown = {f"benchmarks-{name}.svg" for name in ("ops", "steps", "memory")}
+    assert shown == {path.name for path in (ROOT / "docs").glob("benchmarks-*.svg")}
+
+
+def test_results_of_another_schema_are_refused(page: ModuleType) -> None:
+    with pytest.raises(ValueError, match="results have schema 0, this page is made from 1"):
+        page.text({"schema": 0})
+
+
+def test_an_interval_that_crosses_the_figure_decides_nothing(benchmark_modules: None) -> None:
+    from _estimates import Estimate  # type: ignore[import-not-found]
+    from _figures import verdict  # type: ignore[import-not-found]
+
+    assert verdict(Estimate(0.04, 0.03, 0.05), 0.05) == "met"
+    assert verdict(Estimate(0.06, 0.051, 0.07), 0.05) == "**not met**"
+    assert verdict(Estimate(0.04, 0.03, 0.06), 0.05) == "met or not, within the noise"
+
+
+def test_a_cost_is_found_in_noise_that_all_variants_share(benchmark_modules: None) -> None:
+    import random
+
+    from _estimates import difference, quotient_of_differences
+
+    chance = random.Random(0)
+    bare = [1000 + chance.gauss(0, 300) for _ in range(40)]
+    dear = [value + 100 + chance.gauss(0, 5) for value in bare]
+    dearer = [value + 400 + chance.gauss(0, 5) for value in bare]
+    found = difference(dear, bare)
+    assert found.low < 100 < found.high
+    assert found.high - found.low < 10
+    assert quotient_of_differences(dear, dearer, bare).middle == pytest.approx(0.25, abs=0.02)
+
+
+def test_a_patch_leaves_torch_as_it_was(benchmark_modules: None) -> None:
+    import torch
+    from _others import HOLDERS, MonkeyPatch  # type: ignore[import-not-found]
+
+    before = [{name: vars(holder).get(name) for name in names} for holder, names in HOLDERS]
+    called: list[object] = []
+    x = torch.ones(2)
+    with MonkeyPatch(before=lambda *values: called.append(values)):
+        torch.relu(x + x)
+    assert len(called) == 2
+    assert [{name: vars(holder).get(name) for name in names} for holder, names in HOLDERS] == before
