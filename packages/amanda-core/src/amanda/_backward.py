@@ -5,22 +5,102 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from amanda import interceptor
 from amanda._notes import explained
 from amanda._opid import digest, mix
 from amanda._plan import BackwardPlan, Layer, Plan, only_replacement
-from amanda._routine import run_replacement, run_routine
+from amanda._program import program_on_values
+from amanda._routine import NOT_CALLED, run_replacement, run_routine
+from amanda._state import State
 from amanda.action import Action, InstrumentationPoint
 from amanda.context import OpContext
 from amanda.errors import RoutineError
 
 if TYPE_CHECKING:
     from amanda._eager import EagerExecution, Trace
-    from amanda._state import State
+    from amanda.context import OpFacts
+
+
+_PLAIN = State()
 
 
 def backward_id(op_id: int, name: str, place: int) -> int:
     """Id of a backward op: its forward op's, its name, and its place among that op's backward ops."""
     return mix(mix(op_id, digest(name)), place) or 1
+
+
+def settled_step(ops: EagerExecution, trace: Trace, op: Any, place: int, state: State) -> SettledStep | None:
+    """What is done at a backward op, where it is the same at each pass; else a `BackwardStep` is due."""
+    known = trace.combined.settled.get((op, place))
+    layer = trace.plans[-1][0]
+    if state.layer is not layer or state.autodiff or not state.cache:
+        return None
+    if known is None:
+        known = _settled(ops, trace, op, place)
+        if known is not None:
+            trace.combined.settled[op, place] = known
+    return known
+
+
+def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
+    if ops.reader is None or trace.facts is None:
+        return None
+    if any(layer.wants_backward and trace.gradients not in plan.settled for layer, plan in trace.plans):
+        return None
+    id = backward_id(trace.op_id, op.__name__, place)
+    plans = [plan.backward[id] for _, plan in trace.plans if id in plan.backward]
+    if any(plan.replace for plan in plans):
+        return None
+    facts = trace.facts.at_backward(op, id, True)
+    facts.drop_values()
+    before = [action for plan in plans for action in plan.before]
+    after = [action for plan in plans for action in plan.after]
+    programs = program_on_values(before, facts), program_on_values(after, facts)
+    if programs[0] is None or programs[1] is None:
+        return None
+    return SettledStep(ops, facts, (before, programs[0]), (after, programs[1]))
+
+
+class SettledStep:
+    """What the tools do at a backward op that has been analysed: native code calls their routines."""
+
+    __slots__ = ("_after", "_before", "_facts", "_ops", "_reader", "acts_after", "acts_before")
+
+    def __init__(
+        self,
+        ops: EagerExecution,
+        facts: OpFacts,
+        before: tuple[list[Action], interceptor.Program],
+        after: tuple[list[Action], interceptor.Program],
+    ) -> None:
+        assert ops.reader is not None
+        self._ops = ops
+        self._reader = ops.reader
+        self._facts = facts
+        self._before = before
+        self._after = after
+        self.acts_before = bool(before[0])
+        self.acts_after = bool(after[0])
+
+    def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Gradients that shall enter the op; None for these."""
+        done = self._before[1].run(self._reader, grad_outputs)
+        return None if done is None else self._go_on(self._before[0], grad_outputs, done)
+
+    def after(self, grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Gradients that shall leave the op; None for these."""
+        done = self._after[1].run(self._reader, grad_inputs)
+        return None if done is None else self._go_on(self._after[0], grad_inputs, done)
+
+    def _go_on(self, actions: list[Action], grads: tuple[Any, ...], done: Any) -> tuple[Any, ...] | None:
+        step, returned = (-1, None) if done is NotImplemented else done
+        given = values = list(grads)
+        with interceptor.Suspension():
+            for i, action in enumerate(actions):
+                if i >= step:
+                    result = returned if i == step else NOT_CALLED
+                    values = run_routine(self._ops, action, values, self._facts, {}, _PLAIN, (), result)
+        return None if values is given else tuple(values)
 
 
 class BackwardStep:

@@ -67,11 +67,12 @@ class Trace:
     gradients: which inputs needed a gradient.
     """
 
-    __slots__ = ("__weakref__", "facts", "gradients", "op_id", "pending", "plans", "run")
+    __slots__ = ("__weakref__", "combined", "facts", "gradients", "op_id", "pending", "plans", "run")
 
     def __init__(self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]) -> None:
         self.op_id = op_id
         self.gradients = gradients
+        self.combined = combined
         self.plans = combined.plans
         self.run = run
         self.facts: OpFacts | None = None
@@ -88,6 +89,7 @@ class EagerExecution(TensorOps):
     """Analyses an op the first time that it executes, and runs its plan every time."""
 
     identity_types: tuple[type, ...] = ()
+    reader: interceptor.Reader | None = None
 
     @property
     @abstractmethod

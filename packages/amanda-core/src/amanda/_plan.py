@@ -16,6 +16,7 @@ from amanda.context import OpContext
 from amanda.errors import ReplaceConflictError
 
 if TYPE_CHECKING:
+    from amanda._backward import SettledStep
     from amanda._routine import TensorOps
     from amanda.tool import Analysis, Tool
 
@@ -186,9 +187,10 @@ class Combined:
     actions: what is inserted before and after the op, in order.
     watching: the plans of layers that have routines for backward ops.
     quiet: needs of gradients for which nothing is wanted of the backward ops.
+    settled: what is done at backward ops that have been analysed, by the driver's name for their place.
     """
 
-    __slots__ = ("actions", "after", "before", "forward", "plans", "quiet", "replace", "watching")
+    __slots__ = ("actions", "after", "before", "forward", "plans", "quiet", "replace", "settled", "watching")
 
     def __init__(self, plans: Sequence[tuple[Layer, Plan]]) -> None:
         self.plans = tuple(plans)
@@ -199,6 +201,7 @@ class Combined:
         self.forward = bool(self.before or self.replace or self.after)
         self.watching = tuple(plan for layer, plan in plans if layer.wants_backward)
         self.quiet: set[Hashable] = {None}
+        self.settled: dict[Hashable, SettledStep] = {}
 
     def traced(self, gradients: Hashable) -> bool:
         """Whether the backward ops of an execution are wanted.

@@ -30,10 +30,23 @@ def program_of(combined: Combined, call: Call, facts: OpFacts) -> interceptor.Pr
     constants = tuple(
         value if source < 0 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    told = _Told(combined.actions, facts)
-    steps = [tuple(map(_step, actions)) for actions in (combined.before, combined.after)]
+    return _program(combined.before, combined.after, facts, sources, constants)
+
+
+def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:
+    """The same for routines on values that are there already, such as gradients."""
+    if any(action.takes_run for action in actions):
+        return None
+    return _program(actions, (), facts)
+
+
+def _program(
+    before: Sequence[Action], after: Sequence[Action], facts: OpFacts, *form: Any
+) -> interceptor.Program | None:
+    told = _Told([*before, *after], facts)
+    steps = [tuple(map(_step, actions)) for actions in (before, after)]
     try:
-        return interceptor.Program(*steps, told.failed, told.mutated, sources, constants)
+        return interceptor.Program(*steps, told.failed, told.mutated, *form)
     except ValueError:  # more values than native code has room for
         return None
 

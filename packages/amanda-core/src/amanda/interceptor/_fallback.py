@@ -74,6 +74,10 @@ class _NativeAlone:
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
+    def run(self, reader: "Reader", values: tuple[Any, ...]) -> tuple[int, Any] | None:
+        """Call the routines on values of no call."""
+        raise NotImplementedError
+
 
 class Reader(_NativeAlone):
     """How native code reads tensors."""

@@ -145,6 +145,8 @@ uint64_t reader_key(const Reader *reader, const Arguments *given, int *gradients
 uint64_t reader_version(const Reader *reader, PyObject *value);
 int reader_is_tensor(const Reader *reader, PyObject *value);
 int reader_is_plain(const Reader *reader, PyObject *value);
+int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants Python */
+int reader_gradients(const Reader *reader);
 void reader_set_gradients(const Reader *reader, int on);
 
 /* ---- stub.c: interception ---- */

@@ -119,20 +119,6 @@ static void program_dealloc(Program *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-PyTypeObject Program_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Program",
-    .tp_basicsize = sizeof(Program),
-    .tp_itemsize = sizeof(Step),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None): routines around an op.\n\n"
-              "before, after: steps (func, select, kwargs, lock, isolated).\n"
-              "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
-              "sources: which argument, positional and then by keyword, each input is; -1: that of constants.",
-    .tp_new = program_new,
-    .tp_dealloc = (destructor)program_dealloc,
-    .tp_traverse = (traverseproc)program_traverse,
-};
-
 /* ---- steps ---- */
 
 /* Values that a routine is given lie after a free place, which a method takes for its own object. */
@@ -296,6 +282,50 @@ static PyObject *run_program(Thread *thread, Call *call, int gradients, Program 
     Py_DECREF(outputs);
     return changed;
 }
+
+/* run(reader, values): the steps on values that belong to no call, such as gradients. */
+static PyObject *program_run(Program *self, PyObject *args) {
+    Reader *reader;
+    PyObject *values, *result = NULL;
+    Values given;
+    if (!PyArg_ParseTuple(args, "O!O!", &Reader_Type, &reader, &PyTuple_Type, &values)) return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(values);
+    if (count > VALUE_LIMIT || reader_is_kept_out(reader)) Py_RETURN_NOTIMPLEMENTED;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        given.items[i] = PyTuple_GET_ITEM(values, i);
+        if (!reader_is_tensor(reader, given.items[i]) && !reader_is_plain(reader, given.items[i]))
+            Py_RETURN_NOTIMPLEMENTED;
+    }
+    int gradients = reader_gradients(reader);
+    for (int i = 0; i < self->before + self->after; i++) {
+        Outcome outcome = run_step(thread_state(), reader, gradients, self, i, given.items, count, &result);
+        if (outcome == FAILED) return NULL;
+        if (outcome == UNSUITED) return Py_BuildValue("(iO)", i - 1, Py_None);
+        if (outcome == CHANGED) return Py_BuildValue("(iN)", i, result);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef program_methods[] = {
+    {"run", (PyCFunction)program_run, METH_VARARGS,
+     "run(reader, values): the routines on values of no call; None: they are left as they are.\n\n"
+     "Else the last step that ran and what its routine returned, or NotImplemented: Python has to."},
+    {0}};
+
+PyTypeObject Program_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Program",
+    .tp_basicsize = sizeof(Program),
+    .tp_itemsize = sizeof(Step),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None): routines around an op.\n\n"
+              "before, after: steps (func, select, kwargs, lock, isolated).\n"
+              "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
+              "sources: which argument, positional and then by keyword, each input is; -1: that of constants.",
+    .tp_new = program_new,
+    .tp_dealloc = (destructor)program_dealloc,
+    .tp_traverse = (traverseproc)program_traverse,
+    .tp_methods = program_methods,
+};
 
 /* ---- memos ---- */
 

@@ -98,12 +98,17 @@ static int mix_named(const Reader *reader, PyObject *name, PyObject *value, int 
     return mix_value(reader, value, gradients, 0, key);
 }
 
+int reader_is_kept_out(const Reader *reader) {
+    for (int i = 0; i < reader->mode_count; i++)
+        if (reader->modes[i].ask(reader->modes[i].which)) return 1;
+    return 0;
+}
+
 /* 64 bits for everything that what a call comes to may depend on: its form, the types of its
    arguments, and of tensors also what `describe` says, and which of them need a gradient, if
    gradients are on. 0 where that cannot be told, or a mode is in force that wants Python. */
 uint64_t reader_key(const Reader *reader, const Arguments *given, int *needed) {
-    for (int i = 0; i < reader->mode_count; i++)
-        if (reader->modes[i].ask(reader->modes[i].which)) return 0;
+    if (reader_is_kept_out(reader)) return 0;
     int gradients = *needed = reader->gradients_on();
     uint64_t key = mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL));
     if (given->self && !mix_value(reader, given->self, gradients, 0, &key)) return 0;
@@ -132,6 +137,8 @@ uint64_t reader_version(const Reader *reader, PyObject *value) {
             versions = mix(versions, reader_version(reader, PySequence_Fast_GET_ITEM(value, i)));
     return versions;
 }
+
+int reader_gradients(const Reader *reader) { return reader->gradients_on(); }
 
 void reader_set_gradients(const Reader *reader, int on) { reader->set_gradients(on); }
 

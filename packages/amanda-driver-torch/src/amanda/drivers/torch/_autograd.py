@@ -3,13 +3,13 @@
 import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.graph
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, Call, EagerDriver, State, Trace
+from amanda.backend import Attributes, BackwardStep, Call, EagerDriver, State, Trace, settled_step
 from amanda.interceptor import Suspension
 
 from ._graphs import relieve
@@ -130,11 +130,23 @@ class _Backward:
             _LEAF_PLACE + interceptor.ordinal(node.variable) if leaf else node._sequence_nr() - origin.start
         )
         place += origin.order * _ORDER_STEP
+        settled = settled_step(self._driver, origin.trace, type(node), place, self._state)
+        if settled is not None and not self._create_graph:
+            before = settled.before if settled.acts_before else None
+            self._place_hooks(node, before, settled.after if settled.acts_after else None)
+            return
         step = BackwardStep(self._driver, origin.trace, type(node), place, self._state, not leaf)
         if step.wanted or self._create_graph:
             hooks = _Hooks(step, origin, self._driver)
-            self._handles.append(node.register_prehook(hooks.before))
-            self._handles.append(node.register_hook(hooks.after))
+            self._place_hooks(node, hooks.before, hooks.after)
+
+    def _place_hooks(
+        self, node: Any, before: Callable[..., Any] | None, after: Callable[..., Any] | None
+    ) -> None:
+        if before is not None:
+            self._handles.append(node.register_prehook(before))
+        if after is not None:
+            self._handles.append(node.register_hook(after))
 
     def remove_hooks(self) -> None:
         """Leave the graph without hooks of ours."""

@@ -85,7 +85,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return list(self._targets)
 
     @cached_property
-    def _reader(self) -> Reader | None:
+    def reader(self) -> Reader | None:  # type: ignore[override]
+        """How native code reads tensors; None where it cannot."""
         return reader() if interceptor.NATIVE else None
 
     @cached_property
@@ -103,7 +104,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
         return Site(
             target.callable, op, target.canonical, digest("torch", target.canonical), self.handle, flags,
-            self._reader,
+            self.reader,
         )  # fmt: skip
 
     @cached_property
