@@ -41,7 +41,7 @@ LIBRARIES = (
     "fvcore",
     "iopath",
     "nnsight",
-)  # installed alone, with what the tests need of the rest:
+)  # alone, and what the tests need of the rest:
 LIBRARIES_NEED = (
     "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
     "websocket-client", "yacs", "zstandard",

@@ -1,6 +1,5 @@
 """Tensor subclasses and modes of others, in a scope and around it."""
 
-import os
 import socket
 from collections.abc import Iterator
 from typing import Any
