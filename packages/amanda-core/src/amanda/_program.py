@@ -33,7 +33,7 @@ def program_of(combined: Combined, call: Call, facts: OpFacts) -> interceptor.Pr
     told = _Told(combined.actions, facts)
     steps = [tuple(map(_step, actions)) for actions in (combined.before, combined.after)]
     try:
-        return interceptor.Program(*steps, told.failed, told.mutated, sources, constants)
+        return interceptor.Program(*steps, told.failed, told.mutated, sources, constants, combined)
     except ValueError:  # more values than native code has room for
         return None
 
