@@ -1,6 +1,6 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, fuzz, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIBRARIES = (
     "fvcore",
     "iopath",
     "nnsight",
-)  # installed alone, with what the tests need of the rest:
+)  # alone, and what the tests need of the rest:
 LIBRARIES_NEED = (
     "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
     "websocket-client", "yacs", "zstandard",

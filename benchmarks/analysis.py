@@ -28,27 +28,16 @@ TOOLS: dict[str, Callable[[], amanda.Tool]] = {
     "empty, backward too": lambda: Empty(backward=True),
     "inserts at all four points": AllPoints,
 }
-QUESTIONS = {
-    "_source": "identity: place and user's line",
-    "_opid": "identity: place and user's line",
-    "_modules": "identity: place and user's line",
-    "_schema": "context: inputs in schema order, facts",
-    "_signatures": "context: inputs in schema order, facts",
-    "_calls": "context: inputs in schema order, facts",
-    "context": "context: inputs in schema order, facts",
-    "namespace": "context: inputs in schema order, facts",
-    "_tensors": "context: inputs in schema order, facts",
-    "_plan": "plan: made, combined, kept",
-    "action": "plan: made, combined, kept",
-    "_order": "plan: made, combined, kept",
-    "_eager": "the op's execution by its plan",
-    "_routine": "the op's execution by its plan",
-    "_backward": "backward: nodes found, hooks",
-    "_autograd": "backward: nodes found, hooks",
-    "_notes": "calling analysis routines",
-    "_tools": "calling analysis routines",
+PARTS = {
+    "identity: place and user's line": "_source _opid _modules",
+    "context: inputs in schema order, facts": "_schema _signatures _calls _tensors _reader context namespace",
+    "plan: made, combined, kept": "_plan _program _order action",
+    "the op's execution by its plan": "_eager _routine",
+    "backward: nodes found, hooks": "_backward _autograd",
+    "calling analysis routines": "_notes _tools",
 }
-"""What a file of Amanda's is for; those of pluggy tell plugins, others are said as "the rest"."""
+"""What files of Amanda's are for; those of pluggy tell plugins, others are said as "the rest"."""
+PART_OF = {file: part for part, files in PARTS.items() for file in files.split()}
 
 
 def network() -> nn.Module:
@@ -120,7 +109,7 @@ def profile(step: Callable[[], None], times: int) -> dict[str, float]:
         if "pluggy" in path.parts:
             question = "telling plugins"
         elif {"amanda", "benchmarks"} & set(path.parts):
-            question = QUESTIONS.get(path.stem, "the rest")
+            question = PART_OF.get(path.stem, "the rest")
         else:
             continue
         shares[question] = shares.get(question, 0.0) + own

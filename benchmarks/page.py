@@ -15,6 +15,7 @@ from _tables import table
 from _words import words
 
 SCHEMA = 1
+"""Of raw results; it grows when what is in there means something else."""
 
 
 def main() -> None:

@@ -23,8 +23,6 @@ from _machine import machine, versions
 from _measure import progress
 
 HERE = Path(__file__).parent
-SCHEMA = 1
-"""Of benchmarks.json; it grows when what is in there means something else."""
 NAMES = ("ops", "steps", "backward", "analysis", "cache", "startup", "memory", "instructions")
 
 
@@ -59,7 +57,7 @@ def measured(names: list[str] | tuple[str, ...], quick: bool) -> dict[str, Any]:
             subprocess.run([*command, *(["--quick"] if quick else [])], check=True)
             found[name] = {"took": round(time.perf_counter() - begun), **json.loads(file.read_text())}
     return {
-        "schema": SCHEMA,
+        "schema": page.SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "quick": quick,
         "took": round(time.perf_counter() - start),

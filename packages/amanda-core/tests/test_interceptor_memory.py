@@ -31,8 +31,9 @@ def run(build: Path, *arguments: str) -> str:
 def test_every_allocation_may_fail(tmp_path: Path) -> None:
     scenarios = run(tmp_path, "interceptor_fuzz.allocation").split()
     assert len(scenarios) >= 10
-    for scenario in scenarios:
-        assert run(tmp_path, "interceptor_fuzz.allocation", scenario).endswith("survived\n")
+    # The last opens scopes, for which code is described by Python again.
+    for together in (scenarios[:-1], scenarios[-1:]):
+        assert run(tmp_path, "interceptor_fuzz.allocation", *together).endswith("survived\n")
 
 
 @native

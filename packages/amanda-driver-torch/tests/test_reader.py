@@ -305,6 +305,21 @@ def test_a_result_of_an_op_in_place_is_written_into_the_tensor(repeated: Any) ->
     assert torch.equal(x, torch.full((3,), 111110.0))
 
 
+@pytest.mark.parametrize("routine", [lambda value: (value,), lambda value: value + 1])
+def test_an_op_that_changes_the_rank_of_what_it_writes_runs_once(repeated: Any, routine: Any) -> None:
+    added: list[tuple[int, ...]] = []
+    x = torch.zeros(1)
+    repeated(
+        Around("unsqueeze_", after=routine),
+        lambda: added.append(tuple(torch.zeros(2, 3).unsqueeze_(0).shape)),
+    )
+    repeated(
+        Around("add", after=routine),
+        lambda: added.append(tuple(torch.add(x, x, out=torch.empty(0, 1)).shape)),
+    )
+    assert added == [(1, 2, 3)] * 5 + [(1,)] * 5
+
+
 def test_another_dtype_is_analysed_of_its_own(x: torch.Tensor) -> None:
     tool = Around("relu", after=lambda value: None)
     module = Program(torch.relu)

@@ -135,11 +135,13 @@ class EagerExecution(TensorOps):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[int, Any, Any] | None = None,
+        done: tuple[Combined, int, Any, Any] | None = None,
     ) -> Any:
         """What the interceptor calls for an op that has, or may have, a plan with actions."""
         layer = state.layer
         assert layer is not None
+        if done is not None:
+            return self._resume(self.bind(site, args, kwargs), state, op_id, *done)
         if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs):
             (combined,) = memo.plans.values()
             if not combined.forward and not combined.traced(self.gradients(args)):
@@ -154,8 +156,6 @@ class EagerExecution(TensorOps):
         if memo is None or signature not in memo.plans:
             return self._first(call, state, op_id, signature)
         combined = memo.plans[signature]
-        if done is not None:
-            return self._resume(combined, call, state, op_id, *done)
         if key and not layer.guards:
             self._learn(memo, key, combined, call)
         return self._execute(combined, call, state, op_id)
@@ -260,9 +260,12 @@ class EagerExecution(TensorOps):
         return values
 
     def _resume(
-        self, combined: Combined, call: Call, state: State, op_id: int, step: int, returned: Any, outputs: Any
+        self, call: Call, state: State, op_id: int, combined: Combined, step: int, returned: Any, outputs: Any
     ) -> Any:
-        """Go on where native code stopped: after a routine that returned a value, or at what it cannot do."""
+        """Go on where native code stopped: after a routine that returned a value, or at what it cannot do.
+
+        By the plan that it had: the op may have changed what the call looks like.
+        """
         if outputs is NotImplemented:
             return self._execute(combined, call, state, op_id, called=(step, returned))
         told = combined.plans[0][1].context._facts

@@ -30,7 +30,7 @@ def program_of(combined: Combined, call: Call, facts: OpFacts) -> interceptor.Pr
     constants = tuple(
         value if source < 0 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    return _program(combined.before, combined.after, facts, sources, constants)
+    return _program(combined.before, combined.after, facts, sources, constants, combined)
 
 
 def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,7 +183,6 @@ def _numbers() -> Any:
 def _standard() -> Iterator[Target]:
     yield Target("os.getpid", os.getpid, lambda: ())
     yield Target("math.sin", math.sin, lambda: (0.5,))
-    yield Target("time.gmtime", time.gmtime, lambda: (86400,))
     yield Target("csv.reader", csv.reader, lambda: (["a;b"],), {"delimiter": ";"})
     yield Target("math.gcd", math.gcd, lambda: (12, 18, 30))
     yield Target("math.isclose", math.isclose, lambda: (1.0, 2.0), {"abs_tol": 3})

@@ -17,6 +17,7 @@ typedef struct {
     PyObject_VAR_HEAD
     PyObject *failed, *mutated; /* owned; Python's word on what went wrong in a step */
     PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
+    PyObject *plan;             /* owned; what Python goes on with */
     int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
     int before, after;
     Step steps[];
@@ -69,10 +70,10 @@ static int read_sources(Program *program, PyObject *sources) {
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"before", "after", "failed", "mutated", "sources", "constants", NULL};
-    PyObject *before, *after, *failed, *mutated, *sources = Py_None, *constants = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &failed, &mutated, &sources, &constants))
+    static char *names[] = {"before", "after", "failed", "mutated", "sources", "constants", "plan", NULL};
+    PyObject *before, *after, *failed, *mutated, *sources = Py_None, *constants = Py_None, *plan = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &failed, &mutated, &sources, &constants, &plan))
         return NULL;
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
@@ -83,6 +84,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     program->failed = Py_NewRef(failed);
     program->mutated = Py_NewRef(mutated);
     program->constants = Py_NewRef(constants);
+    program->plan = Py_NewRef(plan);
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
     int wrong = sources != Py_None && read_sources(program, sources);
@@ -97,6 +99,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
     Py_VISIT(self->failed);
     Py_VISIT(self->mutated);
     Py_VISIT(self->constants);
+    Py_VISIT(self->plan);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_VISIT(self->steps[i].func);
         Py_VISIT(self->steps[i].kwargs);
@@ -109,6 +112,7 @@ static void program_dealloc(Program *self) {
     Py_CLEAR(self->failed);
     Py_CLEAR(self->mutated);
     Py_CLEAR(self->constants);
+    Py_CLEAR(self->plan);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_CLEAR(self->steps[i].func);
         Py_CLEAR(self->steps[i].kwargs);
@@ -240,8 +244,10 @@ static Py_ssize_t spread_outputs(const Reader *reader, PyObject *const *outputs,
     return count;
 }
 
-static PyObject *go_on(Thread *thread, Call *call, Py_ssize_t step, PyObject *result, PyObject *outputs) {
-    PyObject *done = Py_BuildValue("nNO", step, result ? result : Py_NewRef(Py_None), outputs ? outputs : Py_NotImplemented);
+static PyObject *go_on(Thread *thread, Call *call, Program *program, Py_ssize_t step, PyObject *result,
+                       PyObject *outputs) {
+    PyObject *done = Py_BuildValue("OnNO", program->plan, step, result ? result : Py_NewRef(Py_None),
+                                   outputs ? outputs : Py_NotImplemented);
     PyObject *value = done ? hand_over(thread, call, 0, done) : NULL;
     Py_XDECREF(done);
     return value;
@@ -257,14 +263,14 @@ static PyObject *run_program(Thread *thread, Call *call, int gradients, Program 
         for (int i = 0; i < program->before; i++) {
             Outcome outcome = run_step(thread, reader, gradients, program, i, inputs.items, count, &result);
             if (outcome == FAILED) return NULL;
-            if (outcome != UNCHANGED) return go_on(thread, call, outcome == CHANGED ? i : i - 1, result, NULL);
+            if (outcome != UNCHANGED) return go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, NULL);
         }
     }
     PyObject *outputs = call_op(thread, call), *const *values;
     if (!outputs || !program->after) return outputs;
     Py_ssize_t count = spread_outputs(reader, &outputs, &values);
     if (count < 0) {
-        result = go_on(thread, call, program->before - 1, NULL, outputs);
+        result = go_on(thread, call, program, program->before - 1, NULL, outputs);
         Py_DECREF(outputs);
         return result;
     }
@@ -273,7 +279,7 @@ static PyObject *run_program(Thread *thread, Call *call, int gradients, Program 
     for (int i = program->before; !changed && i < program->before + program->after; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &result);
         if (outcome == UNCHANGED) continue;
-        changed = outcome == FAILED ? NULL : go_on(thread, call, outcome == CHANGED ? i : i - 1, result, outputs);
+        changed = outcome == FAILED ? NULL : go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, outputs);
         if (!changed) Py_CLEAR(outputs);
         if (!changed) break;
     }
@@ -317,10 +323,12 @@ PyTypeObject Program_Type = {
     .tp_basicsize = sizeof(Program),
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None): routines around an op.\n\n"
+    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None, plan=None): routines around an "
+              "op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated).\n"
               "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
-              "sources: which argument, positional and then by keyword, each input is; -1: that of constants.",
+              "sources: which argument, positional and then by keyword, each input is; -1: that of constants.\n"
+              "plan: given to the handler where it has to go on, since the call may look different by then.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

@@ -159,7 +159,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[int, Any, Any] | None = None,
+        done: tuple[Any, int, Any, Any] | None = None,
     ) -> Any:
         """Bring a call to the core; what the driver reads of tensors reaches no override of the user's."""
         if site.key in _HEADED and _is_machinery(args[0]):

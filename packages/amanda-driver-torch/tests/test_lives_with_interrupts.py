@@ -1,0 +1,138 @@
+"""Signals whose handlers raise, at any moment of a program in a scope."""
+
+import gc
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from programs import PROGRAMS, bits
+from restoration import Restoration
+
+import amanda
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
+
+
+class Interrupts:
+    """Raises a KeyboardInterrupt at some moment within the next seconds, or not at all."""
+
+    def __init__(self) -> None:
+        self.armed, self.raised = False, 0
+        self._random = random.Random(0)
+
+    def handle(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            self.raised += 1
+            raise KeyboardInterrupt
+
+    def around(self, program: Callable[[], Any], seconds: float) -> None:
+        """Run a program with an interrupt, which may come as it ends."""
+        signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, seconds))
+        try:
+            self.armed = True
+            program()
+            self.armed = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    made = Interrupts()
+    before = signal.signal(signal.SIGALRM, made.handle)
+    yield made
+    signal.signal(signal.SIGALRM, before)
+
+
+# What Python calls while it frees something raises to nobody, be it in a scope or not.
+unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@unraisable
+def test_an_interrupt_of_a_step_leaves_torch_as_it_was(interrupts: Interrupts, harmless: amanda.Tool) -> None:
+    expected = {}
+    for program in PROGRAMS:
+        expected[program] = bits(program()())
+        with amanda.apply(harmless):
+            program()()
+    gc.collect()
+    restoration = Restoration()
+    before = restoration()
+    for _ in range(25):
+        for program in PROGRAMS[:-1]:  # the context that torch makes for a checkpoint can be interrupted
+            step = program()
+            with amanda.apply(harmless):
+                interrupts.around(lambda step=step: (step(), step()), 0.01)  # type: ignore[misc]
+            assert restoration() == before
+            assert bits(program()()) == expected[program]
+    assert interrupts.raised > 20
+
+
+@unraisable
+def test_an_interrupt_while_a_scope_opens_or_closes_leaves_torch_as_it_was(interrupts: Interrupts) -> None:
+    tool, x = amanda.Tool(), torch.ones(2)
+
+    def program() -> None:
+        amanda.apply(tool).start().stop()
+
+    program()
+    restoration = Restoration()
+    before = restoration()
+    for _ in range(300):
+        interrupts.around(program, 0.002)
+        for left in list(opened()):
+            left.stop()  # the interrupt came after `start` and before `stop`
+        assert restoration() == before
+    torch.relu(x)
+    assert interrupts.raised > 50
+
+
+def opened() -> list[amanda.Scope]:
+    from amanda._attachment import attachment
+
+    return attachment._scopes
+
+
+def test_a_signal_in_a_routine_reaches_the_user_with_a_note(acting: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    tool = acting("insert_before_op", "relu", lambda: signal.raise_signal(signal.SIGINT), inputs=[])
+    with pytest.raises(KeyboardInterrupt) as raised, amanda.apply(tool):
+        torch.relu(torch.ones(2))
+    assert "insert_before_op" in raised.value.__notes__[0]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_arrives_while_a_scope_opens_is_handled_once_it_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from amanda.drivers.torch import TorchDriver
+
+    scope, arrived = amanda.apply(amanda.Tool()), []
+    attach = TorchDriver.attach
+
+    def interrupted(self: TorchDriver) -> None:
+        signal.raise_signal(signal.SIGINT)
+        attach(self)
+        arrived.append(type(torch.nn.Module.__call__).__name__)
+
+    monkeypatch.setattr(TorchDriver, "attach", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scope.start()
+    assert arrived == ["Enclosure"]
+    assert type(torch.nn.Module.__call__).__name__ == "function"
+    assert scope.closed
+
+
+def test_scopes_open_on_threads_that_no_signal_reaches(seen: Any) -> None:
+    thread = threading.Thread(target=amanda.apply(seen)(lambda: torch.relu(torch.ones(2))))
+    thread.start()
+    thread.join()
+    assert seen.names == ["ones", "relu"]
