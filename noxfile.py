@@ -182,7 +182,7 @@ def fuzz(session: nox.Session) -> None:
     guided.install("atheris")
     limits = (f"-max_total_time={seconds}", "-max_len=400", f"-artifact_prefix={corpus.parent}/")
     guided.run("python", "-m", "interceptor_fuzz.guided", *limits, str(corpus), **plain, PYTHONMALLOC="debug")
-    guided.run("python", "-m", "interceptor_fuzz.leaks", "60", "40", "6", **plain)
+    guided.run("python", "-m", "interceptor_fuzz.leaks", "60", "40", "10", **plain)
 
 
 def sanitized(session: nox.Session) -> Environment:

@@ -12,7 +12,7 @@ from . import programs
 from .kinds import builtin_kinds
 
 
-def main(rounds: int = 12, count: int = 40, most: float = 60) -> None:
+def main(rounds: int = 12, count: int = 40, most: float = 150) -> None:
     """Any domain's blocks count, those that only C holds included; free lists fill in the first rounds."""
     builtin_kinds.watch_allocations()
     blocks = []
