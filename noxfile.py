@@ -1,6 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, fuzz, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, fuzz,
+soak, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -135,6 +136,14 @@ def opdb(session: nox.Session) -> None:
     chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
     place = "packages/amanda-driver-torch/tests/opdb"
     environment.run("python", "-m", "pytest", place, "-m", "opdb", *chosen, OMP_NUM_THREADS="1")
+
+
+@nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """Run for long under tools: memory and exceptions; arguments after -- go to pytest."""
+    environment = development(session)
+    places = [f"packages/amanda-driver-torch/tests/test_{name}.py" for name in ("soak", "restored_property")]
+    environment.run("python", "-m", "pytest", *places, "-m", "soak", *session.posargs, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none")

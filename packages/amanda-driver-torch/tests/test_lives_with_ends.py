@@ -128,6 +128,11 @@ def test_the_interpreter_ends_within_a_scope() -> None:
         atexit.register(lambda: (step(), print("at exit")))
         scope = amanda.apply(Same()).start()
         step()
+        def suspended():
+            with amanda.apply(Same()):
+                yield step()
+        suspended = suspended()
+        next(suspended)
         scope.last, sys.modules["last"] = Last(), Last()
     """
     assert run(program) == (0, ["at exit"])

@@ -143,9 +143,10 @@ def check(
 STOPS = (StopIteration, StopAsyncIteration)
 
 
-@settings(
-    max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
-)
+OPTIONS: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": [*HealthCheck]}
+
+
+@settings(max_examples=1000, derandomize=True, **OPTIONS)
 @given(
     program=st.sampled_from(PROGRAMS),
     make=st.sampled_from(ERRORS),
@@ -153,6 +154,20 @@ STOPS = (StopIteration, StopAsyncIteration)
     cached=st.booleans(),
 )
 def test_an_exception_of_any_routine_leaves_torch_as_it_was(
+    restoration: Restoration, program: Program, make: Callable[[], BaseException], place: float, cached: bool
+) -> None:
+    check(restoration, program, make, place, cached)
+
+
+@pytest.mark.soak
+@settings(max_examples=10_000, **OPTIONS)
+@given(
+    program=st.sampled_from(PROGRAMS),
+    make=st.sampled_from(ERRORS),
+    place=st.floats(0, 1, exclude_max=True),
+    cached=st.booleans(),
+)
+def test_ten_thousand_exceptions_at_other_places_each_time(
     restoration: Restoration, program: Program, make: Callable[[], BaseException], place: float, cached: bool
 ) -> None:
     check(restoration, program, make, place, cached)

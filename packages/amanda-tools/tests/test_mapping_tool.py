@@ -139,3 +139,23 @@ def ignore(context: amanda.OpContext) -> None:
 def test_a_faulty_rule_is_named(rules: Any, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         MappingTool(rules)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, GeneratorExit, StopIteration, TypeError])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_exception_of_a_rule_reaches_the_user_as_itself_and_torch_is_as_before(
+    error: type[BaseException], after: bool, backward: bool
+) -> None:
+    mistake, vanilla = error("on purpose"), torch.nn.Module.__call__
+
+    def fail(context: amanda.OpContext) -> None:
+        raise mistake
+
+    mapping = MappingTool([["pytorch", None, fail] if after else ["pytorch", fail]])
+    with pytest.raises(error) as raised:
+        add_under(dependent(mapping, lambda context: None, backward=backward))
+    assert raised.value is mistake
+    assert "tool MappingTool" in mistake.__notes__[0]
+    assert torch.nn.Module.__call__ is vanilla
+    add_under(amanda.Tool())

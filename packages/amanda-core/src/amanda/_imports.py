@@ -145,7 +145,8 @@ class _Watch(MetaPathFinder):
                 self._before[:] = left
             sys.meta_path = self._before  # type: ignore[assignment]
         else:  # someone put a list in place of ours, and may put ours back
-            for finders in (sys.meta_path, self._with_us):
+            # None at the interpreter's end, when what is suspended in a scope is let go.
+            for finders in (sys.meta_path or [], self._with_us):
                 if self in finders:
                     finders.remove(self)
         self._before, self._with_us = [], []
