@@ -11,7 +11,7 @@ from ._coverage import unseen
 from ._execution import Pass, Program, record
 from ._records import Facts, difference
 from ._tools import ROUTINES, Everywhere, Watch
-from ._variants import Samples, Variant, dtypes, error_samples, variants
+from ._variants import Samples, Variant, dtypes, variants
 
 SEEN = 8
 """Samples of each variant and type that are called to find out what a tool sees of them."""
@@ -40,49 +40,46 @@ def differences(op: Any, most: int, count: Count) -> Iterator[str]:
 
     most: how many samples of each type are called as a function; a quarter of that in other ways.
     """
+    each: list[torch.dtype | None] = [*dtypes(op), None]
+    many, few = ({one: Samples(op, one, enough) for one in each} for enough in (most, max(most // 4, 1)))
     for variant in variants(op):
         count.variants += 1
-        for dtype in dtypes(op):
-            enough = most if variant.name == "function" else max(most // 4, 1)
-            yield from _compared(Calls(op, variant, dtype, enough), count)
-        yield from _compared(Calls(op, variant, None, most), count)
+        for dtype in each:
+            chosen = many if variant.name == "function" else few
+            yield from _compared(Calls(op, variant, chosen[dtype]), count)
 
 
 def not_seen(op: Any) -> Iterator[str]:
     """What the calls of an op compute that a tool does not see."""
     watch = Watch()
-    for variant in variants(op):
-        for dtype in dtypes(op):
-            few = list(Samples(op, dtype, SEEN))
+    for each in [Samples(op, dtype, SEEN) for dtype in dtypes(op)]:
+        for variant in variants(op):
+            few = list(each)
             with amanda.apply(watch):
                 found = [unseen(watch, variant, one) for one in few]
-            yield from (f"{variant.name}, {dtype}: {one}" for one in found if one)
+            yield from (f"{variant.name}, {each.dtype}: {one}" for one in found if one)
 
 
 class Calls:
-    """A list of calls that can be made again and again, each time with equal arguments.
+    """A list of calls that can be made again and again, each time with equal arguments."""
 
-    dtype: the type of the samples; None for those that the op refuses.
-    """
-
-    def __init__(self, op: Any, variant: Variant, dtype: torch.dtype | None, most: int) -> None:
-        self.op, self.variant, self.dtype = op, variant, dtype
+    def __init__(self, op: Any, variant: Variant, samples: Samples) -> None:
+        self.op, self.variant, self.samples = op, variant, samples
         self._program = Program()
-        self._samples = Samples(op, dtype, most) if dtype else None
 
     def __str__(self) -> str:
-        return f"{self.variant.name}, {self.dtype or 'errors'}"
+        return f"{self.variant.name}, {self.samples.dtype or 'errors'}"
 
     def records(self, backward: Pass, most: int | None = None) -> list[Facts | None]:
         """What each call leaves, or each of the first few."""
         with amanda.disabled():
-            fresh = list(self._samples or error_samples(self.op))[:most]
+            fresh = list(self.samples)[:most]
         return [record(self._program, self.variant, one, backward) for one in fresh]
 
 
 def _compared(calls: Calls, count: Count) -> Iterator[str]:
     passes: list[tuple[Pass, int | None]] = [("accumulated", None), ("returned", None)]
-    if calls.dtype and calls.variant.name == "function" and calls.op.supports_gradgrad:
+    if calls.samples.dtype and calls.variant.name == "function" and calls.op.supports_gradgrad:
         passes.append(("twice", 2))
     bare = {one: calls.records(*one) for one in passes}
     for records in bare.values():

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
@@ -43,39 +43,40 @@ def dtypes(op: Any) -> list[torch.dtype]:
 
 
 class Samples:
-    """Sample calls of an op, spread over all that it has; equal ones, with new tensors, at each iteration."""
+    """Sample calls of an op; equal ones, with tensors of their own, at each iteration.
 
-    def __init__(self, op: Any, dtype: torch.dtype, most: int) -> None:
-        self._op, self._dtype, self._most = op, dtype, most
-        self._few: list[Sample] | None = None
-        every = self._every()
-        if len(every) > 2 * most:  # to make them all again takes longer than to call some
-            with contextlib.suppress(Exception):  # of what is no leaf, there is no copy
-                self._few = copy.deepcopy(self._spread(every))
+    dtype: the type of the tensors; None for the calls that the op refuses.
+    most: how many there are at most, spread over all.
+    """
+
+    def __init__(self, op: Any, dtype: torch.dtype | None, most: int) -> None:
+        self._op, self.dtype, self._most = op, dtype, most
+        self._kept: list[Sample] | None = None
+        fresh = self._fresh()
+        if all(map(_is_whole, tree_leaves(fresh))):
+            with contextlib.suppress(Exception):  # what cannot be copied is made anew
+                self._kept = copy.deepcopy(fresh)
 
     def __iter__(self) -> Iterator[Sample]:
-        return iter(self._spread(self._every()) if self._few is None else copy.deepcopy(self._few))
+        return iter(self._fresh() if self._kept is None else copy.deepcopy(self._kept))
 
-    def _spread(self, every: list[Sample]) -> list[Sample]:
-        return every[:: -(-len(every) // self._most) or 1]
-
-    def _every(self) -> list[Sample]:
-        _seed()
-        op = self._op
-        trains = op.supports_autograd and self._dtype in op.supported_backward_dtypes("cpu")
+    def _fresh(self) -> list[Sample]:
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
         with filled():
-            every = op.sample_inputs("cpu", self._dtype, requires_grad=trains)
-            return [Sample((one.input, *one.args), one.kwargs) for one in every]
+            every = list(self._errors() if self.dtype is None else self._samples(self.dtype))
+        return [
+            Sample((one.input, *one.args), one.kwargs) for one in every[:: -(-len(every) // self._most) or 1]
+        ]
 
+    def _samples(self, dtype: torch.dtype) -> Iterator[Any]:
+        trains = self._op.supports_autograd and dtype in self._op.supported_backward_dtypes("cpu")
+        yield from self._op.sample_inputs("cpu", dtype, requires_grad=trains)
 
-def error_samples(op: Any) -> list[Sample]:
-    """Calls that the op refuses."""
-    _seed()
-    if op.error_inputs_func is None:
-        return []
-    with filled():
-        wrong = [one.sample_input for one in op.error_inputs("cpu")]
-    return [Sample((one.input, *one.args), one.kwargs) for one in wrong]
+    def _errors(self) -> Iterator[Any]:
+        if self._op.error_inputs_func is not None:
+            yield from (one.sample_input for one in self._op.error_inputs("cpu"))
 
 
 def variants(op: Any) -> Iterator["Variant"]:
@@ -145,7 +146,6 @@ def _untrained(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _seed() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    numpy.random.seed(0)
+def _is_whole(value: Any) -> bool:
+    """Whether a copy of it is like it: it is no tensor, or no view or result."""
+    return not isinstance(value, torch.Tensor) or (value.is_leaf and not value._is_view())
