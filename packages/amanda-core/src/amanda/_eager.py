@@ -121,8 +121,15 @@ class EagerExecution(TensorOps):
         """Context around the op that finds the backward ops which it makes; made before its routines run."""
 
     @abstractmethod
-    def attach_trace(self, trace: Trace, made: Any, call: Call, outputs: list[Any]) -> None:
-        """Leave the trace with the backward ops that the context `made` has found."""
+    def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
+        """Leave the trace with the backward ops that the context `made` has found.
+
+        values: the op's outputs, and those of its inputs that it wrote.
+        """
+
+    def made_between(self, begin: int, start: int, end: int) -> Any:
+        """What `tracing` would have found, by the readings of the clock that the driver's `reader` has."""
+        raise NotImplementedError
 
     # ---- execution ----
 
@@ -163,14 +170,35 @@ class EagerExecution(TensorOps):
     def _learn(self, memo: interceptor.Memo, key: int, combined: Combined, call: Call) -> None:
         """Let native code do what calls like this one come to, if it can."""
         gradients = self.gradients(call.inputs)
-        if combined.watching and combined.traced(gradients):
-            return
-        if not combined.forward:
+        traced = bool(combined.watching) and combined.traced(gradients)
+        if not (combined.forward or traced):
             memo.learn(key, None)
         elif not (call.targets and combined.after and gradients is not None):  # see `written_later`
-            program = program_of(combined, call, combined.plans[0][1].context._facts)
+            facts = combined.plans[0][1].context._facts
+            trace = self._tracer(combined, call, gradients, facts) if traced else None
+            if traced and trace is None:
+                return
+            program = program_of(combined, call, facts, trace)
             if program is not None:
                 memo.learn(key, program)
+
+    def _tracer(
+        self, combined: Combined, call: Call, gradients: Hashable, facts: OpFacts
+    ) -> Callable[[int, int, int, Any], None] | None:
+        """Leaves the traces of executions whose backward ops are all known; None where it takes more."""
+        settled = all(gradients in plan.settled for plan in combined.watching)
+        written = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
+        if not settled or written or any(action.differentiable for action in combined.actions):
+            return None
+        dropped = facts.at_backward(None, 0, True)
+        dropped.drop_values()
+
+        def leave_trace(begin: int, start: int, end: int, outputs: Any) -> None:
+            trace = Trace(facts.op_id, gradients, combined, {})
+            trace.facts = dropped
+            self.attach_trace(trace, self.made_between(begin, start, end), self.flatten(outputs)[0])
+
+        return leave_trace
 
     def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
         layer = state.layer
@@ -237,7 +265,7 @@ class EagerExecution(TensorOps):
             combined = Combined(combined.plans)
         if trace is not None:
             trace.facts = self._kept_facts(told, inputs, values, trace)
-            self.attach_trace(trace, made, call, values)
+            self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
         written = spread(inputs[i] for i in call.targets)
         changed = self._run_after(combined.after, values, written, told, run, state)
         return outputs if changed is values else rebuild(changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from amanda.context import OpFacts
 
 
-def program_of(combined: Combined, call: Call, facts: OpFacts) -> interceptor.Program | None:
+def program_of(
+    combined: Combined, call: Call, facts: OpFacts, trace: Callable[..., None] | None
+) -> interceptor.Program | None:
     """What native code shall do at calls like this one; None where it cannot.
+
+    trace: hears of the backward ops that the op made, if they are wanted.
 
     It hands values to routines and sees that they are left alone; a routine that returns another
     value is where Python goes on.
@@ -30,7 +34,7 @@ def program_of(combined: Combined, call: Call, facts: OpFacts) -> interceptor.Pr
     constants = tuple(
         value if source < 0 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    return _program(combined.before, combined.after, facts, sources, constants, combined)
+    return _program(combined.before, combined.after, facts, sources, constants, combined, trace)
 
 
 def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:

@@ -170,9 +170,9 @@ class FakeDriver(EagerDriver):
         """Context that brackets the nodes made by an operator."""
         return _Made()
 
-    def attach_trace(self, trace: Trace, made: _Made, call: Call, outputs: list[Any]) -> None:
+    def attach_trace(self, trace: Trace, made: _Made, values: list[Any]) -> None:
         """Mark the nodes that the operator made."""
-        waiting = [value.node for value in outputs if isinstance(value, Tensor) and value.node]
+        waiting = [value.node for value in values if isinstance(value, Tensor) and value.node]
         for node in _reached(waiting, lambda node: made.start < node.number < made.end):
             node.metadata.setdefault(_KEY, _Origin(trace, made.start))
 

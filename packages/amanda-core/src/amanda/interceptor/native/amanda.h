@@ -147,6 +147,7 @@ int reader_is_tensor(const Reader *reader, PyObject *value);
 int reader_is_plain(const Reader *reader, PyObject *value);
 int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants Python */
 int reader_gradients(const Reader *reader);
+uint64_t reader_clock(const Reader *reader);
 void reader_set_gradients(const Reader *reader, int on);
 
 /* ---- stub.c: interception ---- */

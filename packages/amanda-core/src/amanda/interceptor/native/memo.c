@@ -18,6 +18,7 @@ typedef struct {
     PyObject *failed, *mutated; /* owned; Python's word on what went wrong in a step */
     PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
     PyObject *plan;             /* owned; what Python goes on with */
+    PyObject *trace;            /* owned; hears of the backward ops that the op made; None: nobody does */
     int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
     int before, after;
     Step steps[];
@@ -70,10 +71,11 @@ static int read_sources(Program *program, PyObject *sources) {
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"before", "after", "failed", "mutated", "sources", "constants", "plan", NULL};
+    static char *names[] = {"before", "after", "failed", "mutated", "sources", "constants", "plan", "trace", NULL};
     PyObject *before, *after, *failed, *mutated, *sources = Py_None, *constants = Py_None, *plan = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &failed, &mutated, &sources, &constants, &plan))
+    PyObject *trace = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OOOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &failed, &mutated, &sources, &constants, &plan, &trace))
         return NULL;
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
@@ -85,6 +87,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     program->mutated = Py_NewRef(mutated);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
+    program->trace = Py_NewRef(trace);
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
     int wrong = sources != Py_None && read_sources(program, sources);
@@ -100,6 +103,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
     Py_VISIT(self->mutated);
     Py_VISIT(self->constants);
     Py_VISIT(self->plan);
+    Py_VISIT(self->trace);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_VISIT(self->steps[i].func);
         Py_VISIT(self->steps[i].kwargs);
@@ -113,6 +117,7 @@ static void program_dealloc(Program *self) {
     Py_CLEAR(self->mutated);
     Py_CLEAR(self->constants);
     Py_CLEAR(self->plan);
+    Py_CLEAR(self->trace);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_CLEAR(self->steps[i].func);
         Py_CLEAR(self->steps[i].kwargs);
@@ -253,10 +258,26 @@ static PyObject *go_on(Thread *thread, Call *call, Program *program, Py_ssize_t 
     return value;
 }
 
+/* The op, and word to Python of the backward ops that it made. */
+static PyObject *call_traced(Thread *thread, Call *call, Program *program, uint64_t begin) {
+    uint64_t start = reader_clock(call->site->reader);
+    PyObject *outputs = call_op(thread, call);
+    uint64_t end = reader_clock(call->site->reader);
+    if (!outputs || start == end) return outputs;
+    thread->off++;
+    PyObject *told = PyObject_CallFunction(program->trace, "KKKO", (unsigned long long)begin, (unsigned long long)start,
+                                           (unsigned long long)end, outputs);
+    thread->off--;
+    if (!told) Py_CLEAR(outputs);
+    Py_XDECREF(told);
+    return outputs;
+}
+
 static PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
     Values inputs, kept;
     PyObject *result = NULL;
+    uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
     if (program->before) {
         Py_ssize_t count = gather_inputs(program, call->given, inputs.items);
         if (count < 0) return hand_over(thread, call, 0, NULL);
@@ -266,8 +287,9 @@ static PyObject *run_program(Thread *thread, Call *call, int gradients, Program 
             if (outcome != UNCHANGED) return go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, NULL);
         }
     }
-    PyObject *outputs = call_op(thread, call), *const *values;
+    PyObject *outputs = program->trace == Py_None ? call_op(thread, call) : call_traced(thread, call, program, begin);
     if (!outputs || !program->after) return outputs;
+    PyObject *const *values;
     Py_ssize_t count = spread_outputs(reader, &outputs, &values);
     if (count < 0) {
         result = go_on(thread, call, program, program->before - 1, NULL, outputs);
@@ -323,12 +345,14 @@ PyTypeObject Program_Type = {
     .tp_basicsize = sizeof(Program),
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None, plan=None): routines around an "
-              "op.\n\n"
+    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None, plan=None, trace=None): routines\n"
+              "around an op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated).\n"
               "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants.\n"
-              "plan: given to the handler where it has to go on, since the call may look different by then.",
+              "plan: given to the handler where it has to go on, since the call may look different by then.\n"
+              "trace(begin, start, end, outputs): hears of backward ops, by the clock of the reader: before the\n"
+              "routines, and around the op.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

@@ -24,6 +24,7 @@ struct Reader {
     int64_t (*version)(const void *);
     bool (*gradients_on)(void);
     void (*set_gradients)(bool);
+    uint64_t (*clock)(void);
 };
 
 static inline int among(PyTypeObject *const *types, int count, PyTypeObject *type) {
@@ -138,6 +139,8 @@ uint64_t reader_version(const Reader *reader, PyObject *value) {
     return versions;
 }
 
+uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
+
 int reader_gradients(const Reader *reader) { return reader->gradients_on(); }
 
 void reader_set_gradients(const Reader *reader, int on) { reader->set_gradients(on); }
@@ -203,8 +206,8 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         read_addresses(describe, (void **)reader->describe, &described) ||
         read_addresses(autodiff, functions, &count))
         goto failed;
-    if (count != 5) {
-        PyErr_Format(PyExc_ValueError, "autodiff is five functions, not %d", count);
+    if (count != 6) {
+        PyErr_Format(PyExc_ValueError, "autodiff is six functions, not %d", count);
         goto failed;
     }
     reader->needs_gradient = (Ask)functions[0];
@@ -212,6 +215,7 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     reader->version = (int64_t(*)(const void *))functions[2];
     reader->gradients_on = (bool (*)(void))functions[3];
     reader->set_gradients = (void (*)(bool))functions[4];
+    reader->clock = (uint64_t(*)(void))functions[5];
     return (PyObject *)reader;
 failed:
     Py_DECREF(reader);
@@ -256,7 +260,8 @@ PyTypeObject Reader_Type = {
               "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
               "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: only Python may act.\n"
               "autodiff: addresses of `bool needs_gradient(handle)`, `bool unversioned(handle *)`,\n"
-              "`int64_t version(handle *)`, `bool gradients_on()` and `void set_gradients(bool)`.",
+              "`int64_t version(handle *)`, `bool gradients_on()`, `void set_gradients(bool)`, and\n"
+              "`uint64_t clock()`, which goes on with each backward op that the framework makes.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,

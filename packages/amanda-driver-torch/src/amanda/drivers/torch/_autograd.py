@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.autograd.graph
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, Call, EagerDriver, State, Trace, settled_step
+from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace, settled_step
 from amanda.interceptor import Suspension
 
 from ._graphs import relieve
@@ -68,13 +68,19 @@ class Autograd(EagerDriver):
         """Context that brackets the nodes made by an op."""
         return Made()
 
-    def attach_trace(self, trace: Trace, made: Made, call: Call, outputs: list[Any]) -> None:
+    def made_between(self, begin: int, start: int, end: int) -> Made:
+        """The bracket of these sequence numbers."""
+        made = Made.__new__(Made)
+        made.begin, made.start, made.end = begin, start, end
+        return made
+
+    def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
         """Leave the trace at the nodes of the op's results; the rest is found from there."""
         if made.start == made.end:
             return
         self.traces.add(trace)
         origin = Origin(trace, made.begin, made.start, made.end)
-        for value in [*outputs, *(call.inputs[i] for i in call.mutable)]:
+        for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     _mark(tensor, origin)

@@ -223,10 +223,10 @@ class UnseenDriver(UnseenTensors, TorchDriver):
     def __init__(self, driver: TorchDriver) -> None:
         self.__dict__ = driver.__dict__
 
-    def attach_trace(self, trace: Trace, made: Any, call: Call, outputs: list[Any]) -> None:
+    def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
         """Leave the trace at the nodes of the op's results."""
         with Unseen():
-            super().attach_trace(trace, made, call, outputs)
+            super().attach_trace(trace, made, values)
 
 
 class Functions:

@@ -23,6 +23,7 @@ _AUTODIFF = (
     "_ZNK2at10TensorBase8_versionEv",  # int64_t at::TensorBase::_version() const
     "_ZN3c108GradMode10is_enabledEv",  # bool c10::GradMode::is_enabled()
     "_ZN3c108GradMode11set_enabledEb",  # void c10::GradMode::set_enabled(bool)
+    "_ZN2at15sequence_number4peekEv",  # uint64_t at::sequence_number::peek()
 )
 _FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
 _KEY_INCLUDED = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
