@@ -13,6 +13,7 @@ from amanda.testing import never
 # What the pure-Python interceptor does not see, by the name of the test that shows it.
 TAKEN = "without native code a callable taken before the scope is not seen"
 WRAPPED = "without native code what torch keeps in a closure of its own is not seen"
+FRAMES = "without native code every call of a module takes a frame of the recursion limit"
 POWERS = [f"[{n}-power{mode}]" for n in (1, 2) for mode in ("", " in a mode")]
 FALLBACK_GAPS = {
     "test_a_name_imported_before_the_scope_is_seen": TAKEN,
@@ -20,6 +21,7 @@ FALLBACK_GAPS = {
     "test_an_operator_is_one_op[a ** 2]": WRAPPED,
     "test_an_augmented_assignment_is_one_op[ipow]": WRAPPED,
     "test_every_node_is_found_once_and_again_by_the_same_id[attention]": WRAPPED,
+    "test_a_scope_takes_no_depth_from_a_model_whose_ops_are_known": FRAMES,
     **{f"test_a_type_error_of_a_routine_is_not_taken_for_a_wrong_operand{one}": WRAPPED for one in POWERS},
 }
 
