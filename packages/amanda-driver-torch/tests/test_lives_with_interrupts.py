@@ -13,6 +13,7 @@ from programs import PROGRAMS, bits
 from restoration import Restoration
 
 import amanda
+from amanda import interceptor
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
 
@@ -56,6 +57,11 @@ def interrupts() -> Iterator[Interrupts]:
 unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.xfail(
+    not interceptor.NATIVE,
+    reason="never: without native code an interrupt may come between the two halves of a change",
+    run=False,
+)
 @unraisable
 def test_an_interrupt_of_a_step_leaves_torch_as_it_was(interrupts: Interrupts, harmless: amanda.Tool) -> None:
     expected = {}

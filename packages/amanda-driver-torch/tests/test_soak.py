@@ -148,7 +148,7 @@ def test_nothing_piles_up(use: Callable[[], Iterator[None]]) -> None:
     after, grown = counts(), resident() - held
     running.close()  # type: ignore[attr-defined]
     assert {name: after[name] - count for name, count in before.items() if after[name] > count + 20} == {}
-    assert grown < 1_500_000  # an arena of the allocator's may come once
+    assert grown < 3_000_000  # an arena or two of the allocator's may come once
 
 
 @pytest.mark.soak

@@ -107,15 +107,14 @@ class Variant:
     out: Literal["filled", "empty", "strided"] | None = None
 
     def prepared(self, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of a call; None if the op has no result that `out=` could be made like."""
+        """The arguments of a call; None if there is no result that `out=` could be made like."""
         args, kwargs = sample
         if self.out:
             args, kwargs = tree_map(_untrained, (args, kwargs))
             try:
-                result = self.call(*args, **kwargs)
+                return args, {**kwargs, "out": tree_map(self._written, self.call(*args, **kwargs))}
             except Exception:
                 return None
-            return args, {**kwargs, "out": tree_map(self._written, result)}
         if self.in_place and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
             return (args[0].clone(), *args[1:]), kwargs
         return args, kwargs

@@ -66,6 +66,8 @@ class StaticHeir(builtin_kinds.Static):  # type: ignore[misc]
 class HeapHeir(builtin_kinds.Heap):  # type: ignore[misc]
     """Inherits the slots of a heap type."""
 
+    __iter__ = None  # it has an item for every index
+
     def __getitem__(self, key: Any) -> Any:
         return "own", super().__getitem__(key)
 
