@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -145,12 +144,6 @@ class _Mortality:
                 layer.plans.clear()
                 layer.table.clear()
 
-    def renew_locks(self) -> None:
-        """Give every tool a lock of its own in a forked child, where no thread will release the old one."""
-        for layer in list(self.layers):
-            for tool in layer.tools:
-                tool._amanda.lock = threading.RLock()
-
     def on_death(self, ordinal: int) -> None:
         """Forget the plans that belonged to an object that died."""
         for op_id in self.ops.pop(ordinal, ()):
@@ -161,7 +154,6 @@ class _Mortality:
 _mortality = _Mortality()
 bind_to_subjects = _mortality.bind
 forget_all = _mortality.forget_all
-renew_locks = _mortality.renew_locks
 interceptor.configure(codes.describe, _mortality.on_death)
 
 

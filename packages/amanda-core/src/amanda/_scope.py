@@ -15,7 +15,7 @@ from amanda._attachment import attachment
 from amanda._generators import stepping, stepping_async
 from amanda._interrupts import uninterrupted
 from amanda._order import in_order
-from amanda._plan import layer_of, renew_locks
+from amanda._plan import layer_of
 from amanda._report import Report
 from amanda._state import State, activated, current_state, restore
 from amanda.errors import ScopeError, ToolError
@@ -201,7 +201,6 @@ def _forked() -> None:
             activation.active = False
         scope._open = False
         scope._forked = True
-    renew_locks()
 
 
 if hasattr(os, "register_at_fork"):

@@ -47,7 +47,25 @@ class PlanTable:
         return len(self._plans)
 
 
-Lock = threading.RLock
+class Lock:
+    """A reentrant lock; a process that forks finds it free in the child."""
+
+    _forks = 0
+
+    def __init__(self) -> None:
+        self._made = Lock._forks
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> "Lock":
+        if self._made != Lock._forks:
+            self._made = Lock._forks
+            if not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock = threading.RLock()
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
 
 
 class Memo:
@@ -174,6 +192,7 @@ def configure(
 
 def forked() -> None:
     """Hear that this process is a forked child."""
+    Lock._forks += 1
 
 
 def forget_code() -> None:
