@@ -1,5 +1,7 @@
 """Isolation from autodiff where an op writes, and on views."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import amanda
+from amanda.drivers.torch._saved import _Saved
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
@@ -180,3 +183,47 @@ def test_a_checkpoint_recomputes_in_place_ops_with_their_routines(
     tool = acting("insert_after_op", "exp_", scaled)
     expected = applied(tool, lambda: program(lambda function, x: function(x)))
     same(applied(tool, program), expected)
+
+
+def test_a_routine_that_only_looks_makes_nothing_be_copied() -> None:
+    looks = amanda.Tool()
+    looks.add_inst_for_op(lambda context: context.insert_after_op(lambda *values: None))
+    model = torch.nn.ReLU(inplace=True)
+    start = torch.linspace(-1, 1, 8, requires_grad=True)
+    with amanda.apply(looks):
+        for _ in range(4):
+            y = model(start * 1)
+            assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # type: ignore[union-attr]
+    assert torch.equal(torch.autograd.grad(y.sum(), start)[0], (start > 0).float())
+
+
+@pytest.mark.parametrize("instrumented", [False, True])
+def test_what_the_user_writes_after_it_was_saved_is_an_error_in_the_backward_pass(instrumented: bool) -> None:
+    looks = amanda.Tool()
+    looks.add_inst_for_op(lambda context: context.insert_after_op(lambda *values: None))
+    start = torch.ones(3, requires_grad=True)
+    with amanda.apply(*([looks] if instrumented else [])):
+        y = (start * 2).exp_()
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_the_graph_of_an_op_in_place_is_freed_with_its_result() -> None:
+    looks = amanda.Tool()
+    looks.add_inst_for_op(lambda context: context.insert_after_op(lambda *values: None))
+    start = torch.ones(3, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with amanda.apply(looks):
+            for _ in range(3):
+                y = start * 2
+                gone = weakref.ref(y)
+                y.exp_()
+                del y
+                assert gone() is None
+            assert not [one for one in gc.get_objects() if type(one) is _Saved]
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from amanda import interceptor
 from amanda._plan import Combined, Plan, bind_to_subjects
 from amanda._program import program_of
-from amanda._routine import NOT_CALLED, TensorOps, run_replacement, run_routine, spread
+from amanda._routine import NOT_CALLED, Saved, TensorOps, run_replacement, run_routine, spread
 from amanda._source import user_source
 from amanda.action import InstrumentationPoint
 from amanda.context import OpContext, OpFacts
@@ -251,12 +251,14 @@ class EagerExecution(TensorOps):
                 inputs = run_routine(self, action, inputs, told, run, state, call.mutable, result)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
-        later = bool(call.targets) and self._acts_later(combined, state, fresh)
+        saved = None
+        if call.targets and self._acts_later(combined, state, fresh):
+            saved = self.written_later([inputs[i] for i in call.targets])
         if trace is None or tracing is None:
-            outputs = self._compute(combined, call, inputs, told, run, later)
+            outputs = self._compute(combined, call, inputs, told, run, saved)
         else:
             with tracing as made:
-                outputs = self._compute(combined, call, inputs, told, run, later)
+                outputs = self._compute(combined, call, inputs, told, run, saved)
         values, rebuild = self.flatten(outputs)
         if facts is not None:
             facts.inputs, facts.outputs = list(inputs), list(values)
@@ -267,7 +269,7 @@ class EagerExecution(TensorOps):
             trace.facts = self._kept_facts(told, inputs, values, trace)
             self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
         written = spread(inputs[i] for i in call.targets)
-        changed = self._run_after(combined.after, values, written, told, run, state)
+        changed = self._run_after(combined.after, values, written, told, run, state, saved=saved)
         return outputs if changed is values else rebuild(changed)
 
     def _run_after(
@@ -279,11 +281,12 @@ class EagerExecution(TensorOps):
         run: dict[str, Any],
         state: State,
         returned: Any = NOT_CALLED,
+        saved: Saved | None = None,
     ) -> list[Any]:
         """written: the user's tensors among the values.  returned: what the first routine did, if called."""
         for action in actions:
             mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
-            values = run_routine(self, action, values, told, run, state, mutable, returned)
+            values = run_routine(self, action, values, told, run, state, mutable, returned, saved)
             returned = NOT_CALLED
         return values
 
@@ -312,12 +315,12 @@ class EagerExecution(TensorOps):
         inputs: list[Any],
         told: OpFacts,
         run: dict[str, Any],
-        later: bool,
+        saved: Saved | None,
     ) -> Any:
         if combined.replace is not None:
             return call.formed(run_replacement(self, combined.replace, inputs, told, run, call.targets))
-        if later:
-            with self.written_later([inputs[i] for i in call.targets]):
+        if saved is not None:
+            with saved:
                 return call.invoke(inputs)
         return call.invoke(inputs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from amanda._notes import add_note, describe, explained
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
 
 NOT_CALLED: Any = object()
+
+
+class Saved:
+    """Context around an op: what its backward ops save, which may share memory with what is written later."""
+
+    def __enter__(self) -> None:
+        """Begin to see what is saved."""
+
+    def __exit__(self, *_: object) -> None:
+        """See no more of it."""
+
+    def keep(self) -> None:
+        """Hear that the values will be written now: what was saved of them has to be copied."""
 
 
 class TensorOps(ABC):
@@ -63,9 +76,9 @@ class TensorOps(ABC):
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor, straight through where isolated."""
 
-    def written_later(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Context around an op whose backward ops keep copies of these values, which are written after it."""
-        return nullcontext()
+    def written_later(self, values: Sequence[Any]) -> Saved:
+        """Context around an op after which these values may be written once more; see `Saved`."""
+        return Saved()
 
     @abstractmethod
     def kept(self, value: Any) -> Any:
@@ -85,11 +98,13 @@ def run_routine(
     state: State,
     mutable: Sequence[int] = (),
     returned: Any = NOT_CALLED,
+    saved: Saved | None = None,
 ) -> list[Any]:
     """Call a routine on the selected values: `values` itself where it changes none, else a new list.
 
     mutable: positions of the user's tensors that the op writes into; a change is copied into them.
     returned: what the routine returned, where it was called already.
+    saved: what backward ops have saved of the user's tensors.
     """
     select = action.select
     isolated = not (action.differentiable or state.autodiff)
@@ -111,6 +126,8 @@ def run_routine(
             if changed is values:
                 changed = list(values)
             if position in mutable:
+                if saved is not None:
+                    saved.keep()
                 _write(ops, original, result, isolated)
             else:
                 changed[position] = _substitute(ops, original, result) if isolated else result

@@ -16,6 +16,7 @@ from amanda._backward import BackwardStep, settled_step
 from amanda._eager import Call, EagerExecution, Trace
 from amanda._imports import when_imported
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
+from amanda._routine import Saved
 from amanda._source import codes
 from amanda._state import State, in_force
 from amanda.action import Action, ActionType, InstrumentationPoint
@@ -37,6 +38,7 @@ __all__ = [
     "InstrumentationPoint",
     "Namespace",
     "OpContext",
+    "Saved",
     "State",
     "Trace",
     "codes",

@@ -17,6 +17,8 @@ ESSENTIAL = (
     "_C.DisableTorchFunction.__exit__",
     "_C.ScriptFunction.__call__",
     "_C.ScriptMethod.__call__",
+    "_C._autograd._pop_saved_tensors_default_hooks",
+    "_C._autograd._push_saved_tensors_default_hooks",
     "_C._autograd._saved_tensors_hooks_is_enabled",
     "_C._autograd._top_saved_tensors_default_hooks",
     "_C._disabled_torch_function_impl",

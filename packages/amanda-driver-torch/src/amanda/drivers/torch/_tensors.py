@@ -1,14 +1,15 @@
 """Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from amanda.backend import Saved
 from amanda.errors import RoutineError
-from amanda.interceptor import Suspension
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._saved import SavedTensors
 from ._schema import flatten_outputs
 
 
@@ -124,22 +125,13 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Context around an op whose backward ops keep copies of what will be written once more."""
+    def written_later(self, values: Sequence[Any]) -> Saved:
+        """Context around an op after which these tensors may be written once more."""
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
-            return nullcontext()
+            return Saved()
         listed = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
-        written = [one for each in listed for one in each if isinstance(one, torch.Tensor)]
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        outer_pack, unpack = outer or (_itself, _itself)
-
-        def pack(saved: torch.Tensor) -> Any:
-            with Suspension():
-                shared = any(_shares(saved, one) for one in written)
-                return outer_pack(saved.clone() if shared else saved)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return SavedTensors([one for each in listed for one in each if isinstance(one, torch.Tensor)])
 
     def kept(self, value: Any) -> Any:
         """A tensor's data without its graph; a leaf, such as a parameter, as it is."""
@@ -202,14 +194,6 @@ def _shape(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple([_shape(item) for item in value if isinstance(item, torch.Tensor)])
     return None
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.layout == other.layout and bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
 def _detached(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""What the backward ops of an op save of tensors that a routine may write after it."""
+
+from typing import Any
+
+import torch
+from amanda.backend import Saved
+from amanda.interceptor import Suspension
+
+
+class SavedTensors(Saved):
+    """Saves as torch does; what shares memory with tensors that are written by a routine is copied before.
+
+    Where the user has hooks on saved tensors, these are given copies from the start.
+    """
+
+    def __init__(self, written: list[torch.Tensor]) -> None:
+        self._written = written
+        self._shared: list[_Saved] = []
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer_pack, self._unpack = outer or (None, _Saved.unpack)
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._written = []  # the graph keeps the hooks, and these must not keep the graph
+
+    def keep(self) -> None:
+        """Copy what was saved of the tensors that are written now."""
+        while self._shared:
+            self._shared.pop().copy()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with Suspension():
+            shared = any(_shares(tensor, one) for one in self._written)
+            if self._outer_pack is not None:
+                return self._outer_pack(tensor.clone() if shared else tensor)
+            saved = _Saved(tensor.detach() if shared else tensor)  # itself, an output would hold its own node
+        if shared:
+            self._shared.append(saved)
+        return saved
+
+
+class _Saved:
+    """A saved tensor, and the version at which it was saved."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def copy(self) -> None:
+        with Suspension(), torch.no_grad():
+            self._tensor = self._tensor.clone()
+        self._version = 0
+
+    def unpack(self) -> torch.Tensor:
+        with Suspension():
+            tensor, version = self._tensor, self._version
+            if version is not None and tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                    f"expected version {version} instead"
+                )
+            return tensor
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout == other.layout and bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
