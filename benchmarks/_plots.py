@@ -52,7 +52,7 @@ def steps(results: dict[str, Any], axes: Any) -> None:
             colour = OTHERS if name in NOT_AMANDA else AMANDA
             axes.plot(max(0.0, share(step, name).middle), row, mark, color=colour, alpha=0.8, mew=0)
         axes.plot([], [], mark, color=INK, label=model, mew=0)
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
     axes.axvline(1, color=INK, linestyle="--", linewidth=1)
     finish(axes, list(reversed(names)), "percent added to forward + backward; dashed: 1 %", 1)
 

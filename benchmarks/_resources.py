@@ -69,20 +69,22 @@ def instructions(results: dict[str, Any]) -> list[str]:
         ]
 
     head = ["", *(f"`{name}`" for name in programs)]
-    shares = rows(more_of_mode)[2:] if MODE in states else []
+    shares = rows(more_of_mode)[2:] if MODE in states else []  # a quick run counts few states
     return [
         "## Instructions", "",
         *words("instructions"),
-        *table(head, rows(lambda one, state: f"{one[state]:,.0f}")),
+        *table(head, rows(lambda one, state: f"{one[state][0]:,.0f}")),
         "What is more than of torch alone, as a share of what is so with a no-op TorchFunctionMode:", "",
         *table(head, shares),
+        "Of all these are the interceptor's own:", "",
+        *table(head, rows(lambda one, state: f"{one[state][1]:,.0f}")),
     ]  # fmt: skip
 
 
-def more_of_mode(counts: dict[str, float], state: str) -> str:
+def more_of_mode(counts: dict[str, list[float]], state: str) -> str:
     """Instructions of a state that are more than torch's, as a share of the mode's."""
-    base = counts["torch alone, again"]
-    return f"{(counts[state] - base) / (counts[MODE] - base):.3f}"
+    base, mode = counts["torch alone, again"][0], counts[MODE][0]
+    return f"{(counts[state][0] - base) / (mode - base):.3f}"
 
 
 def _in_order(state: str) -> int:

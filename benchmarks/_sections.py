@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from _estimates import Estimate, difference, median, quotient
-from _figures import added, share, to_mode
+from _figures import added, bare_seconds, share, to_mode
 from _resources import instructions, memory, startup
 from _tables import table, with_span
 from _words import words
@@ -41,9 +41,9 @@ def steps(results: dict[str, Any]) -> list[str]:
     models = results["models"]
     for title in next(iter(models.values()))["passes"]:
         found = {name: model["passes"][title] for name, model in models.items()}
-        bare = [f"{median(step['all cores']).middle * 1e3:.0f} ms" for step in found.values()]
+        bare = [f"{bare_seconds(step) * 1e3:.0f} ms" for step in found.values()]
         variants = next(iter(found.values()))["twin"]
-        rows = [["bare step on all cores", *bare]]
+        rows = [["bare step", *bare]]
         for name in list(variants)[1:]:
             rows.append([name, *(in_steps(step, name) for step in found.values())])
         lines += [f"### {title.capitalize()}", "", *table(["", *examples(models)], rows)]

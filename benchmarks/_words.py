@@ -23,10 +23,11 @@ PARAGRAPHS = {
     "steps": """
         What is added to a step, in percent. The first number is free of the step's noise: what is added
         to a step of the model's narrow twin (the same operators with little to compute, processor time),
-        over the bare step of the model on all cores. The second is the median of paired steps of the
-        model itself on one core, processor time, with its interval; what a routine makes torch compute or
-        copy is in that one alone. A routine at a leaf is such a case: torch copies each gradient that a
-        hook may have kept, instead of handing it to the parameter.
+        over the bare step of the model, its fastest on all cores (or on one, where others kept the cores
+        busy). The second is the median of paired steps of the model itself on one core, processor time,
+        with its interval; what a routine makes torch compute or copy is in that one alone. A routine at a
+        leaf is such a case: torch copies each gradient that a hook may have kept, instead of handing it
+        to the parameter.
     """,
     "backward": """
         Processor time of a backward pass over its number of nodes, in nanoseconds: bare, then what each
@@ -57,7 +58,8 @@ PARAGRAPHS = {
     """,
     "instructions": """
         Instructions that one op executes, counted by callgrind, less those of memory allocators, whose
-        paths depend on the heap's history; "torch alone" is counted twice, before Amanda is imported:
+        paths depend on the heap's history; "torch alone" is counted twice, before Amanda is imported. A
+        few instructions more or less are the interpreter's own: its caches are indexed by addresses.
     """,
     "again": """
         Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are

@@ -17,7 +17,7 @@ REQUESTS = """
 static void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
 static void end(const char *name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTRUMENTATION; }
 """
-FUNCTION = re.compile(r"(fn|cfn)=\((\d+)\)(?: (.*))?$")
+NAMED = re.compile(r"(c?fn|c?ob)=\((\d+)\)(?: (.*))?$")
 ALLOCATOR = re.compile(
     r"malloc|calloc|realloc|memalign|aligned_alloc|_int_free|unlink_chunk|sysmalloc|systrim|^c?free\b"
     r"|PyObject_(?:Free|Malloc|Calloc|Realloc)|address_in_range|arena"
@@ -60,38 +60,43 @@ def run_counted(folder: Path, quick: bool) -> None:
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
-def per_call(folder: Path) -> dict[str, dict[str, float]]:
-    """Instructions of one call: program -> state -> count."""
-    counts: dict[tuple[str, str], dict[int, int]] = {}
+def per_call(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Instructions of one call, and those of them in the interceptor: program -> state -> two counts."""
+    counts: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
     for file in folder.glob("out.*"):
         text = file.read_text(errors="replace")
         named = re.search(r"^desc: Trigger: Client Request: (.+)\|(.+)\|(\d+)$", text, re.MULTILINE)
         if named:
             counts.setdefault((named[2], named[1]), {})[int(named[3])] = without_allocator(text)
-    found: dict[str, dict[str, float]] = {}
-    for (program, state), by_calls in counts.items():
+    found: dict[str, dict[str, list[float]]] = {}
+    for (program, state), by_calls in sorted(counts.items()):
         (few, fewer), (many, more) = sorted(by_calls.items())
-        found.setdefault(program, {})[state] = (more - fewer) / (many - few)
+        each = [(one - other) / (many - few) for one, other in zip(more, fewer, strict=True)]
+        found.setdefault(program, {})[state] = each
     return found
 
 
-def without_allocator(text: str) -> int:
-    """Instructions in a file of callgrind's, less those of functions that allocate."""
-    total, counted, inclusive = 0, True, False
-    allocates: dict[str, bool] = {}
+def without_allocator(text: str) -> tuple[int, int]:
+    """Instructions in a file of callgrind's, less those of functions that allocate; and the interceptor's."""
+    total, own, counted, inside, inclusive = 0, 0, True, False, False
+    names: dict[tuple[str, str], str] = {}
     for line in text.splitlines():
-        if named := FUNCTION.match(line):
-            if named[3]:
-                allocates[named[2]] = bool(ALLOCATOR.search(named[3]))
-            if named[1] == "fn":
-                counted = not allocates[named[2]]
+        if named := NAMED.match(line):
+            kind = named[1].removeprefix("c")
+            name = names.setdefault((kind, named[2]), named[3] or "")
+            if named[1] == "ob":
+                inside = "interceptor/_native" in name
+            elif named[1] == "fn":
+                counted = not ALLOCATOR.search(name)
         elif line.startswith("calls="):
             inclusive = True  # the next line counts what is called, which has lines of its own
         elif line[:1].isdigit() or line[:1] in ("+", "-", "*"):
             if counted and not inclusive:
-                total += int(line.split()[1])
+                instructions = int(line.split()[1])
+                total += instructions
+                own += instructions if inside else 0
             inclusive = False
-    return total
+    return total, own
 
 
 def version() -> str:

@@ -60,11 +60,17 @@ def introduction(results: dict[str, Any]) -> list[str]:
         ("measured", f"{results['date']}, in {took // 60} min {took % 60} s"),
         ("load average", f"{load[0]} before, {load[1]} after"),
     ]
+    busy = load[0] > int(results["machine"]["cores"]) / 2
+    others = [
+        "**Other programs kept the machine busy meanwhile: intervals are wide, clock times too long.**",
+        "",
+    ]
     quick = ["**A quick run, of a few rounds and small models: it shows that all runs, no more.**", ""]
     return [
         "# Benchmarks", "",
         "Made by `nox -s bench` from [its raw results](benchmarks.json); not written by hand.", "",
         *(quick if results["quick"] else []),
+        *(others if busy else []),
         *table(["", ""], rows),
         *words("introduction"),
         "## Figures", "",

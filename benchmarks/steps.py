@@ -34,7 +34,7 @@ BACKWARD_TOO = {
 }
 SECONDS = {
     ("wide", "forward"): 25.0,
-    ("wide", "forward + backward"): 85.0,
+    ("wide", "forward + backward"): 70.0,
     ("twin", "forward"): 10.0,
     ("twin", "forward + backward"): 15.0,
 }

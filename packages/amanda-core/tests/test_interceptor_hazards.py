@@ -35,6 +35,7 @@ a_handler_forks
 recursion_ends_in_an_error
 the_interpreter_ends_with_everything_placed
 regions_nest_deep
+two_sites_have_one_target
 """.split()
 
 

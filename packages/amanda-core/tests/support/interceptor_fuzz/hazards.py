@@ -9,6 +9,7 @@ import contextvars
 import faulthandler
 import gc
 import importlib
+import itertools
 import math
 import os
 import subprocess
@@ -502,6 +503,28 @@ def regions_nest_deep() -> None:
     assert kept
     kept.clear()
     ACTIVATION.reset(token)
+
+
+@hazard
+def two_sites_have_one_target() -> None:
+    """The first that is placed stays, the other says that it is not; what was there comes back."""
+    names = "math.sin csv.reader array.tolist bytes.fromhex Static.both array.__getitem__ Static.keywords"
+    for target, placed_first in itertools.product(map(named, names.split()), (True, False)):
+        if not placed_first:
+            second = target.new_site()
+        target.place()
+        if placed_first:
+            second = target.new_site()
+        second.place()
+        assert (target.site.placed, second.placed) == (True, False)
+        second.original(*target.sample(), **target.keywords)
+        target.remove()
+        second.remove()
+        assert not target.placed, target.name
+        second.place()
+        assert second.placed
+        second.remove()
+        assert not target.placed, target.name
 
 
 def main(*names: str) -> None:

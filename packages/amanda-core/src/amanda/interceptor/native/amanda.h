@@ -173,6 +173,7 @@ typedef struct Site {
     PyMethodDef *pristine;
     PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
     PyMethodDef *own;   /* FUNCTION: what it has otherwise */
+    PyGetSetDef *pristine_get;
     union {
         PyMethodDef *method;
         PyGetSetDef *get;

@@ -339,7 +339,15 @@ static void *lasting_copy(const void *definition, size_t size) {
     return memcpy(copy, definition, size);
 }
 
-/* Reads what `target` is: kind, where its native pointer lies, and a callable that keeps it. */
+/* The site whose stub it is; NULL: it is a target's own. */
+static Site *site_behind(const void *pointer) {
+    if (pointer == (void *)assign_stub) return assign_site;
+    for (int i = 0; pointer && i < site_count; i++)
+        if (stubs[i] == pointer) return sites[i];
+    return NULL;
+}
+
+/* Reads what `target` is, past a site that is placed on it: kind, where its native pointer lies, and a callable that keeps it. */
 static int read_target(Site *site, PyObject *target) {
     PyTypeObject *type = NULL;
     if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type) ||
@@ -348,39 +356,44 @@ static int read_target(Site *site, PyObject *target) {
     site->bound = 1;
     if (PyCFunction_Check(target)) {
         PyCFunctionObject *function = (PyCFunctionObject *)target;
+        Site *there = site_behind((void *)function->vectorcall);
         site->bound = 0;
-        site->own = function->m_ml;
-        site->marked = *function->m_ml;
+        site->own = there ? there->own : function->m_ml;
+        site->marked = *site->own;
         site->marked.ml_flags |= METH_COEXIST;
         if (!(site->pristine = lasting_copy(site->own, sizeof(PyMethodDef)))) return -1;
         if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
         site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
         site->kind = FUNCTION;
         site->where.function = function;
-        site->native = (void *)function->vectorcall;
+        site->native = there ? there->native : (void *)function->vectorcall;
         return site->original ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
         site->where.method = ((PyMethodDescrObject *)target)->d_method;
-        if (!(site->pristine = lasting_copy(site->where.method, sizeof(PyMethodDef)))) return -1;
+        Site *there = site_behind((void *)site->where.method->ml_meth);
+        site->pristine = there ? there->pristine : lasting_copy(site->where.method, sizeof(PyMethodDef));
+        if (!site->pristine) return -1;
         if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
         site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, site->pristine)
                                                                  : PyDescr_NewClassMethod(type, site->pristine);
     } else if (Py_IS_TYPE(target, &PyGetSetDescr_Type)) {
         site->where.get = ((PyGetSetDescrObject *)target)->d_getset;
-        PyGetSetDef *pristine = lasting_copy(site->where.get, sizeof(PyGetSetDef));
-        if (!pristine) return -1;
+        Site *there = site_behind((void *)site->where.get->get);
+        site->pristine_get = there ? there->pristine_get : lasting_copy(site->where.get, sizeof(PyGetSetDef));
+        if (!site->pristine_get) return -1;
         site->kind = GET;
-        site->native = (void *)pristine->get;
-        PyObject *descriptor = PyDescr_NewGetSet(type, pristine);
+        site->native = (void *)site->pristine_get->get;
+        PyObject *descriptor = PyDescr_NewGetSet(type, site->pristine_get);
         site->original = descriptor ? PyObject_GetAttrString(descriptor, "__get__") : NULL;
         Py_XDECREF(descriptor);
         return site->original && site->native ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyWrapperDescr_Type)) {
         PyWrapperDescrObject *slot = (PyWrapperDescrObject *)target;
         if (slot_kind(slot, &site->kind)) goto unknown;
+        Site *there = site_behind(slot->d_wrapped);
         site->where.slot = slot;
-        site->native = slot->d_wrapped;
-        site->original = PyDescr_NewWrapper(type, slot->d_base, slot->d_wrapped);
+        site->native = there ? there->native : slot->d_wrapped;
+        site->original = PyDescr_NewWrapper(type, slot->d_base, site->native);
         return site->original ? 0 : -1;
     } else if (PyCallable_Check(target)) {
         site->bound = 0;
@@ -452,6 +465,15 @@ static int swap_slots(Site *site, void *from, void *to) {
     return 0;
 }
 
+static void *pointer_at(Site *site) {
+    switch (site->kind) {
+    case GET: return (void *)site->where.get->get;
+    case FUNCTION: return (void *)site->where.function->vectorcall;
+    case SUBSCRIPT: case ASSIGN: return site->where.slot->d_wrapped;
+    default: return (void *)site->where.method->ml_meth;
+    }
+}
+
 static int put(Site *site, void *pointer, void *instead_of) {
     switch (site->kind) {
     case GET:
@@ -496,7 +518,7 @@ static int assign_index(Site *site) {
 static PyObject *site_place(Site *site, PyObject *Py_UNUSED(none)) {
     if (site->kind == PYTHON) return PyErr_Format(PyExc_TypeError, "%R is detoured, not placed", site->op);
     if (!site->placed && (assign_index(site) || put(site, stub_of(site), site->native))) return NULL;
-    site->placed = 1;
+    site->placed = pointer_at(site) == stub_of(site); /* where another site is, it stays */
     Py_RETURN_NONE;
 }
 
@@ -522,11 +544,7 @@ static PyObject *site_invoke(Site *site, PyObject *args) {
 
 static PyObject *site_address(Site *site, void *Py_UNUSED(closure)) {
     if (site->kind == PYTHON) Py_RETURN_NONE;
-    void *now = site->kind == GET                                 ? (void *)site->where.get->get
-                : site->kind == FUNCTION                      ? (void *)site->where.function->vectorcall
-                : site->kind == SUBSCRIPT || site->kind == ASSIGN ? site->where.slot->d_wrapped
-                                                                  : (void *)site->where.method->ml_meth;
-    return PyLong_FromVoidPtr(now);
+    return PyLong_FromVoidPtr(pointer_at(site));
 }
 
 static int site_traverse(Site *self, visitproc visit, void *arg) {
