@@ -1,6 +1,7 @@
 """What differs between an op's sample calls without a scope and with tools that change nothing."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ._coverage import unseen
 from ._execution import Pass, Program, record
 from ._records import Facts, difference
 from ._tools import ROUTINES, Everywhere, Watch
-from ._variants import Samples, Variant, dtypes, variants
+from ._variants import Samples, Variant, dtypes, filled, variants
 
 SEEN = 8
 """Samples of each variant and type that are called to find out what a tool sees of them."""
@@ -71,10 +72,15 @@ class Calls:
         return f"{self.variant.name}, {self.samples.dtype or 'errors'}"
 
     def records(self, backward: Pass, most: int | None = None) -> list[Facts | None]:
-        """What each call leaves, or each of the first few."""
+        """What each call leaves, or each of the first few.
+
+        An op that refuses a call may have resized what it was to write; one named empty fills nothing.
+        """
         with amanda.disabled():
             fresh = list(self.samples)[:most]
-        return [record(self._program, self.variant, one, backward) for one in fresh]
+        undetermined = self.samples.dtype is None or "empty" in self.op.name
+        with filled() if undetermined else nullcontext():
+            return [record(self._program, self.variant, one, backward) for one in fresh]
 
 
 def _compared(calls: Calls, count: Count) -> Iterator[str]:
