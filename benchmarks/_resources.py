@@ -78,7 +78,23 @@ def instructions(results: dict[str, Any]) -> list[str]:
         *table(head, shares),
         "Of all these are the interceptor's own:", "",
         *table(head, rows(lambda one, state: f"{one[state][1]:,.0f}")),
+        *(words("routines") + table(head, owners_of_routines(results)) if MODE in states else []),
     ]  # fmt: skip
+
+
+def owners_of_routines(results: dict[str, Any]) -> list[list[str]]:
+    """Whose instructions they are that a routine before and one after an op add, and the mode's for scale."""
+
+    def added(counts: dict[str, list[float]], state: str) -> list[float]:
+        return [one - other for one, other in zip(counts[state], counts["torch alone, again"], strict=True)]
+
+    programs = results["programs"]
+    columns = [added(counts, "before + after") for counts in programs.values()]
+    rows = [["all", *(f"{one[0]:,.0f}" for one in columns)]]
+    for place, owner in enumerate(results["owners"], 1):
+        rows.append([f"of {owner}", *(f"{one[place]:,.0f}" for one in columns)])
+    modes = [added(counts, MODE)[0] for counts in programs.values()]
+    return [*rows, ["a fifth of the mode's", *(f"{one / 5:,.0f}" for one in modes)]]
 
 
 def more_of_mode(counts: dict[str, list[float]], state: str) -> str:

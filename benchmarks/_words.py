@@ -61,6 +61,15 @@ PARAGRAPHS = {
         paths depend on the heap's history; "torch alone" is counted twice, before Amanda is imported. A
         few instructions more or less are the interpreter's own: its caches are indexed by addresses.
     """,
+    "routines": """
+        Where the instructions go that a Python routine before and one after an op add. The interpreter's
+        are the two routines themselves: a call of a bound method that takes `*values` and returns None,
+        twice. Torch's are its answers to what is asked of each tensor: dtype, rank and device (a plan is
+        made for these), whether it needs a gradient, its version before and after a routine (a value may
+        not be written into), and autograd switched off and on again. What finds the op's place in the
+        program and its plan is the interceptor's. A fifth of the mode's cost, which is what the figure
+        allows, is about what the two routines take alone.
+    """,
     "again": """
         Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are
         counted.

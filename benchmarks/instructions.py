@@ -23,6 +23,12 @@ ALLOCATOR = re.compile(
     r"|PyObject_(?:Free|Malloc|Calloc|Realloc)|address_in_range|arena"
 )
 """What a heap of another history makes shorter or longer, though the same is asked of it."""
+OWNERS = {
+    "the interceptor": ("_native.",),
+    "the interpreter": ("libpython", "python"),
+    "torch": ("libtorch", "libc10"),
+}
+"""Whose code it is, told by how the name of the library begins; the interpreter's may be in its program."""
 
 
 def benchmark(quick: bool) -> dict[str, Any]:
@@ -37,7 +43,7 @@ def benchmark(quick: bool) -> dict[str, Any]:
             return {"missing": f"valgrind's headers cannot be compiled against ({type(failure).__name__})"}
         progress("  python under callgrind")
         run_counted(folder, quick)
-        return {"programs": per_call(folder), "tool": version()}
+        return {"programs": per_call(folder), "owners": list(OWNERS), "tool": version()}
 
 
 def compile_requests(folder: Path) -> None:
@@ -61,8 +67,8 @@ def run_counted(folder: Path, quick: bool) -> None:
 
 
 def per_call(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Instructions of one call, and those of them in the interceptor: program -> state -> two counts."""
-    counts: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
+    """Instructions of one call, and those of each of the OWNERS: program -> state -> counts."""
+    counts: dict[tuple[str, str], dict[int, list[int]]] = {}
     for file in folder.glob("out.*"):
         text = file.read_text(errors="replace")
         named = re.search(r"^desc: Trigger: Client Request: (.+)\|(.+)\|(\d+)$", text, re.MULTILINE)
@@ -76,16 +82,18 @@ def per_call(folder: Path) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def without_allocator(text: str) -> tuple[int, int]:
-    """Instructions in a file of callgrind's, less those of functions that allocate; and the interceptor's."""
-    total, own, counted, inside, inclusive = 0, 0, True, False, False
+def without_allocator(text: str) -> list[int]:
+    """Instructions in a file of callgrind's, less those of functions that allocate; and those of OWNERS."""
+    total, counted, owner, inclusive = 0, True, "", False
+    owned = dict.fromkeys(OWNERS, 0)
     names: dict[tuple[str, str], str] = {}
     for line in text.splitlines():
         if named := NAMED.match(line):
             kind = named[1].removeprefix("c")
             name = names.setdefault((kind, named[2]), named[3] or "")
             if named[1] == "ob":
-                inside = "interceptor/_native" in name
+                library = name.rpartition("/")[2]
+                owner = next((one for one, begin in OWNERS.items() if library.startswith(begin)), "")
             elif named[1] == "fn":
                 counted = not ALLOCATOR.search(name)
         elif line.startswith("calls="):
@@ -94,9 +102,10 @@ def without_allocator(text: str) -> tuple[int, int]:
             if counted and not inclusive:
                 instructions = int(line.split()[1])
                 total += instructions
-                own += instructions if inside else 0
+                if owner:
+                    owned[owner] += instructions
             inclusive = False
-    return total, own
+    return [total, *owned.values()]
 
 
 def version() -> str:
