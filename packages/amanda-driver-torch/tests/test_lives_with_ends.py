@@ -83,11 +83,11 @@ def test_a_child_may_exit_within_the_scope_and_within_a_routine() -> None:
             child = os.fork()
             if child == 0:
                 sys.exit(5)
-        print(os.waitpid(child, 0)[1] >> 8)
+        print(os.waitpid(child, 0)[1] >> 8, flush=True)
         child = None
         with amanda.apply(Same(act)):
             step()
-        print(os.waitpid(child, 0)[1] >> 8)
+        print(os.waitpid(child, 0)[1] >> 8, flush=True)
     """
     assert run(program) == (0, ["5", "6"])
 
