@@ -37,12 +37,7 @@ TESTS = (
     "ipykernel",
     "towncrier",
 )
-LIBRARIES = (
-    "captum",
-    "fvcore",
-    "iopath",
-    "nnsight",
-)  # alone, and what the tests need of the rest:
+LIBRARIES = ("captum", "fvcore", "iopath", "nnsight")  # alone, and what the tests need of the rest:
 LIBRARIES_NEED = (
     "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
     "websocket-client", "yacs", "zstandard",
@@ -51,6 +46,7 @@ CHECKS = ("mypy", "ruff", "nox")
 SANITIZERS = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 )  # fmt: skip
+PARALLEL = ("--numprocesses=2", "--durations=10")
 SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")
 SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 
@@ -123,27 +119,26 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
     """Train every model of the zoo with and without tools; arguments after -- go to pytest."""
-    environment = development(session)
-    chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
-    place = "packages/amanda-driver-torch/tests/zoo"
-    environment.run("python", "-m", "pytest", place, "-m", "zoo or not zoo", *chosen, OMP_NUM_THREADS="1")
+    marked(session, "zoo or not zoo", "zoo", defaults=PARALLEL)
 
 
 @nox.session(venv_backend="none")
 def opdb(session: nox.Session) -> None:
     """Call every operator of torch's own database with and without tools; arguments after -- go to pytest."""
-    environment = development(session)
-    chosen = session.posargs or ["--numprocesses=2", "--durations=10"]
-    place = "packages/amanda-driver-torch/tests/opdb"
-    environment.run("python", "-m", "pytest", place, "-m", "opdb", *chosen, OMP_NUM_THREADS="1")
+    marked(session, "opdb", "opdb", defaults=PARALLEL)
 
 
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """Run for long under tools: memory and exceptions; arguments after -- go to pytest."""
-    environment = development(session)
-    places = [f"packages/amanda-driver-torch/tests/test_{name}.py" for name in ("soak", "restored_property")]
-    environment.run("python", "-m", "pytest", *places, "-m", "soak", *session.posargs, OMP_NUM_THREADS="1")
+    marked(session, "soak", "test_soak.py", "test_restored_property.py")
+
+
+def marked(session: nox.Session, marker: str, *places: str, defaults: tuple[str, ...] = ()) -> None:
+    """Run tests of the PyTorch driver that `tests` leaves out; `defaults` where nothing is after --."""
+    paths = [f"packages/amanda-driver-torch/tests/{place}" for place in places]
+    chosen = session.posargs or defaults
+    development(session).run("python", "-m", "pytest", *paths, "-m", marker, *chosen, OMP_NUM_THREADS="1")
 
 
 @nox.session(venv_backend="none")

@@ -1,0 +1,143 @@
+"""Backward ops that have been analysed: native code calls their routines, with the same meaning."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import amanda
+from amanda import interceptor
+from amanda.drivers.torch import TorchDriver
+from amanda.errors import MutationError, RoutineError
+
+natively = pytest.mark.xfail(
+    not interceptor.NATIVE, reason="never: only native code calls routines by itself", run=False
+)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Keeps native code out."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Product(torch.nn.Module):
+    """A product and its gradient: at every call the same ops."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b
+
+
+class AtMul(amanda.Tool):
+    """Routines at the backward op of a product."""
+
+    def __init__(self, before: Any = None, after: Any = None, **selected: Any) -> None:
+        self.before, self.after, self.selected = before, after, selected
+        self.add_inst_for_op(self.analyse, backward=True)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "MulBackward0":
+            if self.before:
+                context.insert_before_backward_op(self.before)
+            if self.after:
+                context.insert_after_backward_op(self.after, **self.selected)
+
+
+@pytest.fixture(params=["native", "Python"])
+def gradients(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """The gradients of five passes: native code calls the routines after the first, or Python does."""
+
+    def run(tool: amanda.Tool, times: int = 5) -> list[Any]:
+        model = Product()
+        a, b = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
+        found = []
+        with amanda.apply(tool):
+            for _ in range(times):
+                with FunctionMode() if request.param == "Python" else nullcontext():
+                    found.append(
+                        [one.tolist() for one in torch.autograd.grad(model(a, b), (a, b), torch.ones(2))]
+                    )
+        return found
+
+    return run
+
+
+@natively
+def test_after_the_first_pass_a_routine_is_called_by_native_code() -> None:
+    callers: list[str] = []
+
+    def routine(*_: Any) -> None:
+        callers.append(sys._getframe(1).f_code.co_name)
+
+    model, a = Product(), torch.ones(2, requires_grad=True)
+    with amanda.apply(AtMul(before=routine)):
+        for _ in range(3):
+            model(a, a).sum().backward()
+    assert callers == ["call_isolated", "before", "before"]
+
+
+@natively
+def test_an_op_whose_backward_is_known_passes_through_no_python_but_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound: list[str] = []
+    bind = TorchDriver.bind
+
+    def noted(self: TorchDriver, site: interceptor.Site, *rest: Any) -> Any:
+        bound.append(site.key)
+        return bind(self, site, *rest)
+
+    monkeypatch.setattr(TorchDriver, "bind", noted)
+    model, a = Product(), torch.ones(2, requires_grad=True)
+    with amanda.apply(AtMul(before=lambda *_: None)):
+        for _ in range(5):
+            model(a, a).backward(torch.ones(2))
+    assert bound.count("mul") == 2
+
+
+def test_a_gradient_that_a_routine_returns_goes_on(gradients: Any) -> None:
+    assert gradients(AtMul(before=lambda grad: grad * 2)) == [[[10.0, 10.0], [6.0, 6.0]]] * 5
+    assert gradients(AtMul(after=lambda a, b: (a, b * 2))) == [[[5.0, 5.0], [6.0, 6.0]]] * 5
+    assert gradients(AtMul(after=lambda b: b * 2, grad_inputs=[1])) == [[[5.0, 5.0], [6.0, 6.0]]] * 5
+
+
+def test_each_routine_runs_once_a_pass(gradients: Any) -> None:
+    calls: list[str] = []
+    gradients(AtMul(before=lambda grad: calls.append("before"), after=lambda a, b: calls.append("after")))
+    assert calls == ["before", "after"] * 5
+
+
+def test_a_gradient_written_into_is_an_error_at_the_routine(gradients: Any) -> None:
+    turns = iter(range(5))
+
+    def routine(grad: torch.Tensor) -> None:
+        if next(turns) == 3:
+            grad.mul_(2)
+
+    with pytest.raises(MutationError, match="wrote into value 0") as caught:
+        gradients(AtMul(before=routine))
+    assert "insert_before_backward_op" in "".join(caught.value.__notes__)
+
+
+def test_a_wrong_count_of_gradients_is_an_error_that_names_the_op(gradients: Any) -> None:
+    turns = iter(range(5))
+    with pytest.raises(RoutineError, match="returned 3 values; it was given 2") as caught:
+        gradients(AtMul(after=lambda a, b: (a, b, a) if next(turns) == 3 else None))
+    assert "MulBackward0" in "".join(caught.value.__notes__)
+
+
+def test_a_closed_scope_is_not_heard_of_at_a_known_op() -> None:
+    calls: list[Any] = []
+    model, a = Product(), torch.ones(2, requires_grad=True)
+    tool = AtMul(before=lambda *_: calls.append(1))
+    with amanda.apply(tool):
+        for _ in range(3):
+            model(a, a).sum().backward()
+        late = model(a, a).sum()
+    late.backward()
+    assert len(calls) == 3
