@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
 from amanda import interceptor
+from amanda.drivers.torch import _reader
 from amanda.drivers.torch._reader import reader
 from amanda.errors import MutationError, RoutineError
 
@@ -37,6 +38,16 @@ def x() -> torch.Tensor:
 @natively
 def test_this_build_of_torch_can_be_read() -> None:
     assert READER is not None
+
+
+@natively
+def test_a_torch_that_lacks_a_function_is_read_by_python_and_that_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_reader, "_FUNCTION_MODE", "no_such_function")
+    with caplog.at_level("INFO", "amanda"):
+        assert reader() is None
+    assert "Python does: it lacks no_such_function" in caplog.text
 
 
 @natively
