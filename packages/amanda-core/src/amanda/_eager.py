@@ -45,10 +45,11 @@ class Call(ABC):
         """A replacement's result in the form that the op's own has."""
         return result
 
-    def sources(self) -> tuple[int, ...] | None:
+    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
         """Which argument each input is, positional ones and then those by keyword; -1: a default.
 
-        None where that cannot be said, because several arguments make one input.
+        A pair for the one input that is the tuple of the arguments from its first to before its second.
+        None where that cannot be said.
         """
         return None
 
@@ -173,12 +174,17 @@ class EagerExecution(TensorOps):
         traced = bool(combined.watching) and combined.traced(gradients)
         if not (combined.forward or traced):
             memo.learn(key, None)
-        elif not (call.targets and combined.after and gradients is not None):  # see `written_later`
+        else:
             facts = combined.plans[0][1].context._facts
             trace = self._tracer(combined, call, gradients, facts) if traced else None
             if traced and trace is None:
                 return
-            program = program_of(combined, call, facts, trace)
+            refuse = None
+            if call.targets and gradients is not None and _given_to_routines(combined.after):
+                if call.targets != (0,) or not self.is_tensor(call.inputs[0]):
+                    return
+                refuse = self.saves_out_of_reach
+            program = program_of(combined, call, facts, trace, refuse)
             if program is not None:
                 memo.learn(key, program)
 
@@ -305,7 +311,8 @@ class EagerExecution(TensorOps):
         if first < 0:
             first, returned = 0, NOT_CALLED
         written = spread(call.inputs[i] for i in call.targets)
-        changed = self._run_after(combined.after[first:], values, written, told, {}, state, returned)
+        saved = self.saved_of(written) if written else None
+        changed = self._run_after(combined.after[first:], values, written, told, {}, state, returned, saved)
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
@@ -329,8 +336,7 @@ class EagerExecution(TensorOps):
         """Whether routines after the op are given values, or analyses may bring such routines."""
         point = InstrumentationPoint.AFTER_FORWARD_OP
         chain = state.layer.chain if fresh and state.layer else ()
-        given = any(action.select != () for action in combined.after)
-        return given or any(layer.routines[point] for layer in chain)
+        return _given_to_routines(combined.after) or any(layer.routines[point] for layer in chain)
 
     def _kept_facts(self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace) -> OpFacts:
         facts = told.at_backward(None, 0, True)
@@ -363,3 +369,8 @@ class EagerExecution(TensorOps):
             plan.settled.add(trace.gradients)
         if trace.facts is not None:
             trace.facts.drop_values()
+
+
+def _given_to_routines(after: Sequence[Action]) -> bool:
+    """Whether routines after an op get values of it, which they may change."""
+    return any(action.select != () for action in after)

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 
 def program_of(
-    combined: Combined, call: Call, facts: OpFacts, trace: Callable[..., None] | None
+    combined: Combined,
+    call: Call,
+    facts: OpFacts,
+    trace: Callable[..., None] | None,
+    refuse: Callable[[Any], bool] | None,
 ) -> interceptor.Program | None:
     """What native code shall do at calls like this one; None where it cannot.
 
     trace: hears of the backward ops that the op made, if they are wanted.
+    refuse: whether a call with this first argument is for Python, if that differs among calls like these.
 
     It hands values to routines and sees that they are left alone; a routine that returns another
     value is where Python goes on.
@@ -32,9 +37,9 @@ def program_of(
     if call.mutable and any(action.differentiable for action in combined.actions):
         return None
     constants = tuple(
-        value if source < 0 else None for value, source in zip(call.inputs, sources, strict=True)
+        value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    return _program(combined.before, combined.after, facts, sources, constants, combined, trace)
+    return _program(combined.before, combined.after, facts, sources, constants, combined, trace, refuse)
 
 
 def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:

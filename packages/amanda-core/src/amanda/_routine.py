@@ -80,6 +80,14 @@ class TensorOps(ABC):
         """Context around an op after which these values may be written once more; see `Saved`."""
         return Saved()
 
+    def saves_out_of_reach(self, value: Any) -> bool:
+        """Whether `saved_of` could not find what an op that writes this value is about to save of it."""
+        return True
+
+    def saved_of(self, values: Sequence[Any]) -> Saved:
+        """What the backward ops of the op that has just written these values have saved of them."""
+        return Saved()
+
     @abstractmethod
     def kept(self, value: Any) -> Any:
         """A value for later: what it holds, without the graph that it hangs in."""

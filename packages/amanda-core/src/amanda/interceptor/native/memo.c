@@ -19,7 +19,9 @@ typedef struct {
     PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
     PyObject *plan;             /* owned; what Python goes on with */
     PyObject *trace;            /* owned; hears of the backward ops that the op made; None: nobody does */
+    PyObject *refuse;           /* owned; says of the first argument that only Python can; None: of none */
     int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
+    int spread, first, last;    /* the input that is a tuple of several arguments, and which; -1: none is */
     int before, after;
     Step steps[];
 } Program;
@@ -64,18 +66,29 @@ static int read_sources(Program *program, PyObject *sources) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count; i++)
-        program->sources[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(sources, i));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *source = PyTuple_GET_ITEM(sources, i);
+        if (!PyTuple_Check(source)) {
+            program->sources[i] = (int)PyLong_AsLong(source);
+            continue;
+        }
+        if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &program->first, &program->last)) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one input at most is made of several arguments");
+            return -1;
+        }
+        program->spread = (int)i;
+    }
     program->source_count = (int)count;
     return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"before", "after", "failed", "mutated", "sources", "constants", "plan", "trace", NULL};
+    static char *names[] = {"before", "after", "failed", "mutated", "sources",
+                            "constants", "plan", "trace", "refuse", NULL};
     PyObject *before, *after, *failed, *mutated, *sources = Py_None, *constants = Py_None, *plan = Py_None;
-    PyObject *trace = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OOOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &failed, &mutated, &sources, &constants, &plan, &trace))
+    PyObject *trace = Py_None, *refuse = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OOOOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &failed, &mutated, &sources, &constants, &plan, &trace, &refuse))
         return NULL;
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
@@ -88,6 +101,8 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
     program->trace = Py_NewRef(trace);
+    program->refuse = Py_NewRef(refuse);
+    program->spread = -1;
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
     int wrong = sources != Py_None && read_sources(program, sources);
@@ -104,6 +119,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
     Py_VISIT(self->constants);
     Py_VISIT(self->plan);
     Py_VISIT(self->trace);
+    Py_VISIT(self->refuse);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_VISIT(self->steps[i].func);
         Py_VISIT(self->steps[i].kwargs);
@@ -118,6 +134,7 @@ static void program_dealloc(Program *self) {
     Py_CLEAR(self->constants);
     Py_CLEAR(self->plan);
     Py_CLEAR(self->trace);
+    Py_CLEAR(self->refuse);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_CLEAR(self->steps[i].func);
         Py_CLEAR(self->steps[i].kwargs);
@@ -132,6 +149,7 @@ static void program_dealloc(Program *self) {
 
 /* Values that a routine is given lie after a free place, which a method takes for its own object. */
 typedef struct {
+    PyObject *made; /* owned; NULL, or the one that was made for the routines */
     PyObject *free, *items[VALUE_LIMIT];
 } Values;
 
@@ -206,8 +224,9 @@ done:
 
 /* ---- running a program ---- */
 
-static Py_ssize_t gather_inputs(const Program *program, const Arguments *given, PyObject **values) {
-    PyObject *flat[VALUE_LIMIT];
+/* How many inputs there are; -1: only Python can tell. An exception may be set by then. */
+static Py_ssize_t gather_inputs(const Program *program, const Arguments *given, Values *inputs) {
+    PyObject *flat[VALUE_LIMIT], **values = inputs->items;
     PyObject **into = program->sources ? flat : values;
     Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0, count = 0;
     if (given->count + named + 1 + (given->dict ? PyDict_GET_SIZE(given->dict) : 0) > VALUE_LIMIT) return -1;
@@ -219,9 +238,19 @@ static Py_ssize_t gather_inputs(const Program *program, const Arguments *given, 
         while (PyDict_Next(given->dict, &position, &name, &value)) into[count++] = value;
     }
     if (!program->sources) return count;
+    if (program->spread >= 0) {
+        if (program->first > program->last || program->last > count) return -1;
+        inputs->made = PyTuple_New(program->last - program->first);
+        if (!inputs->made) return -1;
+        for (int i = program->first; i < program->last; i++)
+            PyTuple_SET_ITEM(inputs->made, i - program->first, Py_NewRef(flat[i]));
+    }
     for (int i = 0; i < program->source_count; i++) {
         if (program->sources[i] >= count) return -1;
-        values[i] = program->sources[i] < 0 ? PyTuple_GET_ITEM(program->constants, i) : flat[program->sources[i]];
+        if (i == program->spread)
+            values[i] = inputs->made;
+        else
+            values[i] = program->sources[i] < 0 ? PyTuple_GET_ITEM(program->constants, i) : flat[program->sources[i]];
     }
     return program->source_count;
 }
@@ -273,19 +302,46 @@ static PyObject *call_traced(Thread *thread, Call *call, Program *program, uint6
     return outputs;
 }
 
+/* The steps before the op; NULL, with no exception: all have run, and the op is next. */
+static PyObject *run_before(Thread *thread, Call *call, int gradients, Program *program) {
+    Values inputs;
+    PyObject *result = NULL, *value = NULL;
+    inputs.made = NULL;
+    Py_ssize_t count = gather_inputs(program, call->given, &inputs);
+    if (count < 0) value = PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
+    for (int i = 0; count >= 0 && i < program->before; i++) {
+        Outcome outcome = run_step(thread, call->site->reader, gradients, program, i, inputs.items, count, &result);
+        if (outcome == UNCHANGED) continue;
+        if (outcome != FAILED) value = go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, NULL);
+        break;
+    }
+    Py_XDECREF(inputs.made);
+    return value;
+}
+
+/* Whether Python has to run a call like the ones of the program; -1: an exception. */
+static int is_refused(Thread *thread, const Arguments *given, Program *program) {
+    PyObject *first = given->self ? given->self : given->count ? given->items[0] : Py_None;
+    thread->off++;
+    PyObject *answer = PyObject_CallOneArg(program->refuse, first);
+    thread->off--;
+    int refused = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return refused;
+}
+
 static PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
-    Values inputs, kept;
+    Values kept;
     PyObject *result = NULL;
+    if (program->refuse != Py_None) {
+        int refused = is_refused(thread, call->given, program);
+        if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
+    }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
     if (program->before) {
-        Py_ssize_t count = gather_inputs(program, call->given, inputs.items);
-        if (count < 0) return hand_over(thread, call, 0, NULL);
-        for (int i = 0; i < program->before; i++) {
-            Outcome outcome = run_step(thread, reader, gradients, program, i, inputs.items, count, &result);
-            if (outcome == FAILED) return NULL;
-            if (outcome != UNCHANGED) return go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, NULL);
-        }
+        result = run_before(thread, call, gradients, program);
+        if (result || PyErr_Occurred()) return result;
     }
     PyObject *outputs = program->trace == Py_None ? call_op(thread, call) : call_traced(thread, call, program, begin);
     if (!outputs || !program->after) return outputs;
@@ -349,10 +405,12 @@ PyTypeObject Program_Type = {
               "around an op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated).\n"
               "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
-              "sources: which argument, positional and then by keyword, each input is; -1: that of constants.\n"
+              "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
+              "for the one input that is a tuple of the arguments from the first to before the second.\n"
               "plan: given to the handler where it has to go on, since the call may look different by then.\n"
               "trace(begin, start, end, outputs): hears of backward ops, by the clock of the reader: before the\n"
-              "routines, and around the op.",
+              "routines, and around the op.\n"
+              "refuse(argument): whether a call whose first argument is this is not for the program.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

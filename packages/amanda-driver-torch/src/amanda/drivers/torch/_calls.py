@@ -54,8 +54,8 @@ class TorchCall(Call):
             return result
         return named(result)
 
-    def sources(self) -> tuple[int, ...] | None:
-        """Which argument each input is; None where a size is spread over several."""
+    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
+        """Which argument each input is; None for what is called through an object, such as a custom op."""
         return None if self._head else self._binding.sources(len(self._given[0]), tuple(self._given[1]))
 
     def attributes(self) -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """What the backward ops of an op save of tensors that a routine may write after it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from amanda.backend import Saved
 from amanda.interceptor import Suspension
+
+
+_RAW = "_raw_saved_"
 
 
 class SavedTensors(Saved):
@@ -16,7 +20,7 @@ class SavedTensors(Saved):
     def __init__(self, written: list[torch.Tensor]) -> None:
         self._written = written
         self._shared: list[_Saved] = []
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = _hooks()
         self._outer_pack, self._unpack = outer or (None, _Saved.unpack)
 
     def __enter__(self) -> None:
@@ -40,6 +44,35 @@ class SavedTensors(Saved):
         if shared:
             self._shared.append(saved)
         return saved
+
+
+class Reached(Saved):
+    """What is found of it after the op, at the nodes of the tensors that the op wrote."""
+
+    def __init__(self, written: list[torch.Tensor]) -> None:
+        self._written = written
+
+    def keep(self) -> None:
+        """Copy what was saved of the tensors that are written now."""
+        with Suspension(), torch.no_grad():
+            for tensor in self._written:
+                for saved, value in _saved_at(tensor.grad_fn):
+                    if _shares(value, tensor):
+                        saved.register_hooks(torch.clone, _same)
+        self._written = []
+
+
+def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """What a node has saved, and the tensor that each is."""
+    for name in dir(node):
+        if name.startswith(_RAW):
+            raw, values = getattr(node, name), getattr(node, name.replace(_RAW, "_saved_", 1))
+            pairs = zip(raw, values, strict=True) if isinstance(raw, tuple) else ((raw, values),)
+            yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Saved:
@@ -66,6 +99,15 @@ class _Saved:
                     f"expected version {version} instead"
                 )
             return tensor
+
+
+def has_hooks() -> bool:
+    """Whether the user has hooks on tensors that are saved."""
+    return _hooks() is not None
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -48,10 +48,10 @@ class Binding:
         """The inputs in the order of the schema."""
         return list(args)
 
-    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int, ...] | None:
+    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
         """Which argument of the call each input is, positional ones first; -1: the schema's default.
 
-        None where several arguments make one input.
+        A pair for the size that is spread over the arguments from its first to before its second.
         """
         return tuple(range(nargs))
 
@@ -108,10 +108,10 @@ class _Rearranged(Binding):
                 values[i] = kwargs[keyword]
         return values
 
-    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int, ...] | None:
+    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
+        sources: list[int | tuple[int, int]] = [-1] * len(self._template)
         if self._spread is not None:
-            return None
-        sources = [-1] * len(self._template)
+            sources[self._spread] = len(self._positional), nargs
         for source, i in enumerate(self._positional[:nargs]):
             sources[i] = source
         for keyword, i in self._keywords:

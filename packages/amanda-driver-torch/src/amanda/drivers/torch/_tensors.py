@@ -9,7 +9,7 @@ from amanda.backend import Saved
 from amanda.errors import RoutineError
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._saved import SavedTensors
+from ._saved import Reached, SavedTensors, has_hooks
 from ._schema import flatten_outputs
 
 
@@ -132,6 +132,14 @@ class TorchTensors:
             return Saved()
         listed = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
         return SavedTensors([one for each in listed for one in each if isinstance(one, torch.Tensor)])
+
+    def saves_out_of_reach(self, value: torch.Tensor) -> bool:
+        """Whether the node is inside another one, which a view's base has, or hooks of the user's save."""
+        return value._is_view() or has_hooks()
+
+    def saved_of(self, values: Sequence[Any]) -> Saved:
+        """What the nodes that have written these tensors last have saved of them."""
+        return Reached([value for value in values if isinstance(value, torch.Tensor)])
 
     def kept(self, value: Any) -> Any:
         """A tensor's data without its graph; a leaf, such as a parameter, as it is."""
