@@ -36,7 +36,13 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_": lambda x: x.relu_(),
     "exp_": lambda x: x.exp_(),
     "sigmoid_": lambda x: x.sigmoid_(),
+    "tanh_": lambda x: x.tanh_(),
     "mul_": lambda x: x.mul_(3),
+    "pow_": lambda x: x.pow_(3),
+    "elu_": torch.nn.functional.elu_,
+    "leaky_relu_": torch.nn.functional.leaky_relu_,
+    "dropout_": lambda x: torch.dropout_(x, 0.0, True),
+    "add_": lambda x: x.add_(torch.ones(2)),
 }
 
 

@@ -324,6 +324,50 @@ def test_a_result_of_an_op_in_place_is_written_into_the_tensor(repeated: Any) ->
     assert torch.equal(x, torch.full((3,), 111110.0))
 
 
+@natively
+def test_an_op_in_place_that_has_a_gradient_passes_through_no_python_of_ours(x: torch.Tensor) -> None:
+    callers: list[str] = []
+    x.requires_grad_()
+    module = Program(lambda: (x * 2).relu_())
+    with amanda.apply(Around("relu_", after=lambda _: callers.append(sys._getframe(1).f_code.co_name))):
+        for _ in range(4):
+            module().sum().backward()
+    assert callers[2:] == ["<lambda>", "<lambda>"]
+
+
+@natively
+def test_an_op_in_place_goes_through_python_where_what_it_saves_cannot_be_reached(x: torch.Tensor) -> None:
+    def of_a_view() -> None:
+        (x * 2)[:1].sigmoid_()
+
+    def under_hooks() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            (x * 2).sigmoid_()
+
+    x.requires_grad_()
+    for program in (of_a_view, under_hooks):
+        callers: list[str] = []
+        module = Program(program)
+        noting = Around("sigmoid_", after=lambda _, to=callers: to.append(sys._getframe(1).f_code.co_name))
+        with amanda.apply(noting):
+            for _ in range(4):
+                module()
+        assert callers == ["call_isolated"] * 4
+
+
+def test_the_sizes_of_a_call_are_one_input(x: torch.Tensor, repeated: Any) -> None:
+    seen: list[Any] = []
+    tool = Around("view", before=lambda *inputs: seen.append(inputs[1:]))
+    assert [y.shape for y in repeated(tool, lambda: x.view(1, -1))] == [(1, x.numel())] * 5
+    assert seen == [((1, -1),)] * 5
+
+
+def test_the_sizes_of_a_call_can_be_changed(x: torch.Tensor, repeated: Any) -> None:
+    tool = Around("view", before=lambda size: size[::-1], inputs=[1])
+    assert [y.shape for y in repeated(tool, lambda: x.view(1, -1))] == [(x.numel(), 1)] * 5
+    assert [y.shape for y in repeated(tool, lambda: x.view((1, -1)))] == [(x.numel(), 1)] * 5
+
+
 @pytest.mark.parametrize("routine", [lambda value: (value,), lambda value: value + 1])
 def test_an_op_that_changes_the_rank_of_what_it_writes_runs_once(repeated: Any, routine: Any) -> None:
     added: list[tuple[int, ...]] = []

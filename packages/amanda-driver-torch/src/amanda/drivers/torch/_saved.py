@@ -7,7 +7,6 @@ import torch
 from amanda.backend import Saved
 from amanda.interceptor import Suspension
 
-
 _RAW = "_raw_saved_"
 
 
