@@ -12,9 +12,8 @@ import torch
 from programs import PROGRAMS, same_under
 
 import amanda
-from amanda._attachment import attachment
 from amanda._plan import _mortality
-from amanda.drivers.torch import TorchDriver
+from amanda.interceptor import Mark
 
 STATM = Path("/proc/self/statm")
 PAGE = 4096
@@ -116,13 +115,12 @@ USES = (
 def counts() -> dict[str, int]:
     """How much there is of what might grow."""
     gc.collect()
-    driver: Any = attachment.driver(TorchDriver)
     return {
         "objects": len(gc.get_objects()),
         "layers": len(_mortality.layers),
         "subjects": len(_mortality.ops),
         "ops": sum(map(len, _mortality.ops.values())),
-        "traces": len(driver.traces),
+        "marks": Mark.alive(),
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -29,12 +30,17 @@ def backward_id(op_id: int, name: str, place: int) -> int:
     return mix(mix(op_id, digest(name)), place) or 1
 
 
-def settled_step(ops: EagerExecution, trace: Trace, op: Any, place: int, state: State) -> SettledStep | None:
-    """What is done at a backward op, where it is the same at each pass; else a `BackwardStep` is due."""
+def settles(state: State) -> bool:
+    """Whether what was done at backward ops is done again, for traces of the state's own layer."""
+    return state.cache and not state.autodiff
+
+
+def settled_step(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
+    """What is done at a backward op, where it is the same at each pass; else a `BackwardStep` is due.
+
+    Where the state `settles`, and the trace is of its layer.
+    """
     known = trace.combined.settled.get((op, place))
-    layer = trace.plans[-1][0]
-    if state.layer is not layer or state.autodiff or not state.cache:
-        return None
     if known is None:
         known = _settled(ops, trace, op, place)
         if known is not None:
@@ -55,6 +61,8 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
     facts.drop_values()
     before = [action for plan in plans for action in plan.before]
     after = [action for plan in plans for action in plan.after]
+    if any(action.takes_run for action in (*before, *after)):
+        return None
     programs = program_on_values(before, facts), program_on_values(after, facts)
     if programs[0] is None or programs[1] is None:
         return None
@@ -62,9 +70,13 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
 
 
 class SettledStep:
-    """What the tools do at a backward op that has been analysed: native code calls their routines."""
+    """What the tools do at a backward op that has been analysed: native code calls their routines.
 
-    __slots__ = ("_after", "_before", "_facts", "_ops", "_reader", "acts_after", "acts_before")
+    before, after: called with the gradients that enter the op, and with those that leave it; they give
+    gradients that shall do so instead, or None. None themselves where there is no routine.
+    """
+
+    __slots__ = ("_facts", "_ops", "after", "before")
 
     def __init__(
         self,
@@ -73,24 +85,16 @@ class SettledStep:
         before: tuple[list[Action], interceptor.Program],
         after: tuple[list[Action], interceptor.Program],
     ) -> None:
-        assert ops.reader is not None
         self._ops = ops
-        self._reader = ops.reader
         self._facts = facts
-        self._before = before
-        self._after = after
-        self.acts_before = bool(before[0])
-        self.acts_after = bool(after[0])
+        self.before = self._hook(*before)
+        self.after = self._hook(*after)
 
-    def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Gradients that shall enter the op; None for these."""
-        done = self._before[1].run(self._reader, grad_outputs)
-        return None if done is None else self._go_on(self._before[0], grad_outputs, done)
-
-    def after(self, grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Gradients that shall leave the op; None for these."""
-        done = self._after[1].run(self._reader, grad_inputs)
-        return None if done is None else self._go_on(self._after[0], grad_inputs, done)
+    def _hook(
+        self, actions: list[Action], program: interceptor.Program
+    ) -> Callable[..., tuple[Any, ...] | None] | None:
+        assert self._ops.reader is not None
+        return program.hook(self._ops.reader, partial(self._go_on, actions)) if actions else None
 
     def _go_on(self, actions: list[Action], grads: tuple[Any, ...], done: Any) -> tuple[Any, ...] | None:
         step, returned = (-1, None) if done is NotImplemented else done
@@ -136,8 +140,7 @@ class BackwardStep:
         return bool(self._missing or any(self._open(plan) for plan in self._plans))
 
     def _open(self, plan: BackwardPlan) -> list[Action]:
-        actions = [*plan.before, *([plan.replace] if plan.replace else []), *plan.after]
-        return [action for action in actions if self._state.is_open(action.tool)]
+        return [action for action in plan.actions if self._state.is_open(action.tool)]
 
     def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Gradients that shall enter the op instead of these."""

@@ -66,15 +66,19 @@ class Trace:
     """What an execution leaves for its backward ops; it lives as long as their graph.
 
     gradients: which inputs needed a gradient.
+    layer: the tools of the scope that it was made in.
     """
 
-    __slots__ = ("__weakref__", "combined", "facts", "gradients", "op_id", "pending", "plans", "run")
+    __slots__ = (
+        "__weakref__", "combined", "facts", "gradients", "layer", "op_id", "pending", "plans", "run"
+    )  # fmt: skip
 
     def __init__(self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]) -> None:
         self.op_id = op_id
         self.gradients = gradients
         self.combined = combined
         self.plans = combined.plans
+        self.layer = combined.plans[-1][0]
         self.run = run
         self.facts: OpFacts | None = None
         self.pending: set[int] = set()
@@ -132,6 +136,13 @@ class EagerExecution(TensorOps):
         """What `tracing` would have found, by the readings of the clock that the driver's `reader` has."""
         raise NotImplementedError
 
+    def leaving(self, trace: Trace, writes: bool) -> Any:
+        """What makes a `Program` leave this trace with the backward ops of each execution.
+
+        writes: whether the op writes into a tensor that it is given.
+        """
+        raise NotImplementedError
+
     # ---- execution ----
 
     def handle(
@@ -176,7 +187,7 @@ class EagerExecution(TensorOps):
             memo.learn(key, None)
         else:
             facts = combined.plans[0][1].context._facts
-            trace = self._tracer(combined, call, gradients, facts) if traced else None
+            trace = self._tracer(memo, combined, call, gradients, facts) if traced else None
             if traced and trace is None:
                 return
             refuse = None
@@ -189,20 +200,26 @@ class EagerExecution(TensorOps):
                 memo.learn(key, program)
 
     def _tracer(
-        self, combined: Combined, call: Call, gradients: Hashable, facts: OpFacts
-    ) -> Callable[[int, int, int, Any], None] | None:
-        """Leaves the traces of executions whose backward ops are all known; None where it takes more."""
-        settled = all(gradients in plan.settled for plan in combined.watching)
+        self, memo: interceptor.Memo, combined: Combined, call: Call, gradients: Hashable, facts: OpFacts
+    ) -> Callable[[int, int, int, Any, list[Any]], None] | None:
+        """Leaves the traces of executions; None where it takes more."""
         written = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
-        if not settled or written or any(action.differentiable for action in combined.actions):
+        if written or any(action.differentiable for action in combined.actions):
             return None
-        dropped = facts.at_backward(None, 0, True)
-        dropped.drop_values()
-
-        def leave_trace(begin: int, start: int, end: int, outputs: Any) -> None:
+        if combined.is_settled(gradients) and not combined.takes_run:
             trace = Trace(facts.op_id, gradients, combined, {})
-            trace.facts = dropped
-            self.attach_trace(trace, self.made_between(begin, start, end), self.flatten(outputs)[0])
+            trace.facts = facts.at_backward(None, 0, True)
+            trace.facts.drop_values()
+            leaving: Callable[..., None] = self.leaving(trace, bool(call.targets))
+            return leaving
+
+        def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
+            trace = Trace(facts.op_id, gradients, combined, {})
+            values = self.flatten(outputs)[0]
+            trace.facts = self._kept_facts(facts, inputs, values, trace)
+            if combined.is_settled(gradients):
+                memo.forget()  # less is left to do
+            self.attach_trace(trace, self.made_between(begin, start, end), values)
 
         return leave_trace
 
@@ -340,7 +357,7 @@ class EagerExecution(TensorOps):
 
     def _kept_facts(self, told: OpFacts, inputs: list[Any], outputs: list[Any], trace: Trace) -> OpFacts:
         facts = told.at_backward(None, 0, True)
-        if all(trace.gradients in plan.settled for _, plan in trace.plans):
+        if trace.combined.is_settled(trace.gradients):
             facts.drop_values()
         else:
             facts.inputs = [self.kept(value) for value in inputs]
@@ -365,8 +382,9 @@ class EagerExecution(TensorOps):
 
     def finish(self, trace: Trace) -> None:
         """Hear that every backward op of an execution has been analysed."""
-        for _, plan in trace.plans:
-            plan.settled.add(trace.gradients)
+        if not trace.combined.is_settled(trace.gradients):
+            for _, plan in trace.plans:
+                plan.settled.add(trace.gradients)
         if trace.facts is not None:
             trace.facts.drop_values()
 

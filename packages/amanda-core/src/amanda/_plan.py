@@ -40,6 +40,11 @@ class BackwardPlan:
             else:
                 (self.after if action.type.is_after else self.before).append(action)
 
+    @property
+    def actions(self) -> list[Action]:
+        """All of them, in order."""
+        return [*self.before, *([self.replace] if self.replace else []), *self.after]
+
     def __bool__(self) -> bool:
         return bool(self.before or self.replace or self.after)
 
@@ -194,6 +199,16 @@ class Combined:
         self.watching = tuple(plan for layer, plan in plans if layer.wants_backward)
         self.quiet: set[Hashable] = {None}
         self.settled: dict[Hashable, SettledStep] = {}
+
+    @property
+    def takes_run(self) -> bool:
+        """Whether a routine, of the backward ops that are known too, takes what an execution hands on."""
+        plans = [one for _, plan in self.plans for one in (plan, *plan.backward.values())]
+        return any(action.takes_run for plan in plans for action in plan.actions)
+
+    def is_settled(self, gradients: Hashable) -> bool:
+        """Whether every backward op of executions with this need of gradients has been analysed."""
+        return all(gradients in plan.settled for plan in self.watching)
 
     def traced(self, gradients: Hashable) -> bool:
         """Whether the backward ops of an execution are wanted.

@@ -43,9 +43,7 @@ def program_of(
 
 
 def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:
-    """The same for routines on values that are there already, such as gradients."""
-    if any(action.takes_run for action in actions):
-        return None
+    """The same for routines on values that are there already, such as gradients; none takes `run`."""
     return _program(actions, (), facts)
 
 

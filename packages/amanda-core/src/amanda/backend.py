@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from amanda._attributes import Attributes, replace_references
-from amanda._backward import BackwardStep, settled_step
+from amanda._backward import BackwardStep, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
 from amanda._imports import when_imported
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
@@ -46,6 +46,7 @@ __all__ = [
     "in_force",
     "replace_references",
     "settled_step",
+    "settles",
     "when_imported",
 ]
 

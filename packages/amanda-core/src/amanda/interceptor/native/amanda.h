@@ -150,6 +150,12 @@ int reader_gradients(const Reader *reader);
 uint64_t reader_clock(const Reader *reader);
 void reader_set_gradients(const Reader *reader, int on);
 
+/* ---- graph.c: what executions leave for their backward ops ---- */
+
+extern PyTypeObject Leaving_Type;
+int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs);
+int graph_boot(PyObject *names);
+
 /* ---- stub.c: interception ---- */
 
 /* FUNCTION: a builtin function, of any convention. Its own vectorcall pointer is set, because what
@@ -212,6 +218,7 @@ int stub_boot(PyObject *names);
 /* ---- memo.c: what calls of an op come to ---- */
 
 extern PyTypeObject Memo_Type, Program_Type;
+int memo_boot(PyObject *names);
 PyObject *memo_run(Thread *thread, Call *call);
 
 int add_function(PyObject *names, PyMethodDef *def);

@@ -57,10 +57,7 @@ unsuited:
 
 static int read_sources(Program *program, PyObject *sources) {
     Py_ssize_t count = PyTuple_GET_SIZE(sources);
-    if (count > VALUE_LIMIT) {
-        PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
-        return -1;
-    }
+    int last = 0;
     program->sources = PyMem_Calloc((size_t)count + 1, sizeof(int));
     if (!program->sources) {
         PyErr_NoMemory();
@@ -70,6 +67,7 @@ static int read_sources(Program *program, PyObject *sources) {
         PyObject *source = PyTuple_GET_ITEM(sources, i);
         if (!PyTuple_Check(source)) {
             program->sources[i] = (int)PyLong_AsLong(source);
+            if (program->sources[i] > last) last = program->sources[i];
             continue;
         }
         if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &program->first, &program->last)) {
@@ -79,6 +77,8 @@ static int read_sources(Program *program, PyObject *sources) {
         program->spread = (int)i;
     }
     program->source_count = (int)count;
+    if (count > VALUE_LIMIT || last + 2 > VALUE_LIMIT || program->last + 1 > VALUE_LIMIT)
+        PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -287,18 +287,34 @@ static PyObject *go_on(Thread *thread, Call *call, Program *program, Py_ssize_t 
     return value;
 }
 
-/* The op, and word to Python of the backward ops that it made. */
+static int tell_trace(const Call *call, const Program *program, uint64_t begin, uint64_t start, uint64_t end,
+                      PyObject *outputs) {
+    Values inputs;
+    inputs.made = NULL;
+    Py_ssize_t count = gather_inputs(program, call->given, &inputs);
+    PyObject *told = NULL, *listed = count < 0 ? NULL : PyList_New(count);
+    if (count < 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "the inputs of a call have changed");
+    for (Py_ssize_t i = 0; listed && i < count; i++) PyList_SET_ITEM(listed, i, Py_NewRef(inputs.items[i]));
+    if (listed)
+        told = PyObject_CallFunction(program->trace, "KKKOO", (unsigned long long)begin, (unsigned long long)start,
+                                     (unsigned long long)end, outputs, listed);
+    Py_XDECREF(inputs.made);
+    Py_XDECREF(listed);
+    Py_XDECREF(told);
+    return told ? 0 : -1;
+}
+
+/* The op, and word of the backward ops that it made. */
 static PyObject *call_traced(Thread *thread, Call *call, Program *program, uint64_t begin) {
     uint64_t start = reader_clock(call->site->reader);
     PyObject *outputs = call_op(thread, call);
     uint64_t end = reader_clock(call->site->reader);
     if (!outputs || start == end) return outputs;
     thread->off++;
-    PyObject *told = PyObject_CallFunction(program->trace, "KKKO", (unsigned long long)begin, (unsigned long long)start,
-                                           (unsigned long long)end, outputs);
+    int wrong = Py_IS_TYPE(program->trace, &Leaving_Type) ? leave_mark(program->trace, begin, start, end, outputs)
+                                                          : tell_trace(call, program, begin, start, end, outputs);
     thread->off--;
-    if (!told) Py_CLEAR(outputs);
-    Py_XDECREF(told);
+    if (wrong) Py_CLEAR(outputs);
     return outputs;
 }
 
@@ -367,12 +383,10 @@ static PyObject *run_program(Thread *thread, Call *call, int gradients, Program 
     return changed;
 }
 
-/* run(reader, values): the steps on values that belong to no call, such as gradients. */
-static PyObject *program_run(Program *self, PyObject *args) {
-    Reader *reader;
-    PyObject *values, *result = NULL;
+/* The steps on values that belong to no call: None, or what Python goes on from. */
+static PyObject *run_on_values(Program *self, const Reader *reader, PyObject *values) {
+    PyObject *result = NULL;
     Values given;
-    if (!PyArg_ParseTuple(args, "O!O!", &Reader_Type, &reader, &PyTuple_Type, &values)) return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(values);
     if (count > VALUE_LIMIT || reader_is_kept_out(reader)) Py_RETURN_NOTIMPLEMENTED;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -390,10 +404,78 @@ static PyObject *program_run(Program *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* ---- hooks: programs that a framework calls with a tuple of values ---- */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Program *program; /* owned */
+    Reader *reader;   /* owned */
+    PyObject *go_on;  /* owned */
+} Hook;
+
+static PyTypeObject Hook_Type;
+
+static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(names)) {
+    Hook *hook = (Hook *)self;
+    if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
+    PyObject *done = run_on_values(hook->program, hook->reader, args[0]);
+    if (!done || done == Py_None) return done;
+    PyObject *values = PyObject_CallFunctionObjArgs(hook->go_on, args[0], done, NULL);
+    Py_DECREF(done);
+    return values;
+}
+
+static PyObject *program_hook(Program *self, PyObject *args) {
+    Reader *reader;
+    PyObject *go_on;
+    if (!PyArg_ParseTuple(args, "O!O", &Reader_Type, &reader, &go_on)) return NULL;
+    Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
+    if (!hook) return NULL;
+    hook->vectorcall = call_hook;
+    hook->program = (Program *)Py_NewRef(self);
+    hook->reader = (Reader *)Py_NewRef(reader);
+    hook->go_on = Py_NewRef(go_on);
+    PyObject_GC_Track(hook);
+    return (PyObject *)hook;
+}
+
+static int hook_traverse(Hook *self, visitproc visit, void *arg) {
+    Py_VISIT(self->program);
+    Py_VISIT(self->reader);
+    Py_VISIT(self->go_on);
+    return 0;
+}
+
+static void hook_dealloc(Hook *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->program);
+    Py_CLEAR(self->reader);
+    Py_CLEAR(self->go_on);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject Hook_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Hook",
+    .tp_basicsize = sizeof(Hook),
+    .tp_vectorcall_offset = offsetof(Hook, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_doc = "The routines of a program on a tuple of values that a framework calls it with.",
+    .tp_dealloc = (destructor)hook_dealloc,
+    .tp_traverse = (traverseproc)hook_traverse,
+};
+
+int memo_boot(PyObject *names) {
+    return add_type(names, "Hook", &Hook_Type) || add_type(names, "Program", &Program_Type) || add_type(names, "Memo", &Memo_Type) ? -1 : 0;
+}
+
 static PyMethodDef program_methods[] = {
-    {"run", (PyCFunction)program_run, METH_VARARGS,
-     "run(reader, values): the routines on values of no call; None: they are left as they are.\n\n"
-     "Else the last step that ran and what its routine returned, or NotImplemented: Python has to."},
+    {"hook", (PyCFunction)program_hook, METH_VARARGS,
+     "hook(reader, go_on): what runs the routines on a tuple of values that it is called with; None: they are left\n"
+     "as they are. Else go_on(values, done) is asked, with the last step that ran and what its routine returned, or\n"
+     "NotImplemented: Python has to run them."},
     {0}};
 
 PyTypeObject Program_Type = {
@@ -408,8 +490,8 @@ PyTypeObject Program_Type = {
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
               "for the one input that is a tuple of the arguments from the first to before the second.\n"
               "plan: given to the handler where it has to go on, since the call may look different by then.\n"
-              "trace(begin, start, end, outputs): hears of backward ops, by the clock of the reader: before the\n"
-              "routines, and around the op.\n"
+              "trace(begin, start, end, outputs, inputs): hears of backward ops, by the clock of the reader: before\n"
+              "the routines, and around the op; or what `Graphs.leaving` gives.\n"
               "refuse(argument): whether a call whose first argument is this is not for the program.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,

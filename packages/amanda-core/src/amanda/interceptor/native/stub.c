@@ -649,8 +649,8 @@ int stub_boot(PyObject *names) {
     return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_function(names, &active_def) || add_function(names, &failure_def) ||
                    add_function(names, &keep_failure_def) || add_type(names, "PlanTable", &PlanTable_Type) ||
-                   add_type(names, "Reader", &Reader_Type) || add_type(names, "Program", &Program_Type) ||
-                   add_type(names, "Memo", &Memo_Type) || lock_boot(names) || PyType_Ready(&Wrapped_Type) ||
+                   add_type(names, "Reader", &Reader_Type) || memo_boot(names) ||
+                   lock_boot(names) || graph_boot(names) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||
                    add_type(names, "Detour", &Detour_Type) || add_type(names, "Suspension", &Suspension_Type)
                ? -1

@@ -4,7 +4,6 @@ import threading
 from typing import Any
 
 RELIEF = "amanda.relief"
-_SPACING = 61  # prime, so that no regular shape of a graph keeps a path clear of every relief
 
 
 class _Freeing(threading.local):
@@ -38,7 +37,6 @@ class Relief:
 
 
 def relieve(node: Any) -> None:
-    """Let a graph of any depth be freed: called on every node that is looked at, it acts on a few."""
-    if id(node) // 16 % _SPACING == 0:
-        behind = [child for child, _ in node.next_functions if child is not None]
-        node.metadata.setdefault(RELIEF, Relief(behind))
+    """Let a graph of any depth be freed: called on some of the nodes that are looked at."""
+    behind = [child for child, _ in node.next_functions if child is not None]
+    node.metadata.setdefault(RELIEF, Relief(behind))

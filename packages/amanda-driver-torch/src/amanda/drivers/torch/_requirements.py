@@ -22,6 +22,7 @@ ESSENTIAL = (
     "_C._autograd._saved_tensors_hooks_is_enabled",
     "_C._autograd._top_saved_tensors_default_hooks",
     "_C._disabled_torch_function_impl",
+    "_C._functions.AccumulateGrad",
     "_C._functorch.peek_interpreter_stack",
     "_C._get_tracing_state",
     "_C._is_alias_of",
@@ -43,6 +44,7 @@ ESSENTIAL = (
 
 OPTIONAL = {
     "_C._parse_dispatch_key": "routines cost a multiple of the time",
+    "autograd.function._HookMixin._register_hook": "routines of backward ops cost twice the time",
     "_guards.TracingContext.try_get": "graphs by dynamo record the ops of routines",
     "_subclasses.meta_utils.MetaConverter.__call__": "ops that make fake tensors of real ones are seen",
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",

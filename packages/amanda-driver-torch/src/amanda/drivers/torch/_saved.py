@@ -19,8 +19,8 @@ class SavedTensors(Saved):
     def __init__(self, written: list[torch.Tensor]) -> None:
         self._written = written
         self._shared: list[_Saved] = []
-        outer = _hooks()
-        self._outer_pack, self._unpack = outer or (None, _Saved.unpack)
+        hooks: tuple[Any, Any] = _hooks() or (None, _Saved.unpack)
+        self._outer_pack, self._unpack = hooks
 
     def __enter__(self) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
