@@ -24,6 +24,7 @@ METADATA = frozenset(
 )
 
 
+BY_HAND = "hooks by hand"
 HOLDERS: list[tuple[Any, list[str]]] = [
     *(
         (holder, dir(holder))
@@ -65,6 +66,37 @@ def module_hooks(model: nn.Module, routine: Callable[..., None] = nothing) -> It
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def hooks_by_hand(leaves: bool = True) -> Iterator[None]:
+    """A hook before and one after each node of a graph, put there within `Tensor.backward`."""
+    original = torch.Tensor.backward
+
+    def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        for node in graph(loss):
+            if leaves or node.next_functions:
+                node.register_prehook(nothing)
+                node.register_hook(nothing)
+        original(loss, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.backward = original  # type: ignore[method-assign]
+
+
+def graph(loss: torch.Tensor) -> list[Any]:
+    """Every node of the graph that a result hangs in."""
+    waiting: list[Any] = [loss.grad_fn]
+    found = set(waiting)
+    while waiting:
+        for child, _ in waiting.pop().next_functions:
+            if child is not None and child not in found:
+                found.add(child)
+                waiting.append(child)
+    return list(found)
 
 
 class MonkeyPatch:

@@ -27,12 +27,15 @@ PARAGRAPHS = {
         busy). The second is the median of paired steps of the model itself on one core, processor time,
         with its interval; what a routine makes torch compute or copy is in that one alone. A routine at a
         leaf is such a case: torch copies each gradient that a hook may have kept, instead of handing it
-        to the parameter.
+        to the parameter. "hooks by hand" walks the graph in Python and puts a hook before and one after
+        each backward op, which are called in the backward pass and do nothing: what torch itself takes
+        for that, with nothing in the forward pass.
     """,
     "backward": """
         Processor time of a backward pass over its number of nodes, in nanoseconds: bare, then what each
         adds. "routines at one node" is what it takes to walk the graph and know each node's op; "hooks by
-        hand" walks it in Python and puts a hook before and one after each node.
+        hand" walks it in Python and puts a hook before and one after each node, for good: Amanda takes
+        its own away after the pass.
     """,
     "analysis": """
         What an op's first execution takes more than later ones, in microseconds of processor time per op,

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import BARE, Variant, controls, interleaved, pin_to_one_core, progress, script
-from _others import DispatchMode, nothing
+from _measure import Variant, controls, interleaved, pin_to_one_core, progress, script
+from _others import BY_HAND, DispatchMode, graph, hooks_by_hand
 from _tools import AfterBackward, BackwardRoutines, BeforeBackward, Empty
 from torch import Tensor, nn
 
 import amanda
 
-BY_HAND = "hooks by hand"
 LENGTH = 64
 
 
@@ -50,28 +49,12 @@ def variants() -> dict[str, Variant]:
     found = controls()
     for name, tool in tools.items():
         found[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
-    return {**found, BY_HAND: controls()[BARE], "TorchDispatchMode": DispatchMode}
+    return {**found, BY_HAND: hooks_by_hand, "TorchDispatchMode": DispatchMode}
 
 
-def graph(loss: Tensor) -> list[Any]:
-    """Every node of the graph that a result hangs in."""
-    waiting: list[Any] = [loss.grad_fn]
-    found = set(waiting)
-    while waiting:
-        for child, _ in waiting.pop().next_functions:
-            if child is not None and child not in found:
-                found.add(child)
-                waiting.append(child)
-    return list(found)
-
-
-def pass_back(loss: Tensor, name: str) -> float:
-    """Processor time of a backward pass in nanoseconds; by hand the hooks are put within it, as Amanda's."""
+def pass_back(loss: Tensor) -> float:
+    """Processor time of a backward pass in nanoseconds."""
     start = time.thread_time_ns()
-    if name == BY_HAND:
-        for node in graph(loss):
-            node.register_prehook(nothing)
-            node.register_hook(nothing)
     loss.backward()  # type: ignore[no-untyped-call]
     return time.thread_time_ns() - start
 
@@ -84,7 +67,7 @@ def benchmark(quick: bool) -> dict[str, Any]:
         progress(f"  {title}")
 
         def measure(name: str, forward: Callable[[], Tensor] = forward) -> float:
-            taken = [pass_back(forward(), name) for _ in range(3 if quick else 7)]
+            taken = [pass_back(forward()) for _ in range(3 if quick else 7)]
             return sorted(taken)[len(taken) // 2]
 
         under, seconds = variants(), 0.0 if quick else 12.0

@@ -21,7 +21,7 @@ from _measure import (
     wall_seconds,
 )
 from _models import PASSES, models
-from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks
+from _others import BY_HAND, DispatchMode, FunctionMode, MonkeyPatch, hooks_by_hand, module_hooks
 from _tools import AllPoints, Counting, Empty, Routines
 from torch import nn
 
@@ -46,6 +46,9 @@ def variants(model: nn.Module, backward: bool, patch: MonkeyPatch) -> dict[str, 
     found = controls()
     for name, tool in {**FORWARD, **(BACKWARD_TOO if backward else {})}.items():
         found[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
+    if backward:
+        found[f"{BY_HAND} at every backward op"] = hooks_by_hand
+        found[f"{BY_HAND}, leaves apart"] = lambda: hooks_by_hand(leaves=False)
     return {
         **found,
         "TorchFunctionMode": FunctionMode,
