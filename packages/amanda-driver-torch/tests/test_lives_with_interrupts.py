@@ -76,7 +76,7 @@ def test_an_interrupt_of_a_step_leaves_torch_as_it_was(interrupts: Interrupts, h
         for program in PROGRAMS[:-1]:  # the context that torch makes for a checkpoint can be interrupted
             step = program()
             with amanda.apply(harmless):
-                interrupts.around(lambda step=step: (step(), step()), 0.01)  # type: ignore[misc]
+                interrupts.around(lambda step=step: (step(), step()), 0.003)  # type: ignore[misc]
             assert restoration() == before
             assert bits(program()()) == expected[program]
     assert interrupts.raised > 20

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda import interceptor
 from amanda._notes import explained
@@ -63,40 +62,37 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
     after = [action for plan in plans for action in plan.after]
     if any(action.takes_run for action in (*before, *after)):
         return None
-    programs = program_on_values(before, facts), program_on_values(after, facts)
-    if programs[0] is None or programs[1] is None:
-        return None
-    return SettledStep(ops, facts, (before, programs[0]), (after, programs[1]))
+    rest = _Rest(ops, facts)
+    hooks: list[interceptor.Hook | None] = []
+    for actions in (before, after):
+        program = program_on_values(actions, facts) if actions else None
+        if actions and program is None:
+            return None
+        hooks.append(None if program is None else program.hook(ops.reader, rest, actions))
+    return SettledStep(*hooks)
 
 
-class SettledStep:
+class SettledStep(NamedTuple):
     """What the tools do at a backward op that has been analysed: native code calls their routines.
 
     before, after: called with the gradients that enter the op, and with those that leave it; they give
     gradients that shall do so instead, or None. None themselves where there is no routine.
     """
 
-    __slots__ = ("_facts", "_ops", "after", "before")
+    before: interceptor.Hook | None
+    after: interceptor.Hook | None
 
-    def __init__(
-        self,
-        ops: EagerExecution,
-        facts: OpFacts,
-        before: tuple[list[Action], interceptor.Program],
-        after: tuple[list[Action], interceptor.Program],
-    ) -> None:
+
+class _Rest:
+    """Goes on in Python where native code has stopped."""
+
+    __slots__ = ("_facts", "_ops")
+
+    def __init__(self, ops: EagerExecution, facts: OpFacts) -> None:
         self._ops = ops
         self._facts = facts
-        self.before = self._hook(*before)
-        self.after = self._hook(*after)
 
-    def _hook(
-        self, actions: list[Action], program: interceptor.Program
-    ) -> Callable[..., tuple[Any, ...] | None] | None:
-        assert self._ops.reader is not None
-        return program.hook(self._ops.reader, partial(self._go_on, actions)) if actions else None
-
-    def _go_on(self, actions: list[Action], grads: tuple[Any, ...], done: Any) -> tuple[Any, ...] | None:
+    def __call__(self, actions: list[Action], grads: tuple[Any, ...], done: Any) -> tuple[Any, ...] | None:
         step, returned = (-1, None) if done is NotImplemented else done
         given = values = list(grads)
         with interceptor.Suspension():

@@ -344,8 +344,7 @@ class EagerExecution(TensorOps):
         if combined.replace is not None:
             return call.formed(run_replacement(self, combined.replace, inputs, told, run, call.targets))
         if saved is not None:
-            with saved:
-                return call.invoke(inputs)
+            return saved.seeing(call.invoke, inputs)
         return call.invoke(inputs)
 
     @staticmethod

@@ -50,10 +50,10 @@ def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.
 def _program(
     before: Sequence[Action], after: Sequence[Action], facts: OpFacts, *form: Any
 ) -> interceptor.Program | None:
-    told = _Told([*before, *after], facts)
+    told = _Told((*before, *after), facts)
     steps = [tuple(map(_step, actions)) for actions in (before, after)]
     try:
-        return interceptor.Program(*steps, told.failed, told.mutated, *form)
+        return interceptor.Program(*steps, told, *form)
     except ValueError:  # more values than native code has room for
         return None
 
@@ -65,6 +65,8 @@ def _step(action: Action) -> tuple[Any, ...]:
 
 class _Told:
     """Says in Python what went wrong in native code."""
+
+    __slots__ = ("_actions", "_facts")
 
     def __init__(self, actions: Sequence[Action], facts: OpFacts) -> None:
         self._actions = actions

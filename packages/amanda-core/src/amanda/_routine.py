@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,11 @@ NOT_CALLED: Any = object()
 
 
 class Saved:
-    """Context around an op: what its backward ops save, which may share memory with what is written later."""
+    """What the backward ops of an op save, which may share memory with what is written later."""
 
-    def __enter__(self) -> None:
-        """Begin to see what is saved."""
-
-    def __exit__(self, *_: object) -> None:
-        """See no more of it."""
+    def seeing(self, op: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run an op and see what it saves."""
+        return op(inputs)
 
     def keep(self) -> None:
         """Hear that the values will be written now: what was saved of them has to be copied."""
@@ -77,7 +75,7 @@ class TensorOps(ABC):
         """Copy a value into the user's tensor, straight through where isolated."""
 
     def written_later(self, values: Sequence[Any]) -> Saved:
-        """Context around an op after which these values may be written once more; see `Saved`."""
+        """What an op is to run under after which these values may be written once more."""
         return Saved()
 
     def saves_out_of_reach(self, value: Any) -> bool:

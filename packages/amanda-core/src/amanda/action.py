@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class ActionType(enum.Enum):
     def is_replacement(self) -> bool:
         """Whether its routine runs instead of the op."""
         return "replace" in self.value
+
+
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

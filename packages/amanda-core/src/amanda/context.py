@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from amanda.action import Action, ActionType, InstrumentationPoint, Routine
+from amanda.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
 from amanda.errors import ActionError, AmandaError, ReplaceConflictError
 from amanda.namespace import Namespace
 
@@ -225,7 +225,7 @@ class OpContext(dict[str, Any]):
         self._check_point(kind, self._point)
         if kind.is_replacement:
             self._check_replacement(kind)
-        action = Action(kind, func, self._tool, self._selected(kind, select), dict(kwargs))
+        action = Action(kind, func, self._tool, self._selected(kind, select), dict(kwargs) or NO_KWARGS)
         self._actions.append(action)
 
     def _check_point(self, kind: ActionType, point: InstrumentationPoint) -> None:

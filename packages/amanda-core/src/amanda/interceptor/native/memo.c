@@ -7,15 +7,15 @@
 #define ENTRY_LIMIT 256
 
 typedef struct {
-    PyObject *func, *kwargs, *names; /* owned; names: of kwargs, NULL for none */
+    PyObject *func, *kwargs, *names; /* owned; names: of kwargs; both NULL for none */
     Lock *lock;                      /* owned */
     int isolated, everything;
-    int count, select[VALUE_LIMIT];
+    uint8_t count, select[VALUE_LIMIT];
 } Step;
 
 typedef struct {
     PyObject_VAR_HEAD
-    PyObject *failed, *mutated; /* owned; Python's word on what went wrong in a step */
+    PyObject *told;             /* owned; Python's word on what went wrong in a step */
     PyObject *constants;        /* owned tuple; inputs that the call leaves to their defaults */
     PyObject *plan;             /* owned; what Python goes on with */
     PyObject *trace;            /* owned; hears of the backward ops that the op made; None: nobody does */
@@ -39,17 +39,18 @@ static int read_step(Step *step, PyObject *told) {
             long position = PyLong_AsLong(PyTuple_GET_ITEM(select, i));
             if (position == -1 && PyErr_Occurred()) return -1;
             if (position < 0 || position >= VALUE_LIMIT) goto unsuited;
-            step->select[step->count++] = (int)position;
+            step->select[step->count++] = (uint8_t)position;
         }
     }
     if (PyDict_GET_SIZE(kwargs) > VALUE_LIMIT) goto unsuited;
     step->func = Py_NewRef(func);
-    step->kwargs = PyDict_Copy(kwargs);
     step->lock = (Lock *)Py_NewRef(lock);
     step->isolated = isolated;
     step->everything = select == Py_None;
-    if (step->kwargs && PyDict_GET_SIZE(kwargs)) step->names = PySequence_Tuple(kwargs);
-    return step->kwargs && (step->names || !PyDict_GET_SIZE(kwargs)) ? 0 : -1;
+    if (!PyDict_GET_SIZE(kwargs)) return 0;
+    step->kwargs = PyDict_Copy(kwargs);
+    step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
+    return step->names ? 0 : -1;
 unsuited:
     PyErr_Format(PyExc_ValueError, "no native program has a step like %R", told);
     return -1;
@@ -83,12 +84,12 @@ static int read_sources(Program *program, PyObject *sources) {
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"before", "after", "failed", "mutated", "sources",
-                            "constants", "plan", "trace", "refuse", NULL};
-    PyObject *before, *after, *failed, *mutated, *sources = Py_None, *constants = Py_None, *plan = Py_None;
+    static char *names[] = {"before", "after", "told", "sources", "constants",
+                            "plan", "trace", "refuse", NULL};
+    PyObject *before, *after, *told, *sources = Py_None, *constants = Py_None, *plan = Py_None;
     PyObject *trace = Py_None, *refuse = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO|OOOOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &failed, &mutated, &sources, &constants, &plan, &trace, &refuse))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &told, &sources, &constants, &plan, &trace, &refuse))
         return NULL;
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
@@ -96,8 +97,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Py_ssize_t count = PyTuple_GET_SIZE(before) + PyTuple_GET_SIZE(after);
     Program *program = (Program *)type->tp_alloc(type, count);
     if (!program) return NULL;
-    program->failed = Py_NewRef(failed);
-    program->mutated = Py_NewRef(mutated);
+    program->told = Py_NewRef(told);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
     program->trace = Py_NewRef(trace);
@@ -114,8 +114,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 }
 
 static int program_traverse(Program *self, visitproc visit, void *arg) {
-    Py_VISIT(self->failed);
-    Py_VISIT(self->mutated);
+    Py_VISIT(self->told);
     Py_VISIT(self->constants);
     Py_VISIT(self->plan);
     Py_VISIT(self->trace);
@@ -129,8 +128,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
 
 static void program_dealloc(Program *self) {
     PyObject_GC_UnTrack(self);
-    Py_CLEAR(self->failed);
-    Py_CLEAR(self->mutated);
+    Py_CLEAR(self->told);
     Py_CLEAR(self->constants);
     Py_CLEAR(self->plan);
     Py_CLEAR(self->trace);
@@ -160,7 +158,7 @@ static void tell_failure(Program *program, Py_ssize_t index) {
     PyErr_Fetch(&kind, &error, &trace);
     PyErr_NormalizeException(&kind, &error, &trace);
     if (error && trace) PyException_SetTraceback(error, trace);
-    PyObject *told = error ? PyObject_CallFunction(program->failed, "nO", index, error) : NULL;
+    PyObject *told = error ? PyObject_CallMethod(program->told, "failed", "nO", index, error) : NULL;
     if (!told) PyErr_Clear(); /* the routine's own exception is the one to be seen */
     Py_XDECREF(told);
     PyErr_Restore(kind, error, trace);
@@ -206,7 +204,7 @@ static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Pro
         outcome = *result == Py_None || is_same(*result, given, picked) ? UNCHANGED : CHANGED;
         for (Py_ssize_t i = 0; step->isolated && i < picked; i++)
             if (versions[i] != UNVERSIONED && reader_version(reader, given[i]) != versions[i]) {
-                PyObject *told = PyObject_CallFunction(program->mutated, "nn", index, i);
+                PyObject *told = PyObject_CallMethod(program->told, "mutated", "nn", index, i);
                 Py_XDECREF(told);
                 outcome = FAILED;
                 break;
@@ -412,6 +410,7 @@ typedef struct {
     Program *program; /* owned */
     Reader *reader;   /* owned */
     PyObject *go_on;  /* owned */
+    PyObject *first;  /* owned; what it is called with first */
 } Hook;
 
 static PyTypeObject Hook_Type;
@@ -422,21 +421,22 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
     PyObject *done = run_on_values(hook->program, hook->reader, args[0]);
     if (!done || done == Py_None) return done;
-    PyObject *values = PyObject_CallFunctionObjArgs(hook->go_on, args[0], done, NULL);
+    PyObject *values = PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done, NULL);
     Py_DECREF(done);
     return values;
 }
 
 static PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
-    PyObject *go_on;
-    if (!PyArg_ParseTuple(args, "O!O", &Reader_Type, &reader, &go_on)) return NULL;
+    PyObject *go_on, *first;
+    if (!PyArg_ParseTuple(args, "O!OO", &Reader_Type, &reader, &go_on, &first)) return NULL;
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
     if (!hook) return NULL;
     hook->vectorcall = call_hook;
     hook->program = (Program *)Py_NewRef(self);
     hook->reader = (Reader *)Py_NewRef(reader);
     hook->go_on = Py_NewRef(go_on);
+    hook->first = Py_NewRef(first);
     PyObject_GC_Track(hook);
     return (PyObject *)hook;
 }
@@ -445,6 +445,7 @@ static int hook_traverse(Hook *self, visitproc visit, void *arg) {
     Py_VISIT(self->program);
     Py_VISIT(self->reader);
     Py_VISIT(self->go_on);
+    Py_VISIT(self->first);
     return 0;
 }
 
@@ -453,6 +454,7 @@ static void hook_dealloc(Hook *self) {
     Py_CLEAR(self->program);
     Py_CLEAR(self->reader);
     Py_CLEAR(self->go_on);
+    Py_CLEAR(self->first);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -473,9 +475,9 @@ int memo_boot(PyObject *names) {
 
 static PyMethodDef program_methods[] = {
     {"hook", (PyCFunction)program_hook, METH_VARARGS,
-     "hook(reader, go_on): what runs the routines on a tuple of values that it is called with; None: they are left\n"
-     "as they are. Else go_on(values, done) is asked, with the last step that ran and what its routine returned, or\n"
-     "NotImplemented: Python has to run them."},
+     "hook(reader, go_on, first): what runs the routines on a tuple of values that it is called with; None: they are\n"
+     "left as they are. Else go_on(first, values, done) is asked, with the last step that ran and what its routine\n"
+     "returned, or NotImplemented: Python has to run them."},
     {0}};
 
 PyTypeObject Program_Type = {
@@ -483,10 +485,10 @@ PyTypeObject Program_Type = {
     .tp_basicsize = sizeof(Program),
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Program(before, after, failed, mutated, sources=None, constants=None, plan=None, trace=None): routines\n"
+    .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None): routines\n"
               "around an op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated).\n"
-              "failed(step, error): hears of an exception.  mutated(step, index): raises for a value written into.\n"
+              "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
               "for the one input that is a tuple of the arguments from the first to before the second.\n"
               "plan: given to the handler where it has to go on, since the call may look different by then.\n"

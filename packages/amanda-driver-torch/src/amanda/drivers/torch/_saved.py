@@ -1,6 +1,6 @@
 """What the backward ops of an op save of tensors that a routine may write after it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,6 +8,8 @@ from amanda.backend import Saved
 from amanda.interceptor import Suspension
 
 _RAW = "_raw_saved_"
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class SavedTensors(Saved):
@@ -22,12 +24,14 @@ class SavedTensors(Saved):
         hooks: tuple[Any, Any] = _hooks() or (None, _Saved.unpack)
         self._outer_pack, self._unpack = hooks
 
-    def __enter__(self) -> None:
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._written = []  # the graph keeps the hooks, and these must not keep the graph
+    def seeing(self, op: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run an op and see what it saves. An interrupt comes after a call: the hooks are there by then."""
+        try:
+            _push(self._pack, self._unpack)
+            return op(inputs)
+        finally:
+            _pop()
+            self._written = []  # the graph keeps the hooks, and these must not keep the graph
 
     def keep(self) -> None:
         """Copy what was saved of the tensors that are written now."""
