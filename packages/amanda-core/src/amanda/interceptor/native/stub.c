@@ -1,5 +1,5 @@
 /* Interception: native stubs that stand in for builtins, descriptors and slots. */
-#include "amanda.h"
+#include "quick.h"
 #include <structmember.h>
 
 #define STUB_COUNT 3072
@@ -8,21 +8,23 @@
 
 static Site *sites[STUB_COUNT]; /* owned: a stub may run at any time after it was placed */
 static int site_count;
-static PyObject *activation_variable;
+PyObject *activation_variable;
 
 /* ---- activation ---- */
 
-Activation *active_activation(Thread *thread) {
+Activation *looked_up_activation(void) {
     PyObject *value = NULL;
-    if (thread->off) return NULL;
     if (PyContextVar_Get(activation_variable, NULL, &value)) {
         PyErr_Clear();
         return NULL;
     }
     if (!value) return NULL;
-    if (Py_IS_TYPE(value, &Activation_Type) && ((Activation *)value)->active) return (Activation *)value;
-    Py_DECREF(value);
-    return NULL;
+    Py_DECREF(value); /* the context keeps it */
+    return Py_IS_TYPE(value, &Activation_Type) && ((Activation *)value)->active ? (Activation *)value : NULL;
+}
+
+Activation *active_activation(Thread *thread) {
+    return (Activation *)Py_XNewRef((PyObject *)activation_of(running_thread(), thread));
 }
 
 static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
@@ -94,7 +96,7 @@ done:
     return result;
 }
 
-static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+static inline PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     switch (site->kind) {
     case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
         return ((PyCFunction)site->native)(self, a);
@@ -140,19 +142,24 @@ static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject 
     }
 }
 
-static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
-    uint64_t place;
-    if (place_of(thread, site->hash, &place)) return -1;
-    if (given->self && mix_identities(&place, given->self)) return -1;
+static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place) {
+    if (place_of(thread, site->hash, place)) return -1;
+    if (given->self && mix_identities(place, given->self)) return -1;
     Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0;
     for (Py_ssize_t i = 0; i < given->count + named; i++)
-        if (mix_identities(&place, given->items[i])) return -1;
+        if (mix_identities(place, given->items[i])) return -1;
     if (given->dict) {
         PyObject *key, *value;
         Py_ssize_t position = 0;
         while (PyDict_Next(given->dict, &position, &key, &value))
-            if (mix_identities(&place, value)) return -1;
+            if (mix_identities(place, value)) return -1;
     }
+    return 0;
+}
+
+static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
+    uint64_t place;
+    if (place_of_call(thread, site, given, &place)) return -1;
     int failed;
     *id = mix(place, occurrence_of(current_region(thread), place, &failed));
     if (!*id) *id = 1;
@@ -222,33 +229,110 @@ static int is_targets(Site *site, PyObject *self) {
     return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
 }
 
-__attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    Thread *thread = thread_state();
-    Activation *activation = active_activation(thread);
-    if (!activation) return vanilla(site, self, a, b, c);
+/* An op that has a plan, or for which none is known. */
+static PyObject *run_plan(Thread *thread, Call *call, PyObject *plan) {
+    if (plan == Py_None || !is_targets(call->site, call->self)) return call_op(thread, call);
+    Py_INCREF(call->plan);
+    PyObject *result = plan && call->activation->memos && Py_IS_TYPE(plan, &Memo_Type)
+                           ? memo_run(thread, call)
+                           : hand_over(thread, call, 0, NULL);
+    Py_DECREF(call->plan);
+    return result;
+}
+
+/* id: 0 where it is not known yet. */
+__attribute__((noinline)) static PyObject *dispatch_slowly(Thread *thread, Activation *activation, uint64_t id,
+                                                           Site *site, PyObject *self, PyObject *a, PyObject *b,
+                                                           PyObject *c) {
     PyObject *result = NULL, *key = thread->key;
+    Py_INCREF(activation);
     if (thread->failure) Py_CLEAR(thread->failure);
     if (key && (key == site->key || site->flags & IMPLEMENTATION)) {
         Py_DECREF(activation);
         return vanilla(site, self, a, b, c);
     }
     Arguments given;
-    uint64_t id;
     read_arguments(site, &given, self, a, b, c);
-    if (!identify(thread, site, &given, &id)) {
+    if (id || !identify(thread, site, &given, &id)) {
         PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
         Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
-        if (plan == Py_None || !is_targets(site, self))
-            result = call_op(thread, &call);
-        else {
-            Py_INCREF(call.plan);
-            result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
-                                                                                : hand_over(thread, &call, 0, NULL);
-            Py_DECREF(call.plan);
-        }
+        result = run_plan(thread, &call, plan);
     }
     Py_DECREF(activation);
     return result == Py_NotImplemented && thread->failure ? raise_failure(thread, result) : result;
+}
+
+static inline int mix_known_arguments(const Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
+                                      uint64_t *hash) {
+    PyObject *const *items = (PyObject *const *)a;
+    Py_ssize_t count;
+    switch (site->kind) {
+    case FUNCTION: case PYTHON:
+        count = PyVectorcall_NARGS((size_t)b) + (c ? PyTuple_GET_SIZE(c) : 0);
+        break;
+    case VARARGS: case KEYWORDS:
+        if (site->kind == KEYWORDS && b) {
+            if (PyDict_GET_SIZE(b)) return 0;
+        }
+        if (!mix_known_value(self, hash)) return 0;
+        items = ((PyTupleObject *)a)->ob_item;
+        count = PyTuple_GET_SIZE(a);
+        break;
+    case FAST: case FAST_KEYWORDS:
+        if (!mix_known_value(self, hash)) return 0;
+        count = (Py_ssize_t)b + (site->kind == FAST_KEYWORDS && c ? PyTuple_GET_SIZE(c) : 0);
+        break;
+    case NOARGS: case GET:
+        return mix_known_value(self, hash);
+    case ASSIGN:
+        return mix_known_value(self, hash) && mix_known_value(a, hash) && mix_known_value(b, hash);
+    default:
+        return mix_known_value(self, hash) && mix_known_value(a, hash);
+    }
+    return mix_known_values(items, count, hash);
+}
+
+#ifdef AMANDA_CHECKED
+/* Ends the process where the long way comes to another place than the short one: such a build is for tests. */
+static void check_place(Thread *thread, Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
+                        uint64_t known) {
+    Arguments given;
+    uint64_t place;
+    read_arguments(site, &given, self, a, b, c);
+    if (place_of_call(thread, site, &given, &place) || place != known)
+        Py_FatalError("an op was taken for another");
+}
+#endif
+
+/* The id of the op, which is counted as one more of its place; 0: not all that it takes is known. */
+static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Site *site, PyObject *self, PyObject *a,
+                                PyObject *b, PyObject *c) {
+    Region *region = thread->top ? thread->top : thread->root;
+    if (unlikely(!region)) return 0;
+    uint64_t seen, place = mix(region->hash, site->hash);
+    if (!mix_known_sites(running, region, &place) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
+#ifdef AMANDA_CHECKED
+    check_place(thread, site, self, a, b, c, place);
+#endif
+    if (!count_known(region, place, &seen)) return 0;
+    uint64_t id = mix(place, seen);
+    return id ? id : 1;
+}
+
+__attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    PyThreadState *running = running_thread();
+    Thread *thread = thread_of(running);
+    Activation *activation = activation_of(running, thread);
+    PyObject *key = thread->key;
+    if (!activation) return vanilla(site, self, a, b, c);
+    if (unlikely(thread->failure || key)) return dispatch_slowly(thread, activation, 0, site, self, a, b, c);
+    uint64_t id = known_id(running, thread, site, self, a, b, c);
+    if (!id || !activation->table || map_get(&activation->table->map, id) != Py_None)
+        return dispatch_slowly(thread, activation, id, site, self, a, b, c);
+    thread->key = site->flags & TRANSPARENT ? NULL : site->key;
+    PyObject *result = vanilla(site, self, a, b, c);
+    thread->key = key;
+    return unlikely(thread->failure) && result == Py_NotImplemented ? raise_failure(thread, result) : result;
 }
 
 /* One stub an index. A stub takes the most arguments that any calling convention passes; under
