@@ -62,7 +62,7 @@ typedef struct {
     PyObject *reference; /* owned; weak */
 } Named;
 
-#define AMANDA_FIRST_COUNTS 8
+#define AMANDA_FIRST_COUNTS 8 /* a power of two */
 
 /* One enclosing call (a module's, say), or the root of a thread. Counts tell repeats apart. */
 typedef struct Region {
@@ -80,6 +80,10 @@ typedef struct Region {
 } Region;
 
 extern PyTypeObject Region_Type, Snapshot_Type, Enclosure_Type;
+
+static inline void clear_cells(Cell *cells, size_t count) { /* few: no call, and no string instruction */
+    for (size_t i = 0; i < count; i++) cells[i] = (Cell){0, NULL};
+}
 
 typedef struct {
     int off;       /* > 0: a routine runs, nothing is intercepted */

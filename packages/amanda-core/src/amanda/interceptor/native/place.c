@@ -74,7 +74,7 @@ static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
     region->ends_after = hash == ROOT_HASH ? USER : 0;
     region->tail = NULL;
     region->tail_length = 0;
-    memset(region->first, 0, sizeof region->first);
+    clear_cells(region->first, AMANDA_FIRST_COUNTS);
     region->counts = (Map){region->first, AMANDA_FIRST_COUNTS, 0};
     return region;
 }
@@ -144,7 +144,7 @@ static void forget_counts(Region *region) {
         map_clear(&region->counts);
         region->counts = (Map){region->first, AMANDA_FIRST_COUNTS, 0};
     }
-    memset(region->counts.cells, 0, region->counts.size * sizeof(Cell));
+    clear_cells(region->counts.cells, region->counts.size);
     region->counts.used = 0;
 }
 
@@ -213,7 +213,7 @@ static inline void remember_instruction(const Walk *walk, const CodeNote *note, 
 #if AMANDA_INTERNAL_FRAMES
     const void *where = frame_instruction(walk->frame);
     PyCodeObject *code = walk_code((Walk *)walk);
-    if (where < (const void *)(_PyCode_CODE(code) + code->_co_firsttraceable)) return;
+    if (note->epoch != house.epoch || where < (const void *)(_PyCode_CODE(code) + code->_co_firsttraceable)) return;
     unsigned kind = (unsigned)note->flags & (FRAMEWORK | BOUNDARY | SKIPPED);
     *known_instruction(where) = (KnownInstruction){where, mark, kind & FRAMEWORK ? kind : kind | USER, 0};
 #endif
@@ -364,18 +364,13 @@ static void *running_frame(void) {
     return frame;
 }
 
-static const Named *named_of(Region *region) {
-    if (!region->named) region->named = map_get(&known.named, (uint64_t)(uintptr_t)region->subject);
-    return region->named;
-}
-
-static const Path *known_path(Region *owner, PyObject *subject) {
-    const Named *named = map_get(&known.named, (uint64_t)(uintptr_t)subject);
-    const Named *outer = named ? named_of(owner) : NULL;
-    if (!outer) return NULL;
-    if (named->path.owner == outer->ordinal) return &named->path;
+static inline const Path *known_path(Region *owner, const Named *named) {
+    if (!named) return NULL;
+    if (!owner->named) owner->named = named_at(owner->subject);
+    if (!owner->named) return NULL;
+    if (likely(named->path.owner == owner->named->ordinal)) return &named->path;
     for (int i = 0; i < named->more_count; i++)
-        if (named->more[i].owner == outer->ordinal) return &named->more[i];
+        if (named->more[i].owner == owner->named->ordinal) return &named->more[i];
     return NULL;
 }
 
@@ -399,13 +394,7 @@ static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
 }
 
 /* Hash of where `subject` lies in `owner`: asked of Python once, unless it is there for a while only. */
-static int path_hash(Thread *thread, PyObject *ask, Region *parent, PyObject *subject, uint64_t *hash) {
-    const Path *path = known_path(parent, subject);
-    if (path) {
-        *hash = path->hash;
-        return 0;
-    }
-    PyObject *owner = parent->subject;
+static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *subject, uint64_t *hash) {
     thread->off++;
     PyObject *told = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
     thread->off--;
@@ -418,17 +407,36 @@ static int path_hash(Thread *thread, PyObject *ask, Region *parent, PyObject *su
 }
 
 static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
-    Region *parent = current_region(thread);
-    uint64_t name;
-    int failed = 0;
+    Region *parent = thread->top ? thread->top : current_region(thread);
     if (!parent) return NULL;
+    const Named *named = named_at(subject);
+    uint64_t name, seen;
     if (at_root(parent) || !parent->subject || !ask) {
-        if (ordinal_of(subject, &name)) return NULL;
-    } else if (path_hash(thread, ask, parent, subject, &name))
-        return NULL;
+        if (named) name = named->ordinal;
+        else if (ordinal_of(subject, &name)) return NULL;
+    } else {
+        const Path *path = known_path(parent, named);
+        if (path) name = path->hash;
+        else if (path_hash(thread, ask, parent->subject, subject, &name)) return NULL;
+    }
     uint64_t hash = mix(parent->hash, name);
-    if (!at_root(parent)) hash = mix(hash, occurrence_of(parent, hash, &failed));
-    return failed ? NULL : new_region(hash, parent, subject);
+    if (!at_root(parent)) {
+        if (!count_known(parent, hash, &seen)) {
+            int failed;
+            seen = occurrence_of(parent, hash, &failed);
+            if (failed) return NULL;
+        }
+        hash = mix(hash, seen);
+    }
+    Region *region = new_region(hash, parent, subject);
+    if (region) region->named = named;
+    return region;
+}
+
+static inline PyObject *call_function(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *names) {
+    if (Py_IS_TYPE(function, &PyFunction_Type))
+        return ((PyFunctionObject *)function)->vectorcall(function, args, nargsf, names);
+    return PyObject_Vectorcall(function, args, nargsf, names);
 }
 
 static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
@@ -436,12 +444,16 @@ static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t na
     PyThreadState *running = running_thread();
     Thread *thread = thread_of(running);
     if (!PyVectorcall_NARGS(nargsf) || !activation_of(running, thread))
-        return PyObject_Vectorcall(function, args, nargsf, names);
+        return call_function(function, args, nargsf, names);
     Region *region = enclosed(thread, ((Wrapped *)self)->site, args[0]), *outer = thread->top;
     if (!region) return NULL;
+#if AMANDA_INTERNAL_FRAMES
+    region->entry = complete(current_frame(running));
+#else
     region->entry = running_frame();
+#endif
     thread->top = region;
-    PyObject *result = PyObject_Vectorcall(function, args, nargsf, names);
+    PyObject *result = call_function(function, args, nargsf, names);
     thread->top = outer;
     if (!outer && thread->root) forget_counts(thread->root);
     Py_DECREF(region);

@@ -15,6 +15,7 @@
 #include <internal/pycore_pystate.h>
 #endif
 #include <internal/pycore_context.h>
+#include <internal/pycore_hamt.h>
 #undef Py_BUILD_CORE
 #endif
 
@@ -42,10 +43,10 @@ typedef struct {
 } KnownType;
 
 typedef struct {
+    KnownInstruction instructions[KNOWN_INSTRUCTIONS];
+    KnownType types[KNOWN_TYPES];
     PyInterpreterState *interpreter; /* in others, whose builtins are the same, nothing is intercepted */
     Map named;                       /* address -> Named */
-    KnownType types[KNOWN_TYPES];
-    KnownInstruction instructions[KNOWN_INSTRUCTIONS];
 } Known;
 
 typedef struct {
@@ -54,7 +55,7 @@ typedef struct {
 } Local;
 
 #pragma GCC visibility push(hidden)
-extern Known known;
+extern Known known __attribute__((aligned(64)));
 extern __thread Local local;
 extern Thread foreign;
 extern PyObject *activation_variable;
@@ -84,7 +85,8 @@ static inline Activation *activation_of(const PyThreadState *running, const Thre
     Activation *value = (Activation *)variable->var_cached;
     if (value && variable->var_cached_tsid == running->id && variable->var_cached_tsver == running->context_ver)
         return Py_IS_TYPE(value, &Activation_Type) && value->active ? value : NULL;
-    if (!running->context) return NULL;
+    const PyContext *context = (PyContext *)running->context;
+    if (!context || !context->ctx_vars->h_count) return NULL;
 #endif
     return looked_up_activation();
 }
@@ -122,41 +124,49 @@ static inline int mix_known_sites(const PyThreadState *running, const Region *re
 #endif
 }
 
-static inline int mix_known_identity(PyObject *value, unsigned long flags, uint64_t *hash) {
-    PyTypeObject *type = Py_TYPE(value);
+static inline const Named *named_at(const void *address) {
+    return map_get(&known.named, (uint64_t)(uintptr_t)address);
+}
+
+static inline int mix_known_identity(PyObject *value, PyTypeObject *type, unsigned long flags, uint64_t *hash) {
     const KnownType *answer = known_type(type);
     if (unlikely(answer->type != type || !(flags & Py_TPFLAGS_VALID_VERSION_TAG) || answer->tag != type->tp_version_tag))
         return 0;
-    if (answer->identity) {
-        const Named *named = map_get(&known.named, (uint64_t)(uintptr_t)value);
-        if (!named) return 0;
-        *hash = mix(*hash, named->ordinal);
+    if (!answer->identity) return 1;
+    const Named *named = named_at(value);
+    if (unlikely(!named)) return 0;
+    *hash = mix(*hash, named->ordinal);
+    return 1;
+}
+
+static inline int mix_known_items(PyObject *sequence, uint64_t *hash) {
+    PyObject *const *items = PySequence_Fast_ITEMS(sequence);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); i++) {
+        PyTypeObject *type = Py_TYPE(items[i]);
+        if (type->tp_flags & Py_TPFLAGS_HEAPTYPE && !mix_known_identity(items[i], type, type->tp_flags, hash)) return 0;
     }
     return 1;
 }
 
-static inline int mix_known_item(PyObject *value, uint64_t *hash) {
-    unsigned long flags = Py_TYPE(value)->tp_flags;
-    return !(flags & Py_TPFLAGS_HEAPTYPE) || mix_known_identity(value, flags, hash);
-}
-
-static inline int mix_known_items(PyObject *const *items, Py_ssize_t count, uint64_t *hash) {
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!mix_known_item(items[i], hash)) return 0;
-    return 1;
-}
-
-static inline int mix_known_value(PyObject *value, uint64_t *hash) {
-    unsigned long flags = Py_TYPE(value)->tp_flags;
-    if (flags & Py_TPFLAGS_HEAPTYPE) return mix_known_identity(value, flags, hash);
-    if (likely(!(flags & (Py_TPFLAGS_TUPLE_SUBCLASS | Py_TPFLAGS_LIST_SUBCLASS)))) return 1;
-    if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value)) return 1;
-    return mix_known_items(PySequence_Fast_ITEMS(value), PySequence_Fast_GET_SIZE(value), hash);
-}
-
-static inline int mix_known_values(PyObject *const *items, Py_ssize_t count, uint64_t *hash) {
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!mix_known_value(items[i], hash)) return 0;
+/* Mixes the identities of the first value, if there is one, and the others; 0: not all are known. */
+static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_ssize_t count, uint64_t *hash) {
+    uint64_t mixed = *hash;
+    if (!value) {
+        if (!count) return 1;
+        value = *others++;
+        count--;
+    }
+    for (;; value = *others++, count--) {
+        PyTypeObject *type = Py_TYPE(value);
+        unsigned long flags = type->tp_flags;
+        if (flags & Py_TPFLAGS_HEAPTYPE) {
+            if (!mix_known_identity(value, type, flags, &mixed)) return 0;
+        } else if (unlikely(flags & (Py_TPFLAGS_TUPLE_SUBCLASS | Py_TPFLAGS_LIST_SUBCLASS)) &&
+                   (type == &PyTuple_Type || type == &PyList_Type) && !mix_known_items(value, &mixed))
+            return 0;
+        if (!count) break;
+    }
+    *hash = mixed;
     return 1;
 }
 

@@ -262,34 +262,44 @@ __attribute__((noinline)) static PyObject *dispatch_slowly(Thread *thread, Activ
     return result == Py_NotImplemented && thread->failure ? raise_failure(thread, result) : result;
 }
 
+__attribute__((noinline)) static int mix_known_keywords(PyObject *self, PyObject *args, PyObject *keywords, uint64_t *hash) {
+    if (!mix_known_values(self, ((PyTupleObject *)args)->ob_item, PyTuple_GET_SIZE(args), hash)) return 0;
+    PyObject *name, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(keywords, &position, &name, &value))
+        if (!mix_known_values(value, NULL, 0, hash)) return 0;
+    return 1;
+}
+
 static inline int mix_known_arguments(const Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
                                       uint64_t *hash) {
-    PyObject *const *items = (PyObject *const *)a;
-    Py_ssize_t count;
+    PyObject *const *items = (PyObject *const *)a, *few[2];
+    Py_ssize_t count = 0;
     switch (site->kind) {
     case FUNCTION: case PYTHON:
+        self = NULL;
         count = PyVectorcall_NARGS((size_t)b) + (c ? PyTuple_GET_SIZE(c) : 0);
         break;
-    case VARARGS: case KEYWORDS:
-        if (site->kind == KEYWORDS && b) {
-            if (PyDict_GET_SIZE(b)) return 0;
-        }
-        if (!mix_known_value(self, hash)) return 0;
+    case KEYWORDS:
+        if (b && PyDict_GET_SIZE(b)) return mix_known_keywords(self, a, b, hash); /* fall through */
+    case VARARGS:
         items = ((PyTupleObject *)a)->ob_item;
         count = PyTuple_GET_SIZE(a);
         break;
-    case FAST: case FAST_KEYWORDS:
-        if (!mix_known_value(self, hash)) return 0;
-        count = (Py_ssize_t)b + (site->kind == FAST_KEYWORDS && c ? PyTuple_GET_SIZE(c) : 0);
+    case FAST_KEYWORDS:
+        count = c ? PyTuple_GET_SIZE(c) : 0; /* fall through */
+    case FAST:
+        count += (Py_ssize_t)b;
         break;
     case NOARGS: case GET:
-        return mix_known_value(self, hash);
-    case ASSIGN:
-        return mix_known_value(self, hash) && mix_known_value(a, hash) && mix_known_value(b, hash);
+        break;
     default:
-        return mix_known_value(self, hash) && mix_known_value(a, hash);
+        few[0] = a;
+        few[1] = b;
+        items = few;
+        count = site->kind == ASSIGN ? 2 : 1;
     }
-    return mix_known_values(items, count, hash);
+    return mix_known_values(self, items, count, hash);
 }
 
 #ifdef AMANDA_CHECKED
