@@ -187,7 +187,8 @@ typedef struct Site {
     PyObject_HEAD
     uint64_t hash; /* what every call reads comes first */
     PyObject *key;
-    void *native; /* what the stub stands in for */
+    void *native;   /* what the stub stands in for */
+    PyObject *self; /* FUNCTION: borrowed from the target; what its native code is given first */
     Kind kind;
     int flags;
     int bound; /* `self` is the first argument */

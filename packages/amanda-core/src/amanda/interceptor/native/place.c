@@ -57,7 +57,7 @@ static void new_epoch(void) {
 
 /* ---- regions ---- */
 
-static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
+HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
     Region *region = house.idle;
     if (region) {
         house.idle = region->parent;
@@ -79,7 +79,7 @@ static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
     return region;
 }
 
-static void region_dealloc(Region *region) {
+HOT static void region_dealloc(Region *region) {
     if (local.thread.root == region) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
     Region *parent = region->parent;
     PyObject *subject = region->subject;
@@ -407,8 +407,8 @@ static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *s
 }
 
 static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
-    Region *parent = thread->top ? thread->top : current_region(thread);
-    if (!parent) return NULL;
+    Region *parent = known_region(thread);
+    if (unlikely(!parent) && !(parent = current_region(thread))) return NULL;
     const Named *named = named_at(subject);
     uint64_t name, seen;
     if (at_root(parent) || !parent->subject || !ask) {
@@ -439,7 +439,7 @@ static inline PyObject *call_function(PyObject *function, PyObject *const *args,
     return PyObject_Vectorcall(function, args, nargsf, names);
 }
 
-static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
+HOT static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
     PyObject *function = ((Wrapped *)self)->function;
     PyThreadState *running = running_thread();
     Thread *thread = thread_of(running);

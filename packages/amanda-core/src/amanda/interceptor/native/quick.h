@@ -21,6 +21,8 @@
 
 #define likely(condition) __builtin_expect(!!(condition), 1)
 #define unlikely(condition) __builtin_expect(!!(condition), 0)
+#define HOT __attribute__((hot))
+#define COLD __attribute__((cold, noinline))
 
 #define FRAMEWORK 1 /* at the root, call sites are walked through such code to the user's */
 #define BOUNDARY 2  /* makes an enclosing call: the walk ends before it */
@@ -99,6 +101,9 @@ static inline KnownInstruction *known_instruction(const void *where) {
 static inline KnownType *known_type(const PyTypeObject *type) {
     return &known.types[((uintptr_t)type >> 5) & (KNOWN_TYPES - 1)];
 }
+
+/* Borrowed; NULL: the thread has met no op yet. */
+static inline Region *known_region(const Thread *thread) { return thread->top ? thread->top : thread->root; }
 
 /* Mixes the call sites from the innermost frame out to the end of the region; 0: not all are known. */
 static inline int mix_known_sites(const PyThreadState *running, const Region *region, uint64_t *hash) {

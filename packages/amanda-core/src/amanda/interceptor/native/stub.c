@@ -74,29 +74,34 @@ PyTypeObject Activation_Type = {
 
 /* ---- calls ---- */
 
-static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf), named = names ? PyTuple_GET_SIZE(names) : 0;
-    PyObject *args = PyTuple_New(count), *kwargs = named ? PyDict_New() : NULL, *result = NULL;
-    if (!args || (named && !kwargs)) goto done;
+static PyObject *keywords_of(PyObject *const *values, PyObject *names) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict && i < PyTuple_GET_SIZE(names); i++)
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i])) Py_CLEAR(dict);
+    return dict;
+}
+
+HOT static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    PyObject *args = PyTuple_New(count), *kwargs = NULL, *result = NULL;
+    if (!args) return NULL;
     for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
-    for (Py_ssize_t i = 0; i < named; i++)
-        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), items[count + i])) goto done;
-    PyObject *self = PyCFunction_GET_SELF(site->where.function);
+    if (names && PyTuple_GET_SIZE(names) && !(kwargs = keywords_of(items + count, names))) goto done;
     if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
     if (site->pristine->ml_flags & METH_KEYWORDS)
-        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(self, args, kwargs);
-    else if (named)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(site->self, args, kwargs);
+    else if (kwargs)
         PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
     else
-        result = site->pristine->ml_meth(self, args);
+        result = site->pristine->ml_meth(site->self, args);
     Py_LeaveRecursiveCall();
 done:
-    Py_XDECREF(args);
+    Py_DECREF(args);
     Py_XDECREF(kwargs);
     return result;
 }
 
-static inline PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+HOT static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     switch (site->kind) {
     case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
         return ((PyCFunction)site->native)(self, a);
@@ -229,40 +234,41 @@ static int is_targets(Site *site, PyObject *self) {
     return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
 }
 
-/* An op that has a plan, or for which none is known. */
-static PyObject *run_plan(Thread *thread, Call *call, PyObject *plan) {
-    if (plan == Py_None || !is_targets(call->site, call->self)) return call_op(thread, call);
-    Py_INCREF(call->plan);
-    PyObject *result = plan && call->activation->memos && Py_IS_TYPE(plan, &Memo_Type)
-                           ? memo_run(thread, call)
-                           : hand_over(thread, call, 0, NULL);
-    Py_DECREF(call->plan);
+static inline PyObject *checked(Thread *thread, PyObject *result) {
+    return unlikely(result == Py_NotImplemented) && thread->failure ? raise_failure(thread, result) : result;
+}
+
+/* An op of known id that has a plan, or for which there is none yet. */
+__attribute__((noinline)) static PyObject *run_plan(Thread *thread, Activation *activation, uint64_t id, Site *site,
+                                                    PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    Arguments given;
+    read_arguments(site, &given, self, a, b, c);
+    PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL, *result;
+    Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
+    if (plan == Py_None || !is_targets(site, self)) return checked(thread, call_op(thread, &call));
+    Py_INCREF(activation);
+    Py_INCREF(call.plan);
+    result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
+                                                                       : hand_over(thread, &call, 0, NULL);
+    Py_DECREF(call.plan);
+    Py_DECREF(activation);
+    return checked(thread, result);
+}
+
+/* An op of which something is met for the first time. */
+COLD static PyObject *run_unknown(Thread *thread, Activation *activation, Site *site, PyObject *self, PyObject *a,
+                                  PyObject *b, PyObject *c) {
+    Arguments given;
+    PyObject *result = NULL;
+    uint64_t id;
+    read_arguments(site, &given, self, a, b, c);
+    Py_INCREF(activation);
+    if (!identify(thread, site, &given, &id)) result = run_plan(thread, activation, id, site, self, a, b, c);
+    Py_DECREF(activation);
     return result;
 }
 
-/* id: 0 where it is not known yet. */
-__attribute__((noinline)) static PyObject *dispatch_slowly(Thread *thread, Activation *activation, uint64_t id,
-                                                           Site *site, PyObject *self, PyObject *a, PyObject *b,
-                                                           PyObject *c) {
-    PyObject *result = NULL, *key = thread->key;
-    Py_INCREF(activation);
-    if (thread->failure) Py_CLEAR(thread->failure);
-    if (key && (key == site->key || site->flags & IMPLEMENTATION)) {
-        Py_DECREF(activation);
-        return vanilla(site, self, a, b, c);
-    }
-    Arguments given;
-    read_arguments(site, &given, self, a, b, c);
-    if (id || !identify(thread, site, &given, &id)) {
-        PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
-        Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
-        result = run_plan(thread, &call, plan);
-    }
-    Py_DECREF(activation);
-    return result == Py_NotImplemented && thread->failure ? raise_failure(thread, result) : result;
-}
-
-__attribute__((noinline)) static int mix_known_keywords(PyObject *self, PyObject *args, PyObject *keywords, uint64_t *hash) {
+HOT __attribute__((noinline)) static int mix_known_keywords(PyObject *self, PyObject *args, PyObject *keywords, uint64_t *hash) {
     if (!mix_known_values(self, ((PyTupleObject *)args)->ob_item, PyTuple_GET_SIZE(args), hash)) return 0;
     PyObject *name, *value;
     Py_ssize_t position = 0;
@@ -317,7 +323,7 @@ static void check_place(Thread *thread, Site *site, PyObject *self, PyObject *a,
 /* The id of the op, which is counted as one more of its place; 0: not all that it takes is known. */
 static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Site *site, PyObject *self, PyObject *a,
                                 PyObject *b, PyObject *c) {
-    Region *region = thread->top ? thread->top : thread->root;
+    Region *region = known_region(thread);
     if (unlikely(!region)) return 0;
     uint64_t seen, place = mix(region->hash, site->hash);
     if (!mix_known_sites(running, region, &place) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
@@ -329,20 +335,30 @@ static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Si
     return id ? id : 1;
 }
 
-__attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+/* The activation in force once a failure is let go of, which may run anything. */
+COLD static Activation *without_failure(const PyThreadState *running, Thread *thread) {
+    Py_CLEAR(thread->failure);
+    return activation_of(running, thread);
+}
+
+HOT __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     PyThreadState *running = running_thread();
     Thread *thread = thread_of(running);
     Activation *activation = activation_of(running, thread);
-    PyObject *key = thread->key;
     if (!activation) return vanilla(site, self, a, b, c);
-    if (unlikely(thread->failure || key)) return dispatch_slowly(thread, activation, 0, site, self, a, b, c);
+    if (unlikely(thread->failure != NULL) && !(activation = without_failure(running, thread)))
+        return vanilla(site, self, a, b, c);
+    PyObject *key = thread->key;
+    if (unlikely(key != NULL) && (key == site->key || site->flags & IMPLEMENTATION))
+        return vanilla(site, self, a, b, c);
     uint64_t id = known_id(running, thread, site, self, a, b, c);
-    if (!id || !activation->table || map_get(&activation->table->map, id) != Py_None)
-        return dispatch_slowly(thread, activation, id, site, self, a, b, c);
+    if (unlikely(!id)) return run_unknown(thread, activation, site, self, a, b, c);
+    if (!activation->table || map_get(&activation->table->map, id) != Py_None)
+        return run_plan(thread, activation, id, site, self, a, b, c);
     thread->key = site->flags & TRANSPARENT ? NULL : site->key;
     PyObject *result = vanilla(site, self, a, b, c);
     thread->key = key;
-    return unlikely(thread->failure) && result == Py_NotImplemented ? raise_failure(thread, result) : result;
+    return checked(thread, result);
 }
 
 /* One stub an index. A stub takes the most arguments that any calling convention passes; under
@@ -460,6 +476,7 @@ static int read_target(Site *site, PyObject *target) {
         site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
         site->kind = FUNCTION;
         site->where.function = function;
+        site->self = PyCFunction_GET_SELF(function);
         site->native = there ? there->native : (void *)function->vectorcall;
         return site->original ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
