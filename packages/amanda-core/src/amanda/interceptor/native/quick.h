@@ -23,6 +23,11 @@
 #define unlikely(condition) __builtin_expect(!!(condition), 0)
 #define HOT __attribute__((hot))
 #define COLD __attribute__((cold, noinline))
+#if AMANDA_INTERNAL_FRAMES
+#define RARE COLD
+#else
+#define RARE __attribute__((noinline)) /* the way of every op */
+#endif
 
 #define FRAMEWORK 1 /* at the root, call sites are walked through such code to the user's */
 #define BOUNDARY 2  /* makes an enclosing call: the walk ends before it */
@@ -125,6 +130,7 @@ static inline int mix_known_sites(const PyThreadState *running, const Region *re
     *hash = mixed;
     return !region->tail_length;
 #else
+    (void)running, (void)region, (void)hash;
     return 0;
 #endif
 }

@@ -256,7 +256,7 @@ __attribute__((noinline)) static PyObject *run_plan(Thread *thread, Activation *
 }
 
 /* An op of which something is met for the first time. */
-COLD static PyObject *run_unknown(Thread *thread, Activation *activation, Site *site, PyObject *self, PyObject *a,
+RARE static PyObject *run_unknown(Thread *thread, Activation *activation, Site *site, PyObject *self, PyObject *a,
                                   PyObject *b, PyObject *c) {
     Arguments given;
     PyObject *result = NULL;
