@@ -88,12 +88,13 @@ static inline Thread *thread_of(const PyThreadState *running) {
 static inline Activation *activation_of(const PyThreadState *running, const Thread *thread) {
     if (thread->off) return NULL;
 #if AMANDA_INTERNAL_FRAMES
+    const PyContext *context = (PyContext *)running->context;
+    if (!context) return NULL; /* also where a thread ends, and what the variable has cached is gone */
     const struct _pycontextvarobject *variable = (struct _pycontextvarobject *)activation_variable;
     Activation *value = (Activation *)variable->var_cached;
     if (value && variable->var_cached_tsid == running->id && variable->var_cached_tsver == running->context_ver)
         return Py_IS_TYPE(value, &Activation_Type) && value->active ? value : NULL;
-    const PyContext *context = (PyContext *)running->context;
-    if (!context || !context->ctx_vars->h_count) return NULL;
+    if (!context->ctx_vars->h_count) return NULL;
 #endif
     return looked_up_activation();
 }
