@@ -323,15 +323,14 @@ int ordinal_of(PyObject *object, uint64_t *ordinal) {
     return failed;
 }
 
-/* Whether values of a type tell ops apart. Answers are kept by the type's version tag, which no
-   other type gets when this one is gone and its address is used again. */
+/* Whether values of a type tell ops apart. */
 static inline int is_identity_type(PyTypeObject *type) {
     KnownType *answer = known_type(type);
-    int tagged = PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG);
-    if (tagged && answer->type == type && answer->tag == type->tp_version_tag) return answer->identity;
+    unsigned version = type_version(type, type->tp_flags);
+    if (version && answer->type == type && answer->version == version) return answer->identity;
     int identity = 0;
     for (int i = 0; !identity && i < house.type_count; i++) identity = PyType_IsSubtype(type, house.types[i]);
-    if (tagged) *answer = (KnownType){type, type->tp_version_tag, identity};
+    if (version) *answer = (KnownType){type, version, identity};
     return identity;
 }
 

@@ -45,7 +45,7 @@ typedef struct {
 
 typedef struct {
     PyTypeObject *type;
-    unsigned tag;
+    unsigned version;
     int identity; /* values of the type tell ops apart */
 } KnownType;
 
@@ -104,6 +104,16 @@ static inline KnownInstruction *known_instruction(const void *where) {
     return &known.instructions[(number ^ number >> 9) & (KNOWN_INSTRUCTIONS - 1)];
 }
 
+/* Changes with the type, and no other type gets it when this one is gone; 0: there is none now. */
+static inline unsigned type_version(const PyTypeObject *type, unsigned long flags) {
+#if PY_VERSION_HEX < 0x030D0000
+    if (!(flags & Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
+#else
+    (void)flags;
+#endif
+    return type->tp_version_tag;
+}
+
 static inline KnownType *known_type(const PyTypeObject *type) {
     return &known.types[((uintptr_t)type >> 5) & (KNOWN_TYPES - 1)];
 }
@@ -142,8 +152,7 @@ static inline const Named *named_at(const void *address) {
 
 static inline int mix_known_identity(PyObject *value, PyTypeObject *type, unsigned long flags, uint64_t *hash) {
     const KnownType *answer = known_type(type);
-    if (unlikely(answer->type != type || !(flags & Py_TPFLAGS_VALID_VERSION_TAG) || answer->tag != type->tp_version_tag))
-        return 0;
+    if (unlikely(answer->type != type || answer->version != type_version(type, flags))) return 0;
     if (!answer->identity) return 1;
     const Named *named = named_at(value);
     if (unlikely(!named)) return 0;
