@@ -45,6 +45,7 @@ LIBRARIES_NEED = (
 CHECKS = ("mypy", "ruff", "nox")
 SANITIZERS = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
+    "-DAMANDA_CHECKED",
 )  # fmt: skip
 PARALLEL = ("--numprocesses=2", "--durations=10")
 SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")

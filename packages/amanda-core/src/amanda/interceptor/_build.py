@@ -15,6 +15,9 @@ ffibuilder.set_source(
     depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
     include_dirs=[str(NATIVE)],
     define_macros=[("_CFFI_NO_LIMITED_API", None)],
-    extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-ftls-model=initial-exec", "-Wall", "-Wextra"],
+    extra_compile_args=[
+        *("-O3", "-g0", "-fno-plt", "-fvisibility=hidden", "-ftls-model=initial-exec"),
+        *("-Wall", "-Wextra"),
+    ],
     py_limited_api=False,
 )

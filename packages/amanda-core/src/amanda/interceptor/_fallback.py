@@ -284,16 +284,16 @@ class _House:
         self.describe: Callable[[types.CodeType], tuple[int, int, bytes]]
         self.on_death: Callable[[int], None]
         self.identity_types: tuple[type, ...] = ()
-        self.notes: dict[types.CodeType, tuple[int, int, memoryview]] = {}
+        self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
         self.named: dict[int, tuple[int, Any]] = {}
         self.ordinals = 0
 
     def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
-        note = self.notes.get(code)
-        if note is None:
+        known = self.notes.get(id(code))  # by address: code of another file may be equal
+        if known is None:
             hash, kind, first = self.describe(code)
-            note = self.notes[code] = hash, kind, memoryview(first).cast("I")
-        return note
+            known = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
+        return known[1]
 
 
 _thread = _Thread()

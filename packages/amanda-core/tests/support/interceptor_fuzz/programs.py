@@ -122,6 +122,25 @@ def _from_fresh_code(call: Callable[[], Any]) -> Any:
     return code["fresh"](call)
 
 
+def _from_dying_code(call: Callable[[], Any]) -> Any:
+    for number in range(3):
+        code: dict[str, Any] = {}
+        exec(compile("def fresh(call):\n    return call()", f"<{number}>", "exec"), code)
+        fresh = functools.partial(code["fresh"], call)
+        result = [_enclosed(fresh) for _ in range(2)][-1]  # at the root no place has more than its own frame
+        del fresh
+        code.clear()  # its function is in a cycle with it
+    return result
+
+
+def _while_kinds_change(call: Callable[[], Any]) -> Any:
+    for _ in range(2):
+        call()
+        interceptor.forget_code()
+        Identity.changed = not getattr(Identity, "changed", False)  # type: ignore[attr-defined]
+    return call()
+
+
 WAYS: list[Callable[[Callable[[], Any]], Any]] = [
     lambda call: call(),
     lambda call: call(),
@@ -136,6 +155,8 @@ WAYS: list[Callable[[Callable[[], Any]], Any]] = [
     _in_finalizer,
     _suspended,
     _from_fresh_code,
+    _from_dying_code,
+    _while_kinds_change,
 ]
 
 

@@ -48,19 +48,42 @@ extern PyTypeObject PlanTable_Type;
 
 /* ---- place.c: where the program is ---- */
 
+/* The path of an object within another that encloses its calls. */
+typedef struct {
+    uint64_t owner, hash;
+} Path;
+
+/* An object that has an ordinal. */
+typedef struct {
+    uint64_t ordinal;
+    Path path;  /* the first that was asked for; owner 0: none was */
+    Path *more; /* the others */
+    int more_count;
+    PyObject *reference; /* owned; weak */
+} Named;
+
+#define AMANDA_FIRST_COUNTS 8 /* a power of two */
+
 /* One enclosing call (a module's, say), or the root of a thread. Counts tell repeats apart. */
 typedef struct Region {
     PyObject_HEAD
     uint64_t hash;
     struct Region *parent; /* owned */
-    PyObject *subject;     /* owned; the object called; NULL at the root and in a replay */
     void *entry;           /* frame that made the call; the walk of call sites ends here */
-    uint64_t *tail;        /* call sites that a replay adds to those it walks */
+    unsigned ends_before, ends_after; /* kinds of code that it ends at besides */
     int tail_length;
+    uint64_t *tail;        /* call sites that a replay adds to those it walks */
+    PyObject *subject;     /* owned; the object called; NULL at the root and in a replay */
+    const Named *named;    /* of the subject, which keeps it; NULL: not looked up, or it has none */
     Map counts;
+    Cell first[AMANDA_FIRST_COUNTS]; /* where the counts are while they are few */
 } Region;
 
 extern PyTypeObject Region_Type, Snapshot_Type, Enclosure_Type;
+
+static inline void clear_cells(Cell *cells, size_t count) { /* few: no call, and no string instruction */
+    for (size_t i = 0; i < count; i++) cells[i] = (Cell){0, NULL};
+}
 
 typedef struct {
     int off;       /* > 0: a routine runs, nothing is intercepted */
@@ -168,14 +191,18 @@ typedef enum {
 
 typedef struct Site {
     PyObject_HEAD
-    PyObject *op, *key, *handler, *target;
+    uint64_t hash; /* what every call reads comes first */
+    PyObject *key;
+    void *native;   /* what the stub stands in for */
+    PyObject *self; /* FUNCTION: borrowed from the target; what its native code is given first */
+    Kind kind;
+    int flags;
+    int bound; /* `self` is the first argument */
+    int index;
+    char placed;
+    PyObject *op, *handler, *target;
     PyObject *original; /* behaves like the target when nothing is placed */
     Reader *reader;     /* owned; NULL: every op that has a plan goes to its handler */
-    uint64_t hash;
-    int flags, index;
-    int bound; /* `self` is the first argument */
-    char placed;
-    Kind kind;
     PyMethodDef *pristine;
     PyMethodDef marked; /* FUNCTION: what the builtin has while placed */
     PyMethodDef *own;   /* FUNCTION: what it has otherwise */
@@ -186,7 +213,6 @@ typedef struct Site {
         PyWrapperDescrObject *slot;
         PyCFunctionObject *function;
     } where;
-    void *native; /* what the stub stands in for */
 } Site;
 
 /* What the context variable holds while a scope is open. */

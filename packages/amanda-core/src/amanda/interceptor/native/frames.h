@@ -23,14 +23,24 @@ static inline _PyInterpreterFrame *complete(_PyInterpreterFrame *frame) {
     return frame;
 }
 
-static inline void walk_start(Walk *walk) {
-    PyThreadState *thread = PyThreadState_Get();
+static inline _PyInterpreterFrame *current_frame(const PyThreadState *thread) {
 #if PY_VERSION_HEX >= 0x030D0000
-    walk->frame = complete(thread->current_frame);
+    return thread->current_frame;
 #else
-    walk->frame = complete(thread->cframe->current_frame);
+    return thread->cframe->current_frame;
 #endif
 }
+
+/* Where it is in its code object, by which it is known while that lives. */
+static inline const void *frame_instruction(const _PyInterpreterFrame *frame) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return frame->instr_ptr;
+#else
+    return frame->prev_instr;
+#endif
+}
+
+static inline void walk_start(Walk *walk) { walk->frame = complete(current_frame(PyThreadState_Get())); }
 
 static inline PyCodeObject *walk_code(Walk *walk) {
 #if PY_VERSION_HEX >= 0x030D0000

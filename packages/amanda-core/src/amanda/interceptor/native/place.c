@@ -1,12 +1,9 @@
 /* Identity: the place of an op in the program, and which repeat of that place it is. */
-#include "amanda.h"
-#include "frames.h"
+#include "quick.h"
 
-#define FRAMEWORK 1 /* at the root, call sites are walked through such code to the user's */
-#define BOUNDARY 2  /* makes an enclosing call: the walk ends before it */
-#define SKIPPED 4   /* leaves no mark on a place */
-#define WALK_LIMIT 128
 #define TYPE_LIMIT 16
+#define IDLE_REGIONS 32
+#define KEPT_COUNTS 64
 #define ROOT_HASH 0x416D616E6461ULL
 
 #if PY_VERSION_HEX >= 0x030C0000
@@ -28,68 +25,74 @@ typedef struct {
     uint32_t first[];
 } CodeNote;
 
-/* The path of an object within another that encloses its calls. */
-typedef struct {
-    uint64_t owner, hash;
-} Path;
-
-typedef struct {
-    uint64_t ordinal;
-    PyObject *reference;
-    Path *paths;
-    int path_count;
-} Named;
-
 static struct {
-    PyInterpreterState *interpreter; /* in others, whose builtins are the same, nothing is intercepted */
     Py_ssize_t index;
     unsigned epoch;
     PyObject *describe, *on_death;
     PyTypeObject *types[TYPE_LIMIT];
     int type_count;
-    Map named; /* address -> Named */
     uint64_t ordinals;
+    Region *idle; /* freed and not given back, linked by their parents */
+    int idle_count;
 } house = {.index = -1, .epoch = 1};
 
-static __thread struct {
-    Thread thread;
-    uint64_t owner; /* id of the thread state that the rest belongs to */
-} local;
+Known known;
+__thread Local local;
+Thread foreign = {.off = 1};
 
-Thread *thread_state(void) {
-    static Thread foreign = {.off = 1};
-    PyThreadState *running = PyThreadState_Get();
-    if (running->interp != house.interpreter) return &foreign;
-    uint64_t id = running->id + 1; /* unique in one interpreter */
-    if (local.owner != id) {
-        local.thread = (Thread){0};
-        local.owner = id;
-    }
+Thread *new_thread(uint64_t owner) {
+    local.thread = (Thread){0};
+    local.owner = owner;
     return &local.thread;
+}
+
+Thread *thread_state(void) { return thread_of(running_thread()); }
+
+/* Where code changes its kind, or types come to tell ops apart. */
+static void new_epoch(void) {
+    house.epoch++;
+    memset(known.types, 0, sizeof known.types);
+    memset(known.instructions, 0, sizeof known.instructions);
 }
 
 /* ---- regions ---- */
 
-static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
-    Region *region = PyObject_New(Region, &Region_Type);
-    if (!region) return NULL;
+HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
+    Region *region = house.idle;
+    if (region) {
+        house.idle = region->parent;
+        house.idle_count--;
+        _Py_NewReference((PyObject *)region);
+    } else if (!(region = PyObject_New(Region, &Region_Type)))
+        return NULL;
     region->hash = hash;
     region->parent = (Region *)Py_XNewRef(parent);
     region->subject = Py_XNewRef(subject);
+    region->named = NULL;
     region->entry = NULL;
+    region->ends_before = hash == ROOT_HASH ? 0 : BOUNDARY;
+    region->ends_after = hash == ROOT_HASH ? USER : 0;
     region->tail = NULL;
     region->tail_length = 0;
-    region->counts = (Map){NULL, 0, 0};
+    clear_cells(region->first, AMANDA_FIRST_COUNTS);
+    region->counts = (Map){region->first, AMANDA_FIRST_COUNTS, 0};
     return region;
 }
 
-static void region_dealloc(Region *region) {
+HOT static void region_dealloc(Region *region) {
     if (local.thread.root == region) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
-    Py_XDECREF(region->parent);
-    Py_XDECREF(region->subject);
-    PyMem_RawFree(region->tail);
-    map_clear(&region->counts);
-    PyObject_Free(region);
+    Region *parent = region->parent;
+    PyObject *subject = region->subject;
+    if (region->tail) PyMem_RawFree(region->tail);
+    if (region->counts.cells != region->first) map_clear(&region->counts);
+    if (house.idle_count < IDLE_REGIONS) {
+        region->parent = house.idle;
+        house.idle = region;
+        house.idle_count++;
+    } else
+        PyObject_Free(region);
+    Py_XDECREF(parent);
+    Py_XDECREF(subject);
 }
 
 PyTypeObject Region_Type = {
@@ -116,18 +119,43 @@ Region *current_region(Thread *thread) {
 
 static inline int at_root(const Region *region) { return region->hash == ROOT_HASH; }
 
-uint64_t occurrence_of(Region *region, uint64_t place, int *failed) {
-    if (!place) place = 1;
-    uint64_t seen = (uint64_t)(uintptr_t)map_get(&region->counts, place);
-    *failed = 0;
-    if (seen < AMANDA_OCCURRENCE_CAP) {
-        if (map_set(&region->counts, place, (void *)(uintptr_t)(seen + 1))) {
-            PyErr_NoMemory();
-            *failed = 1;
+static int grow_counts(Region *region) {
+    Map grown = {NULL, 0, 0};
+    for (size_t i = 0; i < region->counts.size; i++) {
+        Cell cell = region->counts.cells[i];
+        if (cell.key && map_set(&grown, cell.key, cell.value)) {
+            map_clear(&grown);
+            return -1;
         }
-        return seen;
     }
-    return AMANDA_OCCURRENCE_CAP - 1;
+    region->counts = grown;
+    return 0;
+}
+
+static int set_count(Region *region, uint64_t place, void *count) {
+    Map *counts = &region->counts;
+    if (counts->cells == region->first && (counts->used + 1) * 3 > counts->size * 2 && grow_counts(region)) return -1;
+    return map_set(counts, place, count);
+}
+
+static void forget_counts(Region *region) {
+    if (!region->counts.used) return;
+    if (region->counts.size > KEPT_COUNTS) {
+        map_clear(&region->counts);
+        region->counts = (Map){region->first, AMANDA_FIRST_COUNTS, 0};
+    }
+    clear_cells(region->counts.cells, region->counts.size);
+    region->counts.used = 0;
+}
+
+uint64_t occurrence_of(Region *region, uint64_t place, int *failed) {
+    uint64_t seen = 0;
+    *failed = 0;
+    if (!count_known(region, place, &seen) && set_count(region, place ? place : 1, (void *)(uintptr_t)1)) {
+        PyErr_NoMemory();
+        *failed = 1;
+    }
+    return seen;
 }
 
 /* ---- code ---- */
@@ -180,6 +208,23 @@ static inline uint64_t mark(const CodeNote *note, int instruction) {
     return note->hash + (uint64_t)(instruction + 1) * 0x9E3779B97F4A7C15ULL;
 }
 
+/* A frame is found complete or not by where it is, unless it is a generator's: that is no place to remember. */
+static inline void remember_instruction(const Walk *walk, const CodeNote *note, uint64_t mark) {
+#if AMANDA_INTERNAL_FRAMES
+    const void *where = frame_instruction(walk->frame);
+    PyCodeObject *code = walk_code((Walk *)walk);
+    if (note->epoch != house.epoch || where < (const void *)(_PyCode_CODE(code) + code->_co_firsttraceable)) return;
+    unsigned kind = (unsigned)note->flags & (FRAMEWORK | BOUNDARY | SKIPPED);
+    *known_instruction(where) = (KnownInstruction){where, mark, kind & FRAMEWORK ? kind : kind | USER, 0};
+#endif
+}
+
+/* A code object dies: another may come to lie there. */
+static void free_note(void *note) {
+    memset(known.instructions, 0, sizeof known.instructions);
+    PyMem_RawFree(note);
+}
+
 /* Calls `mark`s of the call sites from the innermost frame out to the end of the region's
    extent; the first `limit` of them into sites, their number as the result, -1 on an error. */
 static int walk_sites(Thread *thread, Region *region, uint64_t *sites, int limit) {
@@ -192,9 +237,11 @@ static int walk_sites(Thread *thread, Region *region, uint64_t *sites, int limit
             walk_end(&walk);
             return -1;
         }
+        uint64_t site = mark(note, walk_instruction(&walk));
+        remember_instruction(&walk, note, site);
         if (!rooted && note->flags & BOUNDARY) break;
         if (note->flags & SKIPPED) continue;
-        sites[count++] = mark(note, walk_instruction(&walk));
+        sites[count++] = site;
         if (rooted && !(note->flags & FRAMEWORK)) {
             ended = 1;
             break;
@@ -221,11 +268,11 @@ int place_of(Thread *thread, uint64_t op_hash, uint64_t *place) {
 
 static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     uint64_t key = PyLong_AsUnsignedLongLong(address);
-    Named *named = map_remove(&house.named, key);
+    Named *named = map_remove(&known.named, key);
     if (!named) Py_RETURN_NONE;
     uint64_t ordinal = named->ordinal;
     Py_DECREF(named->reference);
-    PyMem_RawFree(named->paths);
+    PyMem_RawFree(named->more);
     PyMem_RawFree(named);
     if (house.on_death) return PyObject_CallFunction(house.on_death, "K", ordinal);
     Py_RETURN_NONE;
@@ -245,27 +292,27 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
         *ordinal = 0;
         return 0;
     }
-    Named *named = map_get(&house.named, key);
+    Named *named = map_get(&known.named, key);
     if (named) { /* what a collection ran has asked for it in the meantime */
         Py_DECREF(reference);
         *ordinal = named->ordinal;
         return 0;
     }
     named = PyMem_RawMalloc(sizeof(Named));
-    if (!named || map_set(&house.named, key, named)) {
+    if (!named || map_set(&known.named, key, named)) {
         PyMem_RawFree(named);
         Py_DECREF(reference);
         PyErr_NoMemory();
         return -1;
     }
-    *named = (Named){++house.ordinals, reference, NULL, 0};
+    *named = (Named){.ordinal = ++house.ordinals, .reference = reference};
     *ordinal = named->ordinal;
     return 0;
 }
 
 int ordinal_of(PyObject *object, uint64_t *ordinal) {
     uint64_t key = (uint64_t)(uintptr_t)object;
-    Named *named = map_get(&house.named, key);
+    Named *named = map_get(&known.named, key);
     if (named) {
         *ordinal = named->ordinal;
         return 0;
@@ -276,27 +323,15 @@ int ordinal_of(PyObject *object, uint64_t *ordinal) {
     return failed;
 }
 
-/* Whether values of a type tell ops apart. Answers are kept by the type's version tag, which no
-   other type gets when this one is gone and its address is used again. */
+/* Whether values of a type tell ops apart. */
 static inline int is_identity_type(PyTypeObject *type) {
-    static struct {
-        PyTypeObject *type;
-        unsigned tag, epoch;
-        int answer;
-    } cache[64], *known;
-    known = &cache[((uintptr_t)type >> 5) & 63];
-    int tagged = PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG);
-    if (tagged && known->type == type && known->tag == type->tp_version_tag && known->epoch == house.epoch)
-        return known->answer;
-    int answer = 0;
-    for (int i = 0; !answer && i < house.type_count; i++) answer = PyType_IsSubtype(type, house.types[i]);
-    if (tagged) {
-        known->type = type;
-        known->tag = type->tp_version_tag;
-        known->epoch = house.epoch;
-        known->answer = answer;
-    }
-    return answer;
+    KnownType *answer = known_type(type);
+    unsigned version = type_version(type, type->tp_flags);
+    if (version && answer->type == type && answer->version == version) return answer->identity;
+    int identity = 0;
+    for (int i = 0; !identity && i < house.type_count; i++) identity = PyType_IsSubtype(type, house.types[i]);
+    if (version) *answer = (KnownType){type, version, identity};
+    return identity;
 }
 
 static int mix_identity(uint64_t *hash, PyObject *value) {
@@ -328,36 +363,37 @@ static void *running_frame(void) {
     return frame;
 }
 
-static const Path *known_path(PyObject *owner, PyObject *subject) {
-    const Named *named = map_get(&house.named, (uint64_t)(uintptr_t)subject);
-    const Named *outer = named ? map_get(&house.named, (uint64_t)(uintptr_t)owner) : NULL;
-    for (int i = 0; outer && i < named->path_count; i++)
-        if (named->paths[i].owner == outer->ordinal) return &named->paths[i];
+static inline const Path *known_path(Region *owner, const Named *named) {
+    if (!named) return NULL;
+    if (!owner->named) owner->named = named_at(owner->subject);
+    if (!owner->named) return NULL;
+    if (likely(named->path.owner == owner->named->ordinal)) return &named->path;
+    for (int i = 0; i < named->more_count; i++)
+        if (named->more[i].owner == owner->named->ordinal) return &named->more[i];
     return NULL;
 }
 
 static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
     uint64_t inner, outer;
     if (ordinal_of(subject, &inner) || ordinal_of(owner, &outer)) return -1;
-    Named *named = map_get(&house.named, (uint64_t)(uintptr_t)subject);
+    Named *named = map_get(&known.named, (uint64_t)(uintptr_t)subject);
     if (!named || !outer) return 0;
-    Path *paths = PyMem_RawRealloc(named->paths, (size_t)(named->path_count + 1) * sizeof(Path));
-    if (!paths) {
+    if (!named->path.owner) {
+        named->path = (Path){outer, hash};
+        return 0;
+    }
+    Path *more = PyMem_RawRealloc(named->more, (size_t)(named->more_count + 1) * sizeof(Path));
+    if (!more) {
         PyErr_NoMemory();
         return -1;
     }
-    paths[named->path_count++] = (Path){outer, hash};
-    named->paths = paths;
+    more[named->more_count++] = (Path){outer, hash};
+    named->more = more;
     return 0;
 }
 
 /* Hash of where `subject` lies in `owner`: asked of Python once, unless it is there for a while only. */
 static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *subject, uint64_t *hash) {
-    const Path *known = known_path(owner, subject);
-    if (known) {
-        *hash = known->hash;
-        return 0;
-    }
     thread->off++;
     PyObject *told = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
     thread->off--;
@@ -370,32 +406,55 @@ static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *s
 }
 
 static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
-    Region *parent = current_region(thread);
-    uint64_t name;
-    int failed = 0;
-    if (!parent) return NULL;
+    Region *parent = known_region(thread);
+    if (unlikely(!parent) && !(parent = current_region(thread))) return NULL;
+    const Named *named = named_at(subject);
+    uint64_t name, seen;
     if (at_root(parent) || !parent->subject || !ask) {
-        if (ordinal_of(subject, &name)) return NULL;
-    } else if (path_hash(thread, ask, parent->subject, subject, &name))
-        return NULL;
+        if (named) name = named->ordinal;
+        else if (ordinal_of(subject, &name)) return NULL;
+    } else {
+        const Path *path = known_path(parent, named);
+        if (path) name = path->hash;
+        else if (path_hash(thread, ask, parent->subject, subject, &name)) return NULL;
+    }
     uint64_t hash = mix(parent->hash, name);
-    if (!at_root(parent)) hash = mix(hash, occurrence_of(parent, hash, &failed));
-    return failed ? NULL : new_region(hash, parent, subject);
+    if (!at_root(parent)) {
+        if (!count_known(parent, hash, &seen)) {
+            int failed;
+            seen = occurrence_of(parent, hash, &failed);
+            if (failed) return NULL;
+        }
+        hash = mix(hash, seen);
+    }
+    Region *region = new_region(hash, parent, subject);
+    if (region) region->named = named;
+    return region;
 }
 
-static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
+static inline PyObject *call_function(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *names) {
+    if (Py_IS_TYPE(function, &PyFunction_Type))
+        return ((PyFunctionObject *)function)->vectorcall(function, args, nargsf, names);
+    return PyObject_Vectorcall(function, args, nargsf, names);
+}
+
+HOT static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
     PyObject *function = ((Wrapped *)self)->function;
-    Thread *thread = thread_state();
-    Activation *activation = PyVectorcall_NARGS(nargsf) ? active_activation(thread) : NULL;
-    if (!activation) return PyObject_Vectorcall(function, args, nargsf, names);
-    Py_DECREF(activation);
+    PyThreadState *running = running_thread();
+    Thread *thread = thread_of(running);
+    if (!PyVectorcall_NARGS(nargsf) || !activation_of(running, thread))
+        return call_function(function, args, nargsf, names);
     Region *region = enclosed(thread, ((Wrapped *)self)->site, args[0]), *outer = thread->top;
     if (!region) return NULL;
+#if AMANDA_INTERNAL_FRAMES
+    region->entry = complete(current_frame(running));
+#else
     region->entry = running_frame();
+#endif
     thread->top = region;
-    PyObject *result = PyObject_Vectorcall(function, args, nargsf, names);
+    PyObject *result = call_function(function, args, nargsf, names);
     thread->top = outer;
-    if (!outer && thread->root && thread->root->counts.used) map_clear(&thread->root->counts);
+    if (!outer && thread->root) forget_counts(thread->root);
     Py_DECREF(region);
     return result;
 }
@@ -434,7 +493,7 @@ static Region *copy_region(const Region *region, const uint64_t *tail, int tail_
     }
     for (size_t i = 0; i < region->counts.size; i++)
         if (region->counts.cells[i].value &&
-            map_set(&copy->counts, region->counts.cells[i].key, region->counts.cells[i].value))
+            set_count(copy, region->counts.cells[i].key, region->counts.cells[i].value))
             goto no_memory;
     return copy;
 no_memory:
@@ -502,7 +561,7 @@ PyTypeObject Snapshot_Type = {
 
 static PyObject *reset_root(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
     Thread *thread = thread_state();
-    if (thread->root) map_clear(&thread->root->counts);
+    if (thread->root) forget_counts(thread->root);
     Py_RETURN_NONE;
 }
 
@@ -521,7 +580,7 @@ static PyObject *add_identity_type(PyObject *Py_UNUSED(module), PyObject *type) 
     if (house.type_count == TYPE_LIMIT)
         return PyErr_Format(PyExc_ValueError, "no more than %d types can tell ops apart", TYPE_LIMIT);
     house.types[house.type_count++] = (PyTypeObject *)Py_NewRef(type);
-    house.epoch++;
+    new_epoch();
     Py_RETURN_NONE;
 }
 
@@ -535,12 +594,12 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO", &describe, &on_death)) return NULL;
     Py_XSETREF(house.describe, Py_NewRef(describe));
     Py_XSETREF(house.on_death, Py_NewRef(on_death));
-    house.epoch++;
+    new_epoch();
     Py_RETURN_NONE;
 }
 
 static PyObject *forget_code(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
-    house.epoch++;
+    new_epoch();
     Py_RETURN_NONE;
 }
 
@@ -555,8 +614,8 @@ static PyMethodDef functions[] = {
     {0}};
 
 int place_boot(PyObject *names) {
-    house.interpreter = PyInterpreterState_Get();
-    if (house.index < 0) house.index = code_index(PyMem_RawFree); /* a reload keeps what there is */
+    known.interpreter = PyInterpreterState_Get();
+    if (house.index < 0) house.index = code_index(free_note); /* a reload keeps what there is */
     if (house.index < 0) {
         PyErr_SetString(PyExc_RuntimeError, "no room for notes on code objects");
         return -1;

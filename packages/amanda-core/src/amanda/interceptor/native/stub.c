@@ -1,5 +1,5 @@
 /* Interception: native stubs that stand in for builtins, descriptors and slots. */
-#include "amanda.h"
+#include "quick.h"
 #include <structmember.h>
 
 #define STUB_COUNT 3072
@@ -8,21 +8,23 @@
 
 static Site *sites[STUB_COUNT]; /* owned: a stub may run at any time after it was placed */
 static int site_count;
-static PyObject *activation_variable;
+PyObject *activation_variable;
 
 /* ---- activation ---- */
 
-Activation *active_activation(Thread *thread) {
+Activation *looked_up_activation(void) {
     PyObject *value = NULL;
-    if (thread->off) return NULL;
     if (PyContextVar_Get(activation_variable, NULL, &value)) {
         PyErr_Clear();
         return NULL;
     }
     if (!value) return NULL;
-    if (Py_IS_TYPE(value, &Activation_Type) && ((Activation *)value)->active) return (Activation *)value;
-    Py_DECREF(value);
-    return NULL;
+    Py_DECREF(value); /* the context keeps it */
+    return Py_IS_TYPE(value, &Activation_Type) && ((Activation *)value)->active ? (Activation *)value : NULL;
+}
+
+Activation *active_activation(Thread *thread) {
+    return (Activation *)Py_XNewRef((PyObject *)activation_of(running_thread(), thread));
 }
 
 static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
@@ -72,29 +74,34 @@ PyTypeObject Activation_Type = {
 
 /* ---- calls ---- */
 
-static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf), named = names ? PyTuple_GET_SIZE(names) : 0;
-    PyObject *args = PyTuple_New(count), *kwargs = named ? PyDict_New() : NULL, *result = NULL;
-    if (!args || (named && !kwargs)) goto done;
+static PyObject *keywords_of(PyObject *const *values, PyObject *names) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict && i < PyTuple_GET_SIZE(names); i++)
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i])) Py_CLEAR(dict);
+    return dict;
+}
+
+HOT static PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    PyObject *args = PyTuple_New(count), *kwargs = NULL, *result = NULL;
+    if (!args) return NULL;
     for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(items[i]));
-    for (Py_ssize_t i = 0; i < named; i++)
-        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), items[count + i])) goto done;
-    PyObject *self = PyCFunction_GET_SELF(site->where.function);
+    if (names && PyTuple_GET_SIZE(names) && !(kwargs = keywords_of(items + count, names))) goto done;
     if (Py_EnterRecursiveCall(" while calling a Python object")) goto done;
     if (site->pristine->ml_flags & METH_KEYWORDS)
-        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(self, args, kwargs);
-    else if (named)
+        result = ((PyCFunctionWithKeywords)(void (*)(void))site->pristine->ml_meth)(site->self, args, kwargs);
+    else if (kwargs)
         PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", site->pristine->ml_name);
     else
-        result = site->pristine->ml_meth(self, args);
+        result = site->pristine->ml_meth(site->self, args);
     Py_LeaveRecursiveCall();
 done:
-    Py_XDECREF(args);
+    Py_DECREF(args);
     Py_XDECREF(kwargs);
     return result;
 }
 
-static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+HOT static PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     switch (site->kind) {
     case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:
         return ((PyCFunction)site->native)(self, a);
@@ -140,19 +147,24 @@ static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject 
     }
 }
 
-static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
-    uint64_t place;
-    if (place_of(thread, site->hash, &place)) return -1;
-    if (given->self && mix_identities(&place, given->self)) return -1;
+static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place) {
+    if (place_of(thread, site->hash, place)) return -1;
+    if (given->self && mix_identities(place, given->self)) return -1;
     Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0;
     for (Py_ssize_t i = 0; i < given->count + named; i++)
-        if (mix_identities(&place, given->items[i])) return -1;
+        if (mix_identities(place, given->items[i])) return -1;
     if (given->dict) {
         PyObject *key, *value;
         Py_ssize_t position = 0;
         while (PyDict_Next(given->dict, &position, &key, &value))
-            if (mix_identities(&place, value)) return -1;
+            if (mix_identities(place, value)) return -1;
     }
+    return 0;
+}
+
+static int identify(Thread *thread, Site *site, const Arguments *given, uint64_t *id) {
+    uint64_t place;
+    if (place_of_call(thread, site, given, &place)) return -1;
     int failed;
     *id = mix(place, occurrence_of(current_region(thread), place, &failed));
     if (!*id) *id = 1;
@@ -222,33 +234,131 @@ static int is_targets(Site *site, PyObject *self) {
     return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));
 }
 
-__attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    Thread *thread = thread_state();
-    Activation *activation = active_activation(thread);
-    if (!activation) return vanilla(site, self, a, b, c);
-    PyObject *result = NULL, *key = thread->key;
-    if (thread->failure) Py_CLEAR(thread->failure);
-    if (key && (key == site->key || site->flags & IMPLEMENTATION)) {
-        Py_DECREF(activation);
-        return vanilla(site, self, a, b, c);
-    }
+static inline PyObject *checked(Thread *thread, PyObject *result) {
+    return unlikely(result == Py_NotImplemented) && thread->failure ? raise_failure(thread, result) : result;
+}
+
+/* An op of known id that has a plan, or for which there is none yet. */
+__attribute__((noinline)) static PyObject *run_plan(Thread *thread, Activation *activation, uint64_t id, Site *site,
+                                                    PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     Arguments given;
+    read_arguments(site, &given, self, a, b, c);
+    PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL, *result;
+    Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
+    if (plan == Py_None || !is_targets(site, self)) return checked(thread, call_op(thread, &call));
+    Py_INCREF(activation);
+    Py_INCREF(call.plan);
+    result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
+                                                                       : hand_over(thread, &call, 0, NULL);
+    Py_DECREF(call.plan);
+    Py_DECREF(activation);
+    return checked(thread, result);
+}
+
+/* An op of which something is met for the first time. */
+RARE static PyObject *run_unknown(Thread *thread, Activation *activation, Site *site, PyObject *self, PyObject *a,
+                                  PyObject *b, PyObject *c) {
+    Arguments given;
+    PyObject *result = NULL;
     uint64_t id;
     read_arguments(site, &given, self, a, b, c);
-    if (!identify(thread, site, &given, &id)) {
-        PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL;
-        Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
-        if (plan == Py_None || !is_targets(site, self))
-            result = call_op(thread, &call);
-        else {
-            Py_INCREF(call.plan);
-            result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
-                                                                                : hand_over(thread, &call, 0, NULL);
-            Py_DECREF(call.plan);
-        }
-    }
+    Py_INCREF(activation);
+    if (!identify(thread, site, &given, &id)) result = run_plan(thread, activation, id, site, self, a, b, c);
     Py_DECREF(activation);
-    return result == Py_NotImplemented && thread->failure ? raise_failure(thread, result) : result;
+    return result;
+}
+
+HOT __attribute__((noinline)) static int mix_known_keywords(PyObject *self, PyObject *args, PyObject *keywords, uint64_t *hash) {
+    if (!mix_known_values(self, ((PyTupleObject *)args)->ob_item, PyTuple_GET_SIZE(args), hash)) return 0;
+    PyObject *name, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(keywords, &position, &name, &value))
+        if (!mix_known_values(value, NULL, 0, hash)) return 0;
+    return 1;
+}
+
+static inline int mix_known_arguments(const Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
+                                      uint64_t *hash) {
+    PyObject *const *items = (PyObject *const *)a, *few[2];
+    Py_ssize_t count = 0;
+    switch (site->kind) {
+    case FUNCTION: case PYTHON:
+        self = NULL;
+        count = PyVectorcall_NARGS((size_t)b) + (c ? PyTuple_GET_SIZE(c) : 0);
+        break;
+    case KEYWORDS:
+        if (b && PyDict_GET_SIZE(b)) return mix_known_keywords(self, a, b, hash); /* fall through */
+    case VARARGS:
+        items = ((PyTupleObject *)a)->ob_item;
+        count = PyTuple_GET_SIZE(a);
+        break;
+    case FAST_KEYWORDS:
+        count = c ? PyTuple_GET_SIZE(c) : 0; /* fall through */
+    case FAST:
+        count += (Py_ssize_t)b;
+        break;
+    case NOARGS: case GET:
+        break;
+    default:
+        few[0] = a;
+        few[1] = b;
+        items = few;
+        count = site->kind == ASSIGN ? 2 : 1;
+    }
+    return mix_known_values(self, items, count, hash);
+}
+
+#ifdef AMANDA_CHECKED
+/* Ends the process where the long way comes to another place than the short one: such a build is for tests. */
+static void check_place(Thread *thread, Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c,
+                        uint64_t known) {
+    Arguments given;
+    uint64_t place;
+    read_arguments(site, &given, self, a, b, c);
+    if (place_of_call(thread, site, &given, &place) || place != known)
+        Py_FatalError("an op was taken for another");
+}
+#endif
+
+/* The id of the op, which is counted as one more of its place; 0: not all that it takes is known. */
+static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Site *site, PyObject *self, PyObject *a,
+                                PyObject *b, PyObject *c) {
+    Region *region = known_region(thread);
+    if (unlikely(!region)) return 0;
+    uint64_t seen, place = mix(region->hash, site->hash);
+    if (!mix_known_sites(running, region, &place) || !mix_known_arguments(site, self, a, b, c, &place)) return 0;
+#ifdef AMANDA_CHECKED
+    check_place(thread, site, self, a, b, c, place);
+#endif
+    if (!count_known(region, place, &seen)) return 0;
+    uint64_t id = mix(place, seen);
+    return id ? id : 1;
+}
+
+/* The activation in force once a failure is let go of, which may run anything. */
+COLD static Activation *without_failure(const PyThreadState *running, Thread *thread) {
+    Py_CLEAR(thread->failure);
+    return activation_of(running, thread);
+}
+
+HOT __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    PyThreadState *running = running_thread();
+    Thread *thread = thread_of(running);
+    Activation *activation = activation_of(running, thread);
+    if (!activation) return vanilla(site, self, a, b, c);
+    if (unlikely(thread->failure != NULL) && !(activation = without_failure(running, thread)))
+        return vanilla(site, self, a, b, c);
+    PyObject *key = thread->key;
+    if (unlikely(key != NULL) && (key == site->key || site->flags & IMPLEMENTATION))
+        return vanilla(site, self, a, b, c);
+    uint64_t id = known_id(running, thread, site, self, a, b, c);
+    if (unlikely(!id)) return run_unknown(thread, activation, site, self, a, b, c);
+    if (!activation->table || map_get(&activation->table->map, id) != Py_None)
+        return run_plan(thread, activation, id, site, self, a, b, c);
+    thread->key = site->flags & TRANSPARENT ? NULL : site->key;
+    PyObject *result = vanilla(site, self, a, b, c);
+    thread->key = key;
+    return checked(thread, result);
 }
 
 /* One stub an index. A stub takes the most arguments that any calling convention passes; under
@@ -366,6 +476,7 @@ static int read_target(Site *site, PyObject *target) {
         site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
         site->kind = FUNCTION;
         site->where.function = function;
+        site->self = PyCFunction_GET_SELF(function);
         site->native = there ? there->native : (void *)function->vectorcall;
         return site->original ? 0 : -1;
     } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {

@@ -1,0 +1,209 @@
+/* The short way of an op whose plan is empty: what is asked of every op, answered where the answer is known.
+
+   Nothing here runs Python, allocates or raises, and nothing is changed before all is known, so whoever
+   misses an answer starts over the long way, which computes the same and leaves the answer here. An answer
+   depends on nothing but its key: an instruction's is dropped when a code object that has one dies, a type's
+   goes by its version tag. */
+#ifndef AMANDA_QUICK_H
+#define AMANDA_QUICK_H
+#include "frames.h"
+
+#if AMANDA_INTERNAL_FRAMES
+#define Py_BUILD_CORE
+#if PY_VERSION_HEX < 0x030C0000
+#undef _PyGC_FINALIZED
+#include <internal/pycore_pystate.h>
+#endif
+#include <internal/pycore_context.h>
+#include <internal/pycore_hamt.h>
+#undef Py_BUILD_CORE
+#endif
+
+#define likely(condition) __builtin_expect(!!(condition), 1)
+#define unlikely(condition) __builtin_expect(!!(condition), 0)
+#define HOT __attribute__((hot))
+#define COLD __attribute__((cold, noinline))
+#if AMANDA_INTERNAL_FRAMES
+#define RARE COLD
+#else
+#define RARE __attribute__((noinline)) /* the way of every op */
+#endif
+
+#define FRAMEWORK 1 /* at the root, call sites are walked through such code to the user's */
+#define BOUNDARY 2  /* makes an enclosing call: the walk ends before it */
+#define SKIPPED 4   /* leaves no mark on a place */
+#define USER 8      /* not FRAMEWORK */
+#define WALK_LIMIT 128
+#define KNOWN_INSTRUCTIONS 512
+#define KNOWN_TYPES 64
+
+typedef struct {
+    const void *where; /* the instruction, in its code object */
+    uint64_t mark;
+    uint64_t kind, unused; /* a power of two long: an entry lies in one line of the cache */
+} KnownInstruction;
+
+typedef struct {
+    PyTypeObject *type;
+    unsigned version;
+    int identity; /* values of the type tell ops apart */
+} KnownType;
+
+typedef struct {
+    KnownInstruction instructions[KNOWN_INSTRUCTIONS];
+    KnownType types[KNOWN_TYPES];
+    PyInterpreterState *interpreter; /* in others, whose builtins are the same, nothing is intercepted */
+    Map named;                       /* address -> Named */
+} Known;
+
+typedef struct {
+    Thread thread;
+    uint64_t owner; /* id of the thread state that the rest belongs to, and 1 */
+} Local;
+
+#pragma GCC visibility push(hidden)
+extern Known known __attribute__((aligned(64)));
+extern __thread Local local;
+extern Thread foreign;
+extern PyObject *activation_variable;
+Thread *new_thread(uint64_t owner);
+Activation *looked_up_activation(void);
+#pragma GCC visibility pop
+
+static inline PyThreadState *running_thread(void) {
+#if AMANDA_INTERNAL_FRAMES && PY_VERSION_HEX < 0x030C0000
+    return _PyThreadState_GET();
+#else
+    return PyThreadState_Get();
+#endif
+}
+
+static inline Thread *thread_of(const PyThreadState *running) {
+    if (unlikely(running->interp != known.interpreter)) return &foreign;
+    uint64_t id = running->id + 1; /* unique in one interpreter */
+    return likely(local.owner == id) ? &local.thread : new_thread(id);
+}
+
+/* Borrowed from the context: as good as long as no Python runs. NULL: nothing is intercepted. */
+static inline Activation *activation_of(const PyThreadState *running, const Thread *thread) {
+    if (thread->off) return NULL;
+#if AMANDA_INTERNAL_FRAMES
+    const PyContext *context = (PyContext *)running->context;
+    if (!context) return NULL; /* also where a thread ends, and what the variable has cached is gone */
+    const struct _pycontextvarobject *variable = (struct _pycontextvarobject *)activation_variable;
+    Activation *value = (Activation *)variable->var_cached;
+    if (value && variable->var_cached_tsid == running->id && variable->var_cached_tsver == running->context_ver)
+        return Py_IS_TYPE(value, &Activation_Type) && value->active ? value : NULL;
+    if (!context->ctx_vars->h_count) return NULL;
+#endif
+    return looked_up_activation();
+}
+
+static inline KnownInstruction *known_instruction(const void *where) {
+    uintptr_t number = (uintptr_t)where >> 1;
+    return &known.instructions[(number ^ number >> 9) & (KNOWN_INSTRUCTIONS - 1)];
+}
+
+/* Changes with the type, and no other type gets it when this one is gone; 0: there is none now. */
+static inline unsigned type_version(const PyTypeObject *type, unsigned long flags) {
+#if PY_VERSION_HEX < 0x030D0000
+    if (!(flags & Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
+#else
+    (void)flags;
+#endif
+    return type->tp_version_tag;
+}
+
+static inline KnownType *known_type(const PyTypeObject *type) {
+    return &known.types[((uintptr_t)type >> 5) & (KNOWN_TYPES - 1)];
+}
+
+/* Borrowed; NULL: the thread has met no op yet. */
+static inline Region *known_region(const Thread *thread) { return thread->top ? thread->top : thread->root; }
+
+/* Mixes the call sites from the innermost frame out to the end of the region; 0: not all are known. */
+static inline int mix_known_sites(const PyThreadState *running, const Region *region, uint64_t *hash) {
+#if AMANDA_INTERNAL_FRAMES
+    uint64_t mixed = *hash;
+    const _PyInterpreterFrame *frame = current_frame(running);
+    for (int left = WALK_LIMIT; frame && frame != region->entry; frame = frame->previous) {
+        const KnownInstruction *site = known_instruction(frame_instruction(frame));
+        if (unlikely(site->where != frame_instruction(frame))) {
+            if (_PyFrame_IsIncomplete((_PyInterpreterFrame *)frame)) continue;
+            return 0;
+        }
+        if (site->kind & region->ends_before) break;
+        if (site->kind & SKIPPED) continue;
+        if (unlikely(!--left)) return 0;
+        mixed = mix(mixed, site->mark);
+        if (site->kind & region->ends_after) break;
+    }
+    *hash = mixed;
+    return !region->tail_length;
+#else
+    (void)running, (void)region, (void)hash;
+    return 0;
+#endif
+}
+
+static inline const Named *named_at(const void *address) {
+    return map_get(&known.named, (uint64_t)(uintptr_t)address);
+}
+
+static inline int mix_known_identity(PyObject *value, PyTypeObject *type, unsigned long flags, uint64_t *hash) {
+    const KnownType *answer = known_type(type);
+    if (unlikely(answer->type != type || answer->version != type_version(type, flags))) return 0;
+    if (!answer->identity) return 1;
+    const Named *named = named_at(value);
+    if (unlikely(!named)) return 0;
+    *hash = mix(*hash, named->ordinal);
+    return 1;
+}
+
+static inline int mix_known_items(PyObject *sequence, uint64_t *hash) {
+    PyObject *const *items = PySequence_Fast_ITEMS(sequence);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); i++) {
+        PyTypeObject *type = Py_TYPE(items[i]);
+        if (type->tp_flags & Py_TPFLAGS_HEAPTYPE && !mix_known_identity(items[i], type, type->tp_flags, hash)) return 0;
+    }
+    return 1;
+}
+
+/* Mixes the identities of the first value, if there is one, and the others; 0: not all are known. */
+static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_ssize_t count, uint64_t *hash) {
+    uint64_t mixed = *hash;
+    if (!value) {
+        if (!count) return 1;
+        value = *others++;
+        count--;
+    }
+    for (;; value = *others++, count--) {
+        PyTypeObject *type = Py_TYPE(value);
+        unsigned long flags = type->tp_flags;
+        if (flags & Py_TPFLAGS_HEAPTYPE) {
+            if (!mix_known_identity(value, type, flags, &mixed)) return 0;
+        } else if (unlikely(flags & (Py_TPFLAGS_TUPLE_SUBCLASS | Py_TPFLAGS_LIST_SUBCLASS)) &&
+                   (type == &PyTuple_Type || type == &PyList_Type) && !mix_known_items(value, &mixed))
+            return 0;
+        if (!count) break;
+    }
+    *hash = mixed;
+    return 1;
+}
+
+/* Counts the place once more; 0: there is no room for it. */
+static inline int count_known(Region *region, uint64_t place, uint64_t *seen) {
+    Map *counts = &region->counts;
+    Cell *cell = &counts->cells[map_slot(counts, place ? place : 1)];
+    if (!cell->key) {
+        if ((counts->used + 1) * 3 > counts->size * 2) return 0;
+        cell->key = place ? place : 1;
+        counts->used++;
+    }
+    *seen = (uint64_t)(uintptr_t)cell->value;
+    if (likely(*seen < AMANDA_OCCURRENCE_CAP)) cell->value = (void *)(uintptr_t)(*seen + 1);
+    else *seen = AMANDA_OCCURRENCE_CAP - 1;
+    return 1;
+}
+
+#endif
