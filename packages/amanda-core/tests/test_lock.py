@@ -124,4 +124,4 @@ def test_a_memo_takes_programs_alone_and_stays_small() -> None:
 )
 def test_a_program_refuses_what_it_cannot_do(steps: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        interceptor.Program(steps, (), print, print)
+        interceptor.Program(steps, (), print)
