@@ -295,6 +295,48 @@ def tables_grow_and_shrink() -> Iterator[tuple[str, Act, Act]]:
 
 
 @scenario
+def graphs_are_marked_and_read() -> Iterator[tuple[str, Act, Act]]:
+    """What is read is all there is, or nothing; nothing is kept of it."""
+
+    class Op:
+        def __init__(self, number: int, *next: Any) -> None:
+            self.count = number.__int__
+            self.notes: dict[str, Any] = {}
+            self.next = tuple((one, 0) for one in next)
+
+    class Leaf(Op):
+        pass
+
+    class Tensor:
+        maker: Any = None
+        base: Any = None
+
+    of = interceptor.Graphs(Tensor, Leaf, "maker", "base", "next", "notes", "count", "mark", id)
+    ops = [Op(0, Leaf(0), None)]
+    for number in range(1, 200):
+        ops.append(Op(number, ops[-1], ops[number // 2]))
+    outputs = [Tensor(), (Tensor(), Tensor())]
+    outputs[0].maker, outputs[0].base = ops[-1], outputs[1][0]
+    outputs[1][0].maker = ops[50]
+    mark = interceptor.Mark("trace", 0, 40, 200)
+    last, marks = ops[-1], interceptor.Mark.alive()
+    references = sys.getrefcount(last)
+
+    def check() -> None:
+        of.mark(outputs, mark)
+        assert len(of.marked([last])) == 161
+        assert (sys.getrefcount(last), interceptor.Mark.alive()) == (references, marks)
+        for notes in [op.notes for op in ops]:
+            notes.clear()
+
+    yield "mark", lambda: of.mark(outputs, mark), check
+    yield "marked", lambda: of.marked([ops[-1]]), check
+    yield "Mark", lambda: interceptor.Mark("trace", 0, 40, 200), check
+    yield "Graphs", lambda: interceptor.Graphs(Tensor, Leaf, *"abcdef", id), check
+    yield "leaving", lambda: of.leaving("trace", True), check
+
+
+@scenario
 def threads_get_their_root() -> Iterator[tuple[str, Act, Act]]:
     """The first op of a thread needs room for what is known of the thread."""
     target = named("math.sin")
