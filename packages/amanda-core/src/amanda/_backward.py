@@ -148,6 +148,7 @@ class BackwardStep:
             fresh.add(context.trigger_callback(InstrumentationPoint.BEFORE_BACKWARD_OP))
             self._fresh.append((plan, fresh, context))
             self._plans.append(fresh)
+        self._missing = []  # another pass through the op, within this one, analyses nothing anew
         for backward in self._plans:
             for action in backward.before:
                 grads = self._run(action, grads)
@@ -165,6 +166,7 @@ class BackwardStep:
         for plan, fresh, context in self._fresh:
             fresh.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
             plan.backward[self.id] = fresh
+        self._fresh = []
         for backward in self._plans:
             for action in backward.after:
                 grads = self._run(action, grads)

@@ -213,13 +213,16 @@ class EagerExecution(TensorOps):
             leaving: Callable[..., None] = self.leaving(trace, bool(call.targets))
             return leaving
 
+        mutable = tuple(call.mutable)
+
         def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
             trace = Trace(facts.op_id, gradients, combined, {})
             values = self.flatten(outputs)[0]
             trace.facts = self._kept_facts(facts, inputs, values, trace)
             if combined.is_settled(gradients):
                 memo.forget()  # less is left to do
-            self.attach_trace(trace, self.made_between(begin, start, end), values)
+            made = self.made_between(begin, start, end)
+            self.attach_trace(trace, made, [*values, *(inputs[i] for i in mutable)])
 
         return leave_trace
 

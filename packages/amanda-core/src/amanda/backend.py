@@ -15,6 +15,7 @@ from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
 from amanda._imports import when_imported
+from amanda._interrupts import uninterrupted
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._routine import Saved
 from amanda._source import codes
@@ -47,6 +48,7 @@ __all__ = [
     "replace_references",
     "settled_step",
     "settles",
+    "uninterrupted",
     "when_imported",
 ]
 

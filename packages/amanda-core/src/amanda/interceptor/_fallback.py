@@ -196,7 +196,7 @@ class Graphs:
             if key in marks
         ]
 
-    def leaving(self, trace: Any, bases: bool) -> Any:
+    def leaving(self, trace: Any, writes: bool) -> Any:
         """For a program, whose executions leave this trace."""
         raise TypeError("programs are for the native interceptor")
 

@@ -176,7 +176,8 @@ void reader_set_gradients(const Reader *reader, int on);
 /* ---- graph.c: what executions leave for their backward ops ---- */
 
 extern PyTypeObject Leaving_Type;
-int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs);
+int marks_written(PyObject *leaving); /* whether it wants the value that the op wrote */
+int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written);
 int graph_boot(PyObject *names);
 
 /* ---- stub.c: interception ---- */

@@ -300,10 +300,13 @@ static PyObject *graphs_leaving(Graphs *self, PyObject *args) {
     return (PyObject *)leaving;
 }
 
-int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs) {
+int marks_written(PyObject *leaving) { return ((Leaving *)leaving)->bases; }
+
+int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written) {
     Leaving *self = (Leaving *)leaving;
     Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0);
-    int wrong = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3);
+    int wrong = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
+                (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, 3));
     Py_XDECREF(mark);
     return wrong ? -1 : 0;
 }
@@ -374,7 +377,7 @@ static PyMethodDef graphs_methods[] = {
      "marked(ops): each op that leads on from these and comes from a known execution, its mark and its number.\n\n"
      "One that an op made inside is told by the ops that lead to it; the number of a leaf is 0."},
     {"leaving", (PyCFunction)graphs_leaving, METH_VARARGS,
-     "leaving(trace, bases): for a program, whose executions leave this trace."},
+     "leaving(trace, writes): for a program, whose executions leave this trace; writes: into the first input."},
     {0}};
 
 PyTypeObject Graphs_Type = {

@@ -285,11 +285,19 @@ static PyObject *go_on(Thread *thread, Call *call, Program *program, Py_ssize_t 
     return value;
 }
 
-static int tell_trace(const Call *call, const Program *program, uint64_t begin, uint64_t start, uint64_t end,
-                      PyObject *outputs) {
+static int leave_trace(const Call *call, const Program *program, uint64_t begin, uint64_t start, uint64_t end,
+                       PyObject *outputs) {
+    int marks = Py_IS_TYPE(program->trace, &Leaving_Type);
+    if (marks && !marks_written(program->trace))
+        return leave_mark(program->trace, begin, start, end, outputs, NULL);
     Values inputs;
     inputs.made = NULL;
     Py_ssize_t count = gather_inputs(program, call->given, &inputs);
+    if (marks && count > 0) {
+        int wrong = leave_mark(program->trace, begin, start, end, outputs, inputs.items[0]);
+        Py_XDECREF(inputs.made);
+        return wrong;
+    }
     PyObject *told = NULL, *listed = count < 0 ? NULL : PyList_New(count);
     if (count < 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "the inputs of a call have changed");
     for (Py_ssize_t i = 0; listed && i < count; i++) PyList_SET_ITEM(listed, i, Py_NewRef(inputs.items[i]));
@@ -309,8 +317,7 @@ static PyObject *call_traced(Thread *thread, Call *call, Program *program, uint6
     uint64_t end = reader_clock(call->site->reader);
     if (!outputs || start == end) return outputs;
     thread->off++;
-    int wrong = Py_IS_TYPE(program->trace, &Leaving_Type) ? leave_mark(program->trace, begin, start, end, outputs)
-                                                          : tell_trace(call, program, begin, start, end, outputs);
+    int wrong = leave_trace(call, program, begin, start, end, outputs);
     thread->off--;
     if (wrong) Py_CLEAR(outputs);
     return outputs;
@@ -335,11 +342,14 @@ static PyObject *run_before(Thread *thread, Call *call, int gradients, Program *
 
 /* Whether Python has to run a call like the ones of the program; -1: an exception. */
 static int is_refused(Thread *thread, const Arguments *given, Program *program) {
-    PyObject *first = given->self ? given->self : given->count ? given->items[0] : Py_None;
+    Values inputs;
+    inputs.made = NULL;
+    if (gather_inputs(program, given, &inputs) < 1) return PyErr_Occurred() ? -1 : 1;
     thread->off++;
-    PyObject *answer = PyObject_CallOneArg(program->refuse, first);
+    PyObject *answer = PyObject_CallOneArg(program->refuse, inputs.items[0]);
     thread->off--;
     int refused = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(inputs.made);
     Py_XDECREF(answer);
     return refused;
 }
@@ -494,7 +504,7 @@ PyTypeObject Program_Type = {
               "plan: given to the handler where it has to go on, since the call may look different by then.\n"
               "trace(begin, start, end, outputs, inputs): hears of backward ops, by the clock of the reader: before\n"
               "the routines, and around the op; or what `Graphs.leaving` gives.\n"
-              "refuse(argument): whether a call whose first argument is this is not for the program.",
+              "refuse(input): whether a call whose first input is this is not for the program.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

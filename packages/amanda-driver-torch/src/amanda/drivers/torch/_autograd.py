@@ -3,13 +3,23 @@
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.autograd.graph
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace, settled_step, settles
+from amanda.backend import (
+    Attributes,
+    BackwardStep,
+    EagerDriver,
+    State,
+    Trace,
+    settled_step,
+    settles,
+    uninterrupted,
+)  # fmt: skip
 from amanda.interceptor import Graphs, Mark, Suspension
+from torch.autograd.graph import GradientEdge
 
 from ._graphs import relieve
 from ._hooks import place_hooks_quickly
@@ -82,10 +92,10 @@ class Autograd(EagerDriver):
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             backward = _Backward(self.unseen, activation.state, create_graph)
             try:
-                backward.add_hooks(outputs)
+                uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
             finally:
-                backward.remove_hooks()
+                uninterrupted(backward.remove_hooks)
                 interceptor.reset_root()
             backward.finish()
             return result
@@ -98,24 +108,40 @@ class Autograd(EagerDriver):
 class _Backward:
     """One backward pass: its nodes, mapped and hooked."""
 
+    under_way: ClassVar[list["_Backward"]] = []
+
     def __init__(self, driver: Autograd, state: State, create_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
         self._handles: list[Any] = []
         self._steps: list[Trace] = []
+        self._found: list[tuple[Any, Mark, int]] = []
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Hook the nodes that a tool wants of the graph from `outputs`."""
         with Unseen():
-            roots = [output.node if hasattr(output, "node") else output.grad_fn for output in outputs]
+            roots = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
             found = _graphs.marked(roots)
+        # Hooks that a pass around this one has put at a node act in this one too.
+        hooked = {id(node) for other in self.under_way for node, *_ in other._found}
+        self._found = found
+        self.under_way.append(self)
         settling = settles(self._state) and not self._create_graph
         layer = self._state.layer
+        others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for node, mark, number in found:
             kind, trace = type(node), mark.trace
             leaf = kind is AccumulateGrad
-            place = _LEAF_PLACE + interceptor.ordinal(node.variable) if leaf else number - mark.start
+            if not leaf:
+                place = number - mark.start
+            elif isinstance(node.variable, torch.nn.Parameter):
+                place = _LEAF_PLACE + interceptor.ordinal(node.variable)
+            else:
+                others[id(mark)] = others.get(id(mark), -1) + 1
+                place = 2 * _LEAF_PLACE + others[id(mark)]
+            if id(node) in hooked:
+                continue
             place += mark.order * _ORDER_STEP
             if settling and trace.layer is layer:
                 settled = settled_step(self._driver, trace, kind, place)
@@ -138,6 +164,8 @@ class _Backward:
 
     def remove_hooks(self) -> None:
         """Leave the graph without hooks of ours."""
+        if self in self.under_way:
+            self.under_way.remove(self)
         for handle in self._handles:
             handle.remove()
 

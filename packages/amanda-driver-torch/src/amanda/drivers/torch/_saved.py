@@ -66,10 +66,17 @@ class Reached(Saved):
 
 
 def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """What a node has saved, and the tensor that each is."""
+    """What a node has saved, and the tensor that each is; not what was written since, which is an error."""
     for name in dir(node):
         if name.startswith(_RAW):
-            raw, values = getattr(node, name), getattr(node, name.replace(_RAW, "_saved_", 1))
+            own = name.replace(_RAW, "_saved_", 1)
+            try:
+                raw, values = (
+                    getattr(node, name),
+                    getattr(node, own if hasattr(node, own) else "saved_tensors"),
+                )
+            except RuntimeError:
+                continue
             pairs = zip(raw, values, strict=True) if isinstance(raw, tuple) else ((raw, values),)
             yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
 
@@ -88,6 +95,8 @@ class _Saved:
         self._version = None if tensor.is_inference() else tensor._version
 
     def copy(self) -> None:
+        if self._version is not None and self._tensor._version != self._version:
+            return  # the op itself has written what it saved, which is an error in the backward pass
         with Suspension(), torch.no_grad():
             self._tensor = self._tensor.clone()
         self._version = 0

@@ -139,12 +139,14 @@ class TorchTensors:
 
     def saved_of(self, values: Sequence[Any]) -> Saved:
         """What the nodes that have written these tensors last have saved of them."""
+        if not torch.is_grad_enabled():
+            return Saved()
         return Reached([value for value in values if isinstance(value, torch.Tensor)])
 
     def kept(self, value: Any) -> Any:
-        """A tensor's data without its graph; a leaf, such as a parameter, as it is."""
+        """A tensor without its graph, also one that it gets later; a leaf, such as a parameter, as it is."""
         if isinstance(value, torch.Tensor):
-            if value.grad_fn is None:
+            if value.requires_grad and value.is_leaf:
                 return value
             with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
                 return value.detach()
