@@ -68,7 +68,7 @@ class Insertions:
         refs = [side.refs[i] for i in given]
         types = [enum(side.tensors[i]) for i in given]
         name = self.add(op, node, refs, types, [enum(side.tensors[i]) for i in out], where == "before")
-        for k, i in enumerate(given):
+        for k in range(len(given)):
             self.sources.setdefault(refs[k], (node.keeps, 0, k))
         for k, i in enumerate(out):
             side.refs[i] = self.output_of(name, k)
