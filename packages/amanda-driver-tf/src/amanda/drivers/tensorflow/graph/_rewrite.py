@@ -17,7 +17,7 @@ from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
-from ._syntax import Edge, input_sizes, output_sizes
+from ._syntax import Edge, input_sizes, output_sizes, references
 
 
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
@@ -211,9 +211,13 @@ class _Rewriter:
 
     def _replace(self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> None:
         """Let a routine compute what the operation would have."""
-        positions = list(range(inputs.count))
+        if not all(is_plain(tensor) for tensor in outputs.tensors):
+            self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
+            return
+        positions = inputs.selected([None])
         flat = inputs.flat(positions)
-        inserted = Node([action], facts, inputs.count, positions, inputs.sizes, range(outputs.count))
+        sizes = [inputs.sizes[i] for i in positions]
+        inserted = Node([action], facts, inputs.count, positions, sizes, range(outputs.count))
         inserted.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
         name = self._add(
             op, inserted, [inputs.refs[i] for i in flat], [enum(inputs.tensors[i]) for i in flat],
@@ -263,7 +267,7 @@ class _Rewriter:
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
         self.inserted.setdefault(name, []).append(node.name)
-        if not instead:
+        if not instead and (refs or not ahead):  # an op without inputs stays as it is
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
 
@@ -295,12 +299,12 @@ class _Rewriter:
 
     def _input_side(self, op: tf.Operation, node: Any) -> Side:
         refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
-        return Side(refs, inputs_of(op, node), [size for _, size in input_sizes(node)])
+        return Side(refs, inputs_of(op, node), [size for _, size in input_sizes(node)], references(node))
 
     def _output_side(self, op: tf.Operation, node: Any) -> Side:
         outputs = outputs_of(op, node)
         refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
-        return Side(refs, outputs, [size for _, size in output_sizes(node)])
+        return Side(refs, outputs, [size for _, size in output_sizes(node)], references(node, outputs=True))
 
     def _change_edge(self, op: tf.Operation, index: int, ref: str) -> None:
         name = self.body.node_name(op)
