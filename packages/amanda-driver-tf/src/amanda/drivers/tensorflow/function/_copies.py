@@ -80,7 +80,7 @@ class Copies:
             copy = self._make(state, layer, atomic, args, trace)
             if copy is not None:
                 kept[state.autodiff] = copy
-        return copy  # type: ignore[no-any-return]
+        return copy
 
     def _make(
         self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None

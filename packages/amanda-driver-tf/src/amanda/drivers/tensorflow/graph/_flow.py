@@ -57,6 +57,7 @@ def _each(
             inserted: Any = Node(actions, facts, side.count, [i], [None], gives)
             inserted.keeps, inserted.taped = None, False
             inserted.dtypes = [side.tensors[k].dtype.base_dtype for k in gives]
+            inserted.keeps, inserted.taped = None, False
             types = [enum(side.tensors[k]) for k in gives]
             name = insertions.add(
                 op, inserted, [side.refs[i]], [enum(side.tensors[i])], types, ahead=True, instead=True, waits=()

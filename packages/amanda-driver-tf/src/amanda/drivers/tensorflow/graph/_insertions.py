@@ -68,7 +68,7 @@ class Insertions:
         refs = [side.refs[i] for i in given]
         types = [enum(side.tensors[i]) for i in given]
         name = self.add(op, node, refs, types, [enum(side.tensors[i]) for i in out], where == "before")
-        for k, i in enumerate(given):
+        for k in range(len(given)):
             self.sources.setdefault(refs[k], (node.keeps, 0, k))
         for k, i in enumerate(out):
             side.refs[i] = self.output_of(name, k)
@@ -99,7 +99,7 @@ class Insertions:
         node.dtypes, node.keeps, node.taped = (), None, False
         refs, types = [side.refs[i] for i in flat], [enum(side.tensors[i]) for i in flat]
         if self.body.alone(op):
-            self.add(op, node, refs, types, (), ahead=where == "before")
+            self.add(op, node, refs, types, (), where == "before")
             return
         size = sum(nbytes(side.tensors[i]) for i in flat)
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
@@ -122,8 +122,13 @@ class Insertions:
             self.inserted.setdefault(name, []).append(node.name)
         self._pack, self._packed_bytes = [], 0
 
-    def replace(self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> str:
-        """Let a routine compute what the operation would have; the node's name."""
+    def replace(
+        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
+    ) -> str | None:
+        """Let a routine compute what the operation would have; the node's name, None where it cannot."""
+        if not all(is_plain(tensor) for tensor in outputs.tensors):
+            self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
+            return None
         positions = inputs.selected([None])
         flat = inputs.flat(positions)
         sizes = [inputs.sizes[i] for i in positions]

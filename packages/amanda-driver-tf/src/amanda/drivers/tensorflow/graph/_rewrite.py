@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, OpFacts, digest
+from amanda.backend import OpFacts, digest
 
 from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
@@ -15,7 +15,7 @@ from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
 from ._insertions import Insertions
 from ._pullbacks import Pullbacks
-from ._side import Side, enum, is_plain
+from ._side import Side, enum
 from ._slots import Recalled
 from ._syntax import Edge, input_sizes, output_sizes, references
 
@@ -88,33 +88,26 @@ class _Rewriter:
         if not combined.forward:
             return
         inputs, side = self._input_side(op, node), self._output_side(op, node)
-        first = list(side.refs)
-        if self.body.syntax.dead_values and op.type in FLOW:
+        flow = self.body.syntax.dead_values and op.type in FLOW
+        if flow:
             at_flow(self.insertions, op, combined, inputs, side, facts)
         else:
             self.insertions.insert_all(op, combined.before, inputs, facts, "before")
-            if combined.replace is not None:
-                first = self._replace(op, combined.replace, inputs, side, facts)
-            self.insertions.insert_all(op, combined.after, side, facts, "after")
         edges = self._edges(node)
         for i in inputs.changed():
             self.edges[node.name, i] = inputs.refs[i]
             self._let_own_read(op, identity, edges[i], inputs.tensors[i], inputs.refs[i])
+        first = list(side.before)
+        if not flow:
+            if combined.replace is not None:
+                instead = self.insertions.replace(op, combined.replace, inputs, side, facts)
+                self.removed |= {} if instead is None else {node.name: instead}
+                first = list(side.refs)
+            self.insertions.insert_all(op, combined.after, side, facts, "after")
         for i in side.changed():
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
-
-    def _replace(
-        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
-    ) -> list[str]:
-        """Let a routine compute what an operation would have; how its outputs are written."""
-        if all(is_plain(tensor) for tensor in outputs.tensors):
-            name = self.insertions.replace(op, action, inputs, outputs, facts)
-            self.removed[self.body.node_name(op)] = name
-        else:
-            self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
-        return list(outputs.refs)
 
     def _let_own_read(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
         """Let the gradient operations of an operation read something else instead of a tensor."""
