@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import amanda
 import pytest
+
+import amanda
 
 
 class Ops(amanda.Tool):

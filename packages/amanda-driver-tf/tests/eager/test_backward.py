@@ -4,9 +4,10 @@ import gc
 import weakref
 from typing import Any
 
-import amanda
 import pytest
 import tensorflow as tf
+
+import amanda
 
 
 def test_gradient_ops_of_a_convolution_are_mapped(ops: Any) -> None:

@@ -4,10 +4,11 @@ import subprocess
 import sys
 from typing import Any
 
-import amanda
 import keras
 import pytest
 import tensorflow as tf
+
+import amanda
 
 
 class Block(keras.Layer):
@@ -99,7 +100,9 @@ def test_a_gradient_step_of_a_model_in_the_scope_is_what_it_was() -> None:
             for _ in range(2):
                 with tf.GradientTape() as tape:
                     logits = model(x, training=True)
-                    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
+                    loss = tf.reduce_mean(
+                        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+                    )
                 gradients = tape.gradient(loss, model.trainable_variables)
                 optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return [bytes(one.numpy().tobytes()) for one in model.variables]
@@ -133,7 +136,10 @@ model = tf_keras.Sequential([tf_keras.layers.Dense(2, name="one"), tf_keras.laye
 model(tf.ones([1, 2]))
 scopes = []
 tool = amanda.Tool()
-tool.add_inst_for_op(lambda context: scopes.append(context.get_scope()) if context.get_op().type == "MatMul" else None)
+def see(context):
+    if context.get_op().type == "MatMul":
+        scopes.append(context.get_scope())
+tool.add_inst_for_op(see)
 with amanda.apply(tool):
     model(tf.ones([1, 2]))
 print(scopes)

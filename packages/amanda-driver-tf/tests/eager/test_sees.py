@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import amanda
 import tensorflow as tf
+
+import amanda
 
 
 def test_python_numbers_and_lists_are_given_as_tensors(contexts: Any) -> None:
@@ -33,7 +34,11 @@ def test_a_list_of_tensors_is_one_output(contexts: Any) -> None:
     tool = contexts(lambda context: context.get_outputs())
     x = tf.constant([1.0, 2.0])
     with amanda.apply(tool):
-        for result in (tf.split(x, 2), tf.unstack(x), tf.raw_ops.Split(axis=tf.constant(0), value=x, num_split=2)):
+        for result in (
+            tf.split(x, 2),
+            tf.unstack(x),
+            tf.raw_ops.Split(axis=tf.constant(0), value=x, num_split=2),
+        ):
             assert len(result) == 2
     for outputs in tool.answers["Split"] + tool.answers["Unpack"]:
         assert len(outputs) == 1
