@@ -1,17 +1,22 @@
 """What the measurements come to, beside the figures that Amanda is to reach."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from _estimates import Estimate, difference, median, quotient, quotient_of_differences
 
 MODE = "TorchFunctionMode"
-AMANDA_STEPS = {
-    "empty tool": "a tool that looks at every op",
-    "empty tool, backward too": "a tool that looks at every op and backward op",
-    "before + after": "a Python routine before and after every op",
-    "routines at all four points, leaves apart": "the same, and around every backward op that is no leaf",
+AMANDA_STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "empty tool": ("a tool that looks at every op", ()),
+    "empty tool, backward too": ("a tool that looks at every op and backward op", ()),
+    "before + after": ("a Python routine before and after every op", ("monkey-patch",)),
+    "routines at all four points, leaves apart": (
+        "the same, and around every backward op that is no leaf",
+        ("monkey-patch", "hooks by hand, leaves apart"),
+    ),
 }
+"""Variants of a step: what each is, and what such routines cost that are called without Amanda."""
 
 
 class Figure(NamedTuple):
@@ -92,21 +97,27 @@ OUTSIDE = ("after import amanda", "after scopes", "after all")
 
 def of_steps(results: dict[str, Any]) -> Iterator[Figure]:
     """The framework's part of a step; the worse of ResNet-50 and BERT, and of the passes that apply."""
-    for variant, what in AMANDA_STEPS.items():
-        worst, name = max(
-            (share(step, variant), f"{model}, {title}")
+    for variant, (what, routines) in AMANDA_STEPS.items():
+        worst, whole, name = max(
+            (share(step, variant, routines), share(step, variant), f"{model}, {title}")
             for model, found in results["models"].items()
             for title, step in found["passes"].items()
-            if variant in step["twin"] and not model.startswith("GPT")
+            if {variant, *routines} <= step["twin"].keys() and not model.startswith("GPT")
         )
         measured = f"{worst.middle:.1f} % {span(worst, '.1f')} ({name})"
+        if routines:
+            measured += f"; {whole.middle:.1f} % with the calls of the routines themselves"
         yield Figure(f"ResNet-50, BERT-base: {what}", "<= 1 % of the step", measured, verdict(worst, 1.0))
 
 
-def share(step: dict[str, Any], variant: str) -> Estimate:
-    """Percent that a variant adds to a step: what it adds to the twin's over the bare step."""
-    more = difference(step["twin"][variant], step["twin"]["bare"])
-    return more.times(100 / bare_seconds(step))
+def share(step: dict[str, Any], variant: str, less: Sequence[str] = ()) -> Estimate:
+    """Percent that a variant adds to a step: what it adds to the twin's over the bare step.
+
+    less: variants whose own addition is taken off.
+    """
+    bare = np.asarray(step["twin"]["bare"])
+    base = bare + sum(np.asarray(step["twin"][name]) - bare for name in less)
+    return difference(step["twin"][variant], base).times(100 / bare_seconds(step))
 
 
 def bare_seconds(step: dict[str, Any]) -> float:
