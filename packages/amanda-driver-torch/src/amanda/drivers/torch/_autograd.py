@@ -114,7 +114,7 @@ def _expect_second_order(state: State) -> None:
     if layer.differentiate_twice():
         state.report(
             "the first differentiation of gradients",
-            "it came after passes that did without; the backward ops of backward ops are seen from the next on",
+            "it came after passes without one; backward ops of backward ops are seen from the next on",
         )
 
 
