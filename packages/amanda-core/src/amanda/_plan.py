@@ -66,7 +66,10 @@ class Plan(BackwardPlan):
 
 
 class Layer:
-    """The tools of one scope, in order, above the layers of the scopes around it."""
+    """The tools of one scope, in order, above the layers of the scopes around it.
+
+    twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
+    """
 
     def __init__(self, tools: Sequence[Tool], parent: Layer | None) -> None:
         self.tools = tuple(tools)
@@ -78,6 +81,7 @@ class Layer:
         for routines in self.routines.values():
             self.guards += [one for one in routines if one.guard is not None]
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
+        self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.table = interceptor.PlanTable()
         _mortality.layers.add(self)
@@ -102,6 +106,20 @@ class Layer:
                 add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
                 raise
         return tuple(answers)
+
+    def differentiate_twice(self) -> bool:
+        """Hear that backward ops will have backward ops; whether that was not reckoned with before."""
+        if self.twice:
+            return False
+        settled = False
+        for layer in self.chain:
+            layer.twice = True
+            for plan in [plan for plans in layer.plans.values() for plan in plans.values()]:
+                settled = settled or bool(plan.settled)
+                plan.settled.clear()
+        if settled:
+            self.table.clear()
+        return settled
 
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""
