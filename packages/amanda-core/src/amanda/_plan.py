@@ -69,6 +69,7 @@ class Layer:
     """The tools of one scope, in order, above the layers of the scopes around it.
 
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
+    rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
     """
 
     def __init__(self, tools: Sequence[Tool], parent: Layer | None) -> None:
@@ -84,6 +85,7 @@ class Layer:
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.table = interceptor.PlanTable()
+        self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         _mortality.layers.add(self)
 
     def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
@@ -165,6 +167,7 @@ class _Mortality:
         for layer in list(self.layers):
             if any(one is tool for one in layer.applied):
                 layer.plans.clear()
+                layer.rewrites.clear()
                 layer.table.clear()
 
     def on_death(self, ordinal: int) -> None:
