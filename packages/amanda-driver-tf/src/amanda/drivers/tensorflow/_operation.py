@@ -1,0 +1,39 @@
+"""What `get_op` gives in every mode: TensorFlow's operation by type and name."""
+
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+
+class Operation:
+    """One operation: equal to another that stands for the same one, whatever its mode.
+
+    type: TensorFlow's name of what it computes ("Conv2D").  name: the node's name, or the type where
+    there is no node.  __name__: the type.
+    """
+
+    __slots__ = ("__name__", "__weakref__", "_graph_op", "_key", "name", "type")
+
+    def __init__(self, type: str, name: str = "", graph_op: Any = None, key: Hashable = None) -> None:
+        self.type = type
+        self.name = name or type
+        self.__name__ = type
+        self._graph_op = None if graph_op is None else weakref.ref(graph_op)
+        self._key = (type, self.name, key)
+
+    @property
+    def graph_op(self) -> Any:
+        """The `tf.Operation`, as long as its graph lives; None in eager mode."""
+        return None if self._graph_op is None else self._graph_op()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operation) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        return self.type
+
+    def __repr__(self) -> str:
+        return f"<{self.type} {self.name!r}>" if self.name != self.type else f"<{self.type}>"

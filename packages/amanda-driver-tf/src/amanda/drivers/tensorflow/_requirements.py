@@ -1,0 +1,64 @@
+"""What of TensorFlow each mode leans on beyond its public names; looked up once per process."""
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from operator import attrgetter
+
+import tensorflow as tf
+from amanda.errors import DriverError
+
+TESTED_VERSIONS = ("2.16", "2.17", "2.18", "2.19", "2.20", "2.21")
+
+_ROOT = "tensorflow.python"
+_ENGINE = (
+    "eager.context:Context.add_function_def",
+    "eager.context:Context.get_function_def",
+    "eager.context:eager_mode",
+    "eager.record:stop_recording",
+    "framework.function_def_to_graph:function_def_to_graph",
+    "framework.op_def_registry:get",
+    "ops.script_ops:EagerFunc",
+    "ops.script_ops:_py_funcs.insert",
+)
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "graph": _ENGINE,
+    "function": (
+        *_ENGINE,
+        "eager.context:Context.call_function",
+        "eager.execute:record_gradient",
+        "eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
+        "eager.polymorphic_function.concrete_function:_TapeGradientFunctions._wrap_backward_function",
+        "framework.ops:Graph._create_op_internal",
+        "framework.ops:Graph._original_op",
+    ),
+    "eager": (),
+}
+"""For each mode, module below `tensorflow.python` and attribute: without one of these it is off."""
+
+
+@cache
+def missing(mode: str) -> tuple[str, ...]:
+    """The names of a mode's table that this TensorFlow lacks."""
+    return tuple(name for name in REQUIRED[mode] if not _is_there(name))
+
+
+def check(mode: str) -> None:
+    """Raises DriverError, which names what is missing, where the mode cannot be served."""
+    lacking = missing(mode)
+    if lacking:
+        raise DriverError(
+            f"tensorflow {tf.__version__} lacks {', '.join(lacking)}, without which {mode} mode cannot be "
+            f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow "
+            f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}: "
+            f'pip install "tensorflow=={TESTED_VERSIONS[-1]}.*", or a newer driver'
+        )
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        attrgetter(path)(import_module(f"{_ROOT}.{module}"))
+    except (ImportError, AttributeError):
+        return False
+    return True
