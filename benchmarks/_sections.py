@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from _estimates import Estimate, difference, median, quotient
-from _graph_tables import graphs
 from _figures import added, bare_seconds, share, to_mode
+from _graph_tables import graphs
 from _resources import instructions, memory, startup
 from _tables import table, with_span
 from _words import words

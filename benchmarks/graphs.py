@@ -115,9 +115,12 @@ class Pruning(amanda.Tool):
             weight = np.abs(np.asarray(context.get_value(1)))
         except (amanda.AmandaError, ValueError, TypeError):
             return None
-        kept = weight > np.partition(weight, int(self.sparsity * weight.size), axis=None)[
-            int(self.sparsity * weight.size)
-        ]
+        kept = (
+            weight
+            > np.partition(weight, int(self.sparsity * weight.size), axis=None)[
+                int(self.sparsity * weight.size)
+            ]
+        )
         return kept.astype(weight.dtype)
 
 

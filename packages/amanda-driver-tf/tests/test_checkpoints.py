@@ -133,6 +133,6 @@ def test_what_was_written_in_a_scope_is_restored_without_and_the_other_way(tmp_p
     for path, scope in ((within, nullcontext()), (outside, amanda.apply(OwnVariables()))):
         model.set_weights([np.zeros_like(one) for one in first])
         with scope:
-            checkpoint.restore(path).assert_consumed()
+            checkpoint.read(path).assert_consumed()
         for one, other in zip(model.get_weights(), first, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -38,7 +38,8 @@ def transformer(causal: bool, keras: Keras, layers: int = 2) -> Any:
     """Token and position embeddings, blocks of attention and a GELU network, dropout, a classifier."""
     given = keras.Input((LENGTH,), dtype="int32")
     hidden = keras.layers.Embedding(VOCABULARY, WIDTH)(given)
-    hidden = hidden + keras.layers.Embedding(LENGTH, WIDTH)(keras.layers.Lambda(_positions)(given))
+    positions = keras.layers.Lambda(_positions, (LENGTH,))(given)
+    hidden = hidden + keras.layers.Embedding(LENGTH, WIDTH)(positions)
     for _ in range(layers):
         attention = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS, dropout=0.1)
         attended = attention(hidden, hidden, use_causal_mask=causal)

@@ -3,7 +3,7 @@
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -88,18 +88,19 @@ def attributes() -> dict[tuple[str, str], Any]:
 
 
 def replaced(before: Mapping[tuple[str, str], Any]) -> list[str]:
-    """Names of attributes that are not what they were."""
+    """Names of attributes that are not what they were, and of those that known classes have more."""
     now = attributes()
-    return [
-        f"{place}: {name}"
-        for (place, name), value in before.items()
-        if now.get((place, name)) is not value and name not in OUTLIVE
+    classes = {(place, name.rpartition(".")[0]) for place, name in before}
+    changed = [key for key, value in before.items() if now.get(key) is not value]
+    more = [
+        (place, name)
+        for place, name in now.keys() - before.keys()
+        if (place, name.rpartition(".")[0]) in classes and "." in name
     ]
+    return [f"{place}: {name}" for place, name in (*changed, *more) if name not in OUTLIVE]
 
 
 def _of_class(cls: type) -> Iterator[tuple[tuple[str, str], Any]]:
     for name, value in list(vars(cls).items()):
         if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
             yield (cls.__module__, f"{cls.__qualname__}.{name}"), value
-
-

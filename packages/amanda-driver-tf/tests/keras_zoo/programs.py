@@ -156,9 +156,10 @@ class SessionProgram(Program):
         gradients = [tf.convert_to_tensor(one) for one in tf.gradients(loss, weights)]
         optimizer = tf.compat.v1.train.MomentumOptimizer(RATE, MOMENTUM)
         update = optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        updates = model.get_updates_for(self.given)
         self.forward = {"evaluated": evaluated}
         self.train = {
-            "outputs": outputs, "loss": loss, "drawn": tf.random.normal([4]), "update": (update, model.updates),
+            "outputs": outputs, "loss": loss, "drawn": tf.random.normal([4]), "update": (update, updates),
             **{f"gradient {number}": one for number, one in enumerate(gradients)},
         }  # fmt: skip
         self.named = {one.name: one for one in tf.compat.v1.global_variables()}
