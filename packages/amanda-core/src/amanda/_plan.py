@@ -66,7 +66,10 @@ class Plan(BackwardPlan):
 
 
 class Layer:
-    """The tools of one scope, in order, above the layers of the scopes around it."""
+    """The tools of one scope, in order, above the layers of the scopes around it.
+
+    rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
+    """
 
     def __init__(self, tools: Sequence[Tool], parent: Layer | None) -> None:
         self.tools = tuple(tools)
@@ -80,6 +83,7 @@ class Layer:
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.table = interceptor.PlanTable()
+        self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         _mortality.layers.add(self)
 
     def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
@@ -147,6 +151,7 @@ class _Mortality:
         for layer in list(self.layers):
             if any(one is tool for one in layer.applied):
                 layer.plans.clear()
+                layer.rewrites.clear()
                 layer.table.clear()
 
     def on_death(self, ordinal: int) -> None:

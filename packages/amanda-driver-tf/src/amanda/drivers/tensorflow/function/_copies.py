@@ -1,0 +1,118 @@
+"""Instrumented copies of functions, kept as long as the function and the tools live."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda.backend import Namespace, State
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function
+
+from ..graph import Function, Rewriting, body_of, copy_of, function_of, rewrite
+from ..graph._facts import facts_of
+from ._identities import Identities, parts
+
+if TYPE_CHECKING:
+    from ._boundary import Trace
+
+
+class Copy:
+    """An instrumented copy of one function for one layer of tools.
+
+    name: the runtime's name of the copy; None where nothing is inserted.
+    table: what runs at which slot.  reports: what could not be instrumented.
+    ids: of the forward operations, as long as their graph lives.
+    """
+
+    def __init__(self, function: Function, rewriting: Rewriting) -> None:
+        self.name: bytes | None = None
+        self.table = rewriting.table
+        self.layer = rewriting.analysis.layer
+        self.plans = rewriting.analysis.plans
+        self.reports = list(rewriting.reports)
+        self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        for op, (op_id, _) in rewriting.ids.items():
+            self.ids[op] = op_id
+        self._vanilla = function.name
+        self._handles: list[Any] = []
+
+    def add(self, definitions: Sequence[Any]) -> None:
+        """Register the copy, which comes last, and the functions that it calls."""
+        current = context.context()
+        for definition in definitions:
+            name = definition.signature.name.encode()
+            if not current.has_function(name):
+                current.add_function_def(definition)
+            self._handles.append(atomic_function.AtomicFunction(name, current, None))
+            self.name = name
+
+    def in_vanilla_terms(self, error: Any) -> None:
+        """Let an error of an operation name the function that the user knows."""
+        if self.name is not None:
+            error._message = error._message.replace(self.name.decode(), self._vanilla)
+
+
+class Copies:
+    """Makes copies, and finds those made before."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._identities = Identities()
+
+    def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
+        """The copy of a function for the tools in force; None where it is left as it is."""
+        layer = state.layer if trace is None else trace.layer
+        if layer is None:
+            return None
+        if trace is not None and not any(state.is_open(tool) for tool in layer.applied):
+            return None
+        if not state.cache:
+            return self._make(state, layer, atomic, args, trace)
+        kept = layer.rewrites.get(atomic)
+        if kept is None:
+            kept = layer.rewrites[atomic] = {}
+        copy = kept.get(state.autodiff)
+        if copy is None:
+            copy = self._make(state, layer, atomic, args, trace)
+            if copy is not None:
+                kept[state.autodiff] = copy
+        return copy  # type: ignore[no-any-return]
+
+    def _make(
+        self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None
+    ) -> Copy | None:
+        function = function_of(atomic)
+        if trace is None and parts(function.name)[0] == "backward":
+            return None
+        rewriting = Rewriting(state, self._namespace, layer)
+        if trace is not None:
+            rewriting.analysis.plans.update(trace.copy.plans)
+            rewriting.origin = lambda op: self._origin(op, trace)
+        body = body_of(
+            function, self._identities.of(function.graph, function.name), args.__getitem__,
+            rewriting=rewriting,
+        )  # fmt: skip
+        try:
+            rewritten = rewrite(body, rewriting)
+        except BaseException:
+            rewriting.analysis.forget()
+            raise
+        copy = Copy(function, rewriting)
+        if "_XlaMustCompile" in function.definition.attr and function.definition.attr["_XlaMustCompile"].b:
+            copy.reports.append(
+                (f"jit_compile of {parts(function.name)[1]}", "in a scope it runs without XLA")
+            )
+        rewriting.analysis.finish()
+        if rewritten.changed:
+            copy.add([*rewriting.library, copy_of(function.definition, rewritten, body)])
+        return copy
+
+    def _origin(self, op: Any, trace: Trace) -> Any:
+        op_id = trace.copy.ids.get(op)
+        if op_id is None:
+            return None
+        facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor)
+        facts.outputs = outputs
+        return op_id, facts

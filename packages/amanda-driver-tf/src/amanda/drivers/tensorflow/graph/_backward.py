@@ -1,0 +1,120 @@
+"""Which forward operation a gradient operation belongs to: by records, else by names."""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_GRADIENT_SCOPE = re.compile(r"(?:^|.*?/)gradients(?:_\d+)?/(.*)_grad(?:_\d+)?/")
+_TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
+
+
+class _Records:
+    """Forward operations of gradient operations, noted when TensorFlow made those."""
+
+    def __init__(self) -> None:
+        self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+    def note(self, op: tf.Operation, forward: tf.Operation) -> None:
+        """Hear that `op` was made to compute a gradient of `forward`."""
+        if op is not forward and op not in self._forward:
+            self._forward[op] = weakref.ref(forward)
+
+    def get(self, op: tf.Operation) -> tf.Operation | None:
+        """The forward operation; None where none was noted."""
+        known = self._forward.get(op)
+        return op._original_op if known is None else known()
+
+
+records = _Records()
+
+
+class ForwardMap:
+    """The forward operation of each gradient operation of a graph.
+
+    ops: the graph's operations, in order.
+    forward_ops: those of the graph that was differentiated, by name; the graph's own by default.
+    captured: of a placeholder, the tensor of the forward graph that it stands for; None for others.
+    guessed: operations whose forward operation only names tell.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[tf.Operation],
+        forward_ops: Mapping[str, tf.Operation] | None = None,
+        captured: Callable[[Any], Any] = lambda tensor: None,
+    ) -> None:
+        self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
+        self._captured = captured
+        self.guessed: list[tf.Operation] = []
+        self._forward: dict[tf.Operation, tf.Operation] = {}
+        self._order = {op: i for i, op in enumerate(ops)}
+        self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
+        self._by_scope: dict[str, list[tf.Operation]] | None = None
+        for op in ops:
+            found = records.get(op) or self._by_names(op)
+            if found is not None and found is not op:
+                self._forward[op] = found
+        self._add_sums(ops)
+
+    def __call__(self, op: tf.Operation) -> tf.Operation | None:
+        """The forward operation; of gradients of gradients the first one."""
+        found = self._forward.get(op)
+        for _ in range(16):
+            above = None if found is None else self._forward.get(found) or records.get(found)
+            if above is None:
+                break
+            found = above
+        return found
+
+    def _by_names(self, op: tf.Operation) -> tf.Operation | None:
+        match = _GRADIENT_SCOPE.match(op.name + "/")
+        if match and match.group(1) in self._by_name:
+            self.guessed.append(op)
+            return self._by_name[match.group(1)]
+        match = _TAPE_SCOPE.match(op.name)
+        if match is None:
+            return None
+        found = self._by_structure(op, match.group(1) or "")
+        if found is not None:
+            self.guessed.append(op)
+        return found
+
+    def _by_structure(self, op: tf.Operation, scope: str) -> tf.Operation | None:
+        """The operation of that name scope which shares most tensors with the gradient operation."""
+        reads = {_key(tensor if (held := self._captured(tensor)) is None else held) for tensor in op.inputs}
+        best: tuple[int, tf.Operation | None] = (0, None)
+        for candidate in self._in_scope(scope):
+            shared = sum(_key(one) in reads for one in (*candidate.inputs, *candidate.outputs))
+            score = 2 * shared + 3 * op.type.startswith(candidate.type)
+            if score >= max(best[0], 1):
+                best = (score, candidate)
+        return best[1]
+
+    def _in_scope(self, scope: str) -> list[tf.Operation]:
+        if self._by_scope is None:
+            self._by_scope = {}
+            for name, op in self._by_name.items():
+                if "gradient_tape/" not in name:
+                    self._by_scope.setdefault(name.rpartition("/")[0], []).append(op)
+        return self._by_scope.get(scope, [])
+
+    def _add_sums(self, ops: Iterable[tf.Operation]) -> None:
+        """Map sums of gradients to the operation whose output they are the gradient of."""
+        sums = [op for op in ops if op.type == "AddN" and op not in self._forward]
+        if not sums:
+            return
+        for op in self._order:
+            for tensor in op.inputs:
+                self._consumers.setdefault(tensor.op, []).append(op)
+        for op in sums:
+            made = [self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward]
+            if len(made) == len(op.inputs):
+                readers = [self._forward[one] for one in self._consumers.get(op, ()) if one in self._forward]
+                self._forward[op] = readers[0] if readers else made[0]
+
+
+def _key(tensor: Any) -> tuple[Any, int]:
+    return (tensor.op, tensor.value_index)
