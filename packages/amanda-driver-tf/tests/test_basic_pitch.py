@@ -183,7 +183,7 @@ class Dumping(amanda.Tool):
         context.insert_after_op(self.dump, name=context.get_op().name)
 
     def dump(self, *outputs: Any, name: str) -> None:
-        for number, value in enumerate(outputs):
+        for number, value in enumerate(tf.nest.flatten(outputs)):
             if value.dtype.is_floating:
                 self.activations[f"{name}:{number}"] = value.numpy()
 
