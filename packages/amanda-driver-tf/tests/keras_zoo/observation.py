@@ -22,9 +22,12 @@ def differences(one: Facts, other: Facts) -> list[str]:
 
 
 def distances(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
-    """The largest difference of each array from another run's, over the largest magnitude in it."""
+    """The largest difference of each array from another run's, over the largest magnitude in it.
+
+    That counts as 0.001 at least: some gradients are zero but for rounding.
+    """
     return {
-        name: float(np.max(np.abs(value - other[name]), initial=0) / (np.max(np.abs(value), initial=0) or 1))
+        name: float(np.max(np.abs(value - other[name]), initial=0) / np.max(np.abs(value), initial=1e-3))
         for name, value in one.items()
         if np.issubdtype(value.dtype, np.floating)
     }
