@@ -243,7 +243,7 @@ class Execution:
             del self._running[self.number]
         if self.error is not None:
             error, self.error = self.error, None
-            raise error
+            raise error from error.__cause__
 
     def call(self, slot: int, flat: Sequence[Any]) -> list[Any]:
         """What the graph calls at a slot."""

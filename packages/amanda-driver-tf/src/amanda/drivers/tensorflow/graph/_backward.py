@@ -99,6 +99,7 @@ class ForwardMap:
             for name, op in self._by_name.items():
                 if "gradient_tape/" not in name:
                     self._by_scope.setdefault(name.rpartition("/")[0], []).append(op)
+                    self._by_scope.setdefault(name, []).append(op)
         return self._by_scope.get(scope, [])
 
     def _add_sums(self, ops: Iterable[tf.Operation]) -> None:

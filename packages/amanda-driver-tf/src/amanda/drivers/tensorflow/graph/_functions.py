@@ -22,11 +22,19 @@ NUMBER = "amanda_number"
 
 
 class Function:
-    """A function that a graph calls: its definition, and a FuncGraph whose operations are its nodes."""
+    """A function that a graph calls: its definition, and a FuncGraph whose operations are its nodes.
+
+    names: of the graph's operations, the names that the definition has for them.
+    """
 
     def __init__(self, definition: Any, graph: Any) -> None:
         self.definition = definition
         self.graph = graph
+        arguments = [arg.name for arg in definition.signature.input_arg]
+        names = _node_names(graph, definition) or {}
+        inputs = {tensor.op.name: name for tensor, name in zip(graph.inputs, arguments, strict=False)}
+        self.arguments = arguments
+        self.names: dict[str, str] = {**names, **inputs}
 
     @property
     def name(self) -> str:
@@ -43,7 +51,7 @@ class _Graphs:
     def of(self, atomic: Any, definition: Any) -> Any:
         """The graph that a function was traced in, where TensorFlow still has it, else one made anew."""
         own = atomic._cached_graph
-        if own is not None and _matches(own, definition):
+        if own is not None and _node_names(own, definition) is not None:
             return own
         made = self._made.get(atomic)
         if made is None:
@@ -75,11 +83,22 @@ def function_named(name: str, graph: Any) -> Function | None:
         return Function(definition, function_def_to_graph.function_def_to_graph(definition))
 
 
-def _matches(graph: Any, definition: Any) -> bool:
-    if len(graph.inputs) != len(definition.signature.input_arg):
-        return False
-    known = {op.name: op.type for op in graph.get_operations()}
-    return all(known.get(node.name) == node.op for node in definition.node_def)
+def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
+    """What a definition calls the operations of its graph; None where it is not of this graph.
+
+    Operations that are named like an argument or a result got another name, and those that were made
+    since then come last.
+    """
+    held = {tensor.op for tensor in graph.inputs}
+    operations = [op for op in graph.get_operations() if op not in held]
+    if len(graph.inputs) < len(definition.signature.input_arg) or len(operations) < len(definition.node_def):
+        return None
+    names: dict[str, str] = {}
+    for node, op in zip(definition.node_def, operations, strict=False):
+        if node.op != op.type or not node.name.startswith(op.name):
+            return None
+        names[op.name] = node.name
+    return names
 
 
 def executed(definition: Any) -> set[str]:
@@ -113,9 +132,8 @@ def body_of(
     definition, graph = function.definition, function.graph
     run = executed(definition)
     nodes = {node.name: node for node in definition.node_def if node.name in run}
-    arguments = [arg.name for arg in definition.signature.input_arg]
-    syntax = FunctionSyntax([*arguments, NUMBER], nodes)
-    renamed = {tensor.op.name: name for tensor, name in zip(graph.inputs, arguments, strict=True)}
+    syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
+    names = function.names
     everything = graph.get_operations()
     held = _captured(graph)
     forward = ForwardMap(everything, _forward_operations(held, everything), held)
@@ -125,10 +143,10 @@ def body_of(
             "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
         )
     return Body(
-        [op for op in everything if op.name in nodes and op.name not in renamed],
+        [op for op in everything if names.get(op.name) in nodes],
         nodes, syntax, NUMBER, identity, forward,
         [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
-        held, lambda op: renamed.get(op.name, op.name), _Reading(graph, read_argument),
+        held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph),
     )  # fmt: skip
 
