@@ -35,7 +35,8 @@ class Body:
     node_name: the name in `nodes`, or the argument, of an operation.
     read_value: the present value of a symbolic tensor.
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
-    number_at: as `number`, where it depends on the operation (frames of control flow of version 1).
+    number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
+    on whether routines are ahead of it.
     alone: whether routines at an operation may not be packed with those of others.
     """
 
@@ -50,7 +51,7 @@ class Body:
     node_name: Callable[[tf.Operation], str] = lambda op: str(op.name)
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
-    number_at: Callable[[tf.Operation], str] | None = None
+    number_at: Callable[[tf.Operation, bool], str] | None = None
     alone: Callable[[tf.Operation], bool] = lambda op: False
 
 

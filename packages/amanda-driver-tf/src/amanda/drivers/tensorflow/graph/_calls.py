@@ -59,7 +59,7 @@ def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: R
         copy = copy_of(function.definition, rewritten, inner, carries)
         rewriting.library.append(copy)
         reference.name = copy.signature.name
-    _give_number(node, kind, body.number_at(op) if body.number_at else body.number)
+    _give_number(node, kind, body.number_at(op, True) if body.number_at else body.number)
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
     return True

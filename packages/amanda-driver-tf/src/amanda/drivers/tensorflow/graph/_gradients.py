@@ -24,6 +24,9 @@ class GradientEdges:
 
     def entering(self, op: tf.Operation) -> list[int]:
         """Positions of the inputs that are gradients."""
+        if op.type == "ZerosLike":  # in the place of a gradient that nothing gives
+            self._carriers.add(op)
+            return []
         found = [i for i, tensor in enumerate(op.inputs) if self._is_gradient(tensor, self._forward[op])]
         if found:
             self._carriers.add(op)

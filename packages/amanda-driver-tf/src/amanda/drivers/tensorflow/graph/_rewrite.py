@@ -13,6 +13,7 @@ from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._calls import rewrite_calls
 from ._facts import facts_of, inputs_of, outputs_of
+from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
@@ -87,13 +88,16 @@ class _Rewriter:
         if not combined.forward:
             return
         inputs = self._input_side(op, node)
-        self._insert_all(op, combined.before, inputs, facts, ahead=True)
+        side = self._output_side(op, node)
+        if self.body.syntax.dead_values and op.type in FLOW:
+            at_flow(self, op, combined, inputs, side, facts)
+        else:
+            self._insert_all(op, combined.before, inputs, facts, ahead=True)
+            if combined.replace is not None:
+                self._replace(op, combined.replace, inputs, side, facts)
+            self._insert_all(op, combined.after, side, facts, ahead=False)
         for i in inputs.changed():
             self._change_edge(op, i, inputs.refs[i])
-        side = self._output_side(op, node)
-        if combined.replace is not None:
-            self._replace(op, combined.replace, inputs, side, facts)
-        self._insert_all(op, combined.after, side, facts, ahead=False)
         for i in side.changed():
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
@@ -122,17 +126,20 @@ class _Rewriter:
             return
         refs = [self._read(name, i, edge) for i, edge in enumerate(self._edges(node))]
         before = Side([refs[i] for i in entering], facts.grad_outputs, [None] * len(entering))
-        self._insert_all(op, plan.before, before, facts, ahead=True)
-        for i in before.changed():
-            self.edges[name, entering[i]] = before.refs[i]
         edges = [Edge(name, i) for i in leaving]
         after = Side(
             [self.body.syntax.write(edge) for edge in edges],
             [op.outputs[i] for i in leaving], [None] * len(leaving),
         )  # fmt: skip
-        if plan.replace is not None and leaving:
-            self._replace_gradients(op, plan.replace, before, after, facts)
-        self._insert_all(op, plan.after, after, facts, ahead=False)
+        if self.body.syntax.dead_values and op.type in FLOW:
+            at_flow(self, op, plan, before, after, facts)
+        else:
+            self._insert_all(op, plan.before, before, facts, ahead=True)
+            if plan.replace is not None and leaving:
+                self._replace_gradients(op, plan.replace, before, after, facts)
+            self._insert_all(op, plan.after, after, facts, ahead=False)
+        for i in before.changed():
+            self.edges[name, entering[i]] = before.refs[i]
         for i in after.changed():
             self.tensors[edges[i]] = after.refs[i]
 
@@ -143,7 +150,7 @@ class _Rewriter:
     ) -> None:
         for observing, group in groupby(actions, lambda action: action.observer):
             if observing:
-                self._observe(op, list(group), side, facts)
+                self._observe(op, list(group), side, facts, ahead)
             else:
                 self._insert(op, list(group), side, facts, ahead)
 
@@ -165,7 +172,9 @@ class _Rewriter:
         for k, i in enumerate(out):
             side.refs[i] = self._output_of(name, k)
 
-    def _observe(self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
+    def _observe(
+        self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, ahead: bool
+    ) -> None:
         """Let routines see values without a part in what computes them."""
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
@@ -175,7 +184,7 @@ class _Rewriter:
         inserted.dtypes = ()
         refs, types = [side.refs[i] for i in flat], [enum(side.tensors[i]) for i in flat]
         if self.body.alone(op):
-            self._add(op, inserted, refs, types, (), False)
+            self._add(op, inserted, refs, types, (), ahead)
             return
         size = sum(nbytes(side.tensors[i]) for i in flat)
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
@@ -240,15 +249,17 @@ class _Rewriter:
         gives: Sequence[int],
         ahead: bool,
         instead: bool = False,
+        waits: Sequence[str] | None = None,
     ) -> str:
         """Make the node that calls routines; its name.
 
-        ahead: whether the operation waits for it, not the reverse.
+        ahead: whether the operation waits for it, not the reverse.  waits: its control inputs.
         """
         name = self.body.node_name(op)
         slot = self.rewriting.add(inserted)
-        number = self.body.number_at(op) if self.body.number_at else self.body.number
-        waits = self._waits(name, refs) if ahead else [f"^{name}"]
+        number = self.body.number_at(op, ahead) if self.body.number_at else self.body.number
+        if waits is None:
+            waits = self._waits(name, refs) if ahead else [f"^{name}"]
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
         self.inserted.setdefault(name, []).append(node.name)

@@ -56,9 +56,10 @@ class Copies:
         assert state.layer is not None
         graph = session.graph
         copies = state.layer.rewrites.setdefault(graph, {}) if state.cache else {}
-        copy = copies.get(request)
+        key = request, state.autodiff
+        copy = copies.get(key)
         if copy is None:
-            copy = copies[request] = self._made(session, request, state)
+            copy = copies[key] = self._made(session, request, state)
         for what, reason in copy.reports:
             state.report(what, reason)
         if copy.route is None:
@@ -136,10 +137,8 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
     ops = after_forward(ops, request, forward.of)
     frames = Frames(ops)
     reference = ref(graph)
-    run = {op.name for op in ops}
-    absent = {one.name: one for one in forward.of.values() if one.name not in run}
     body = Body(
-        [*absent.values(), *ops],
+        ops,
         {op.name: op.node_def for op in ops},
         GraphSyntax(),
         NUMBER,
@@ -148,7 +147,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         outputs=[Edge(*one) for one in request.fetches if one not in request.feeds],
         read_value=Reading(session),
         functions=lambda name: function_named(name, reference()),
-        number_at=lambda op: frames.number_at(op, NUMBER),
+        number_at=lambda op, ahead: frames.number_at(op, ahead, NUMBER),
         alone=frames.alone,
     )
     return body, forward, frames

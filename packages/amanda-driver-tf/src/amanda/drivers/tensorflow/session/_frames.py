@@ -22,6 +22,7 @@ class Frames:
         self._guards: dict[tuple[str, int], frozenset[Guard]] = {}
         self._enters: dict[Frame, Any] = {}
         self._outer: dict[Frame, frozenset[Guard]] = {}
+        self._inner: dict[str, Frame] = {}
         for op in ops:
             self._place(op)
 
@@ -40,6 +41,7 @@ class Frames:
             self._outer[frame] = self._outer.get(frame, frozenset()) | guards
         elif op.type in ("Exit", "RefExit"):
             guards = self._outer.get(frame, frozenset())
+            self._inner[op.name] = frame
             frame = frame[:-1]
         self._frame[op.name] = frame
         self._guards[op.name, 0] = guards
@@ -52,13 +54,16 @@ class Frames:
 
     def alone(self, op: Any) -> bool:
         """Whether an operation runs in a loop or a branch, so that it may run often or not at all."""
-        return bool(self._frame[op.name] or self._guards.get((op.name, 0)))
+        branches = op.type in ("Exit", "RefExit", "Switch", "RefSwitch", "Merge", "RefMerge")
+        return branches or bool(self._frame[op.name] or self._guards.get((op.name, 0)))
 
-    def number_at(self, op: Any, number: str) -> str:
-        """The node that carries the execution's number, where an operation runs."""
+    def number_at(self, op: Any, ahead: bool, number: str) -> str:
+        """The node that carries the execution's number, ahead of an operation or behind it."""
         frame = self._frame[op.name]
-        if op.type in ("Enter", "RefEnter"):
-            frame = frame[:-1]  # what is put at its inputs, and its after-actions: see `entering`
+        if ahead and op.type in ("Enter", "RefEnter"):
+            frame = frame[:-1]
+        if ahead and op.type in ("Exit", "RefExit"):
+            frame = self._inner[op.name]
         return _carrier(number, frame)
 
     def carriers(self, number: str) -> list[Any]:

@@ -41,7 +41,10 @@ class ForwardOps:
         """Gradients that are added, and zeros in a gradient's place, have no record of their own."""
         scopes = {scope for name, forward in self.of.items() if (scope := _scope(name, forward)) is not None}
         readers: dict[str, list[Any]] = defaultdict(list)
-        unmapped = [op for op in ops if op.name not in self.of and _is_in(op.name, scopes)]
+        unmapped = [
+            op for op in ops
+            if op.name not in self.of and _is_accumulation(op) and _is_in(op.name, scopes)
+        ]  # fmt: skip
         names = {op.name for op in unmapped}
         for op in ops:
             for tensor in op.inputs:
@@ -69,6 +72,10 @@ class ForwardOps:
             sources = {read.op for read in forward.inputs}
             common = sources if common is None else common & sources
         return common.pop() if common and len(common) == 1 else None
+
+
+def _is_accumulation(op: Any) -> bool:
+    return op.type in ("AddN", "ZerosLike") or "_gradient_sum/" in op.name
 
 
 def _recorded(op: Any) -> Any:
