@@ -163,7 +163,11 @@ class Interception:
         type = op_name if isinstance(op_name, str) else op_name.decode()
         schema = self._entries[type].schema if activation is not None or local.made is not None else None
         args = (op_name, num_outputs, inputs, attrs, ctx, name)
-        if schema is None or local.frame is NOBODY or (inputs and not all(one.__class__ is EagerTensor for one in inputs)):
+        if (
+            schema is None
+            or local.frame is NOBODY
+            or (inputs and not all(one.__class__ is EagerTensor for one in inputs))
+        ):
             return self.execute(*args)
         local.recorded = False
         if activation is None:
