@@ -8,7 +8,7 @@ its number travels through the graph, so that graphs of one structure share one 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -199,6 +199,8 @@ class Execution:
 
     table: what runs at which slot.
     runs: by forward op id, what its routines hand on from forward to backward.
+    stores: values that a forward pass keeps for its backward pass, by the place that kept them; in a loop
+    one for each time round, which are asked for in reverse.
     """
 
     _numbers = count(1)
@@ -211,12 +213,15 @@ class Execution:
         table: Mapping[int, Inserted],
         runs: dict[int, dict[str, Any]] | None = None,
         every: bool = True,
+        stores: dict[Hashable, list[Any]] | None = None,
     ) -> None:
         self.number = next(self._numbers)
         self.state = state
         self.ops = ops
         self.table = table
         self.runs: dict[int, dict[str, Any]] = {} if runs is None else runs
+        self.stores: dict[Hashable, list[Any]] = {} if stores is None else stores
+        self._left: dict[Any, int] = {}
         self.error: BaseException | None = None
         self._every = every
         self._lock = threading.Lock()
@@ -225,6 +230,16 @@ class Execution:
     def of(cls, number: int) -> Execution:
         """The execution under way that has this number."""
         return cls._running[number]
+
+    def keep(self, place: Hashable, entry: Any) -> None:
+        """Keep something for the backward pass."""
+        self.stores.setdefault(place, []).append(entry)
+
+    def kept(self, place: Hashable, reader: Any) -> Any:
+        """What a place has kept: to each reader the last first, then those before it."""
+        entries = self.stores[place]
+        left = self._left[reader] = max(self._left.get(reader, len(entries)) - 1, 0)
+        return entries[left]
 
     def runs_action(self, action: Action) -> bool:
         """Whether a scope with the action's tool is open for this execution."""

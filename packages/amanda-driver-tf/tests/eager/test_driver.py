@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,11 @@ import tensorflow as tf
 
 from amanda.drivers.tensorflow.eager import TensorFlowEagerDriver
 from amanda.testing import DriverTests, Sample, never
+
+IN_PLACE = never("tensors are immutable; what is written is a variable, of which a routine sees the handle")
+NO_OUT = never("no op of TensorFlow takes a tensor to write its result into")
+NO_LEAF = never("a tape gives gradients back, it stores none")
+X_Y = never("the schema's names are x and y, and a number is made a tensor")
 
 FIRST = [[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]]
 SECOND = [[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]]
@@ -52,10 +58,12 @@ class Calling(tf.Module):
 class Recorded:
     """One tape and the leaves that it watches; done once each of them has got a gradient."""
 
-    def __init__(self) -> None:
-        self.tape = tf.GradientTape(persistent=True)
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.leaves: list[Any] = []
         self.tape.__enter__()
+        for variable in variables:
+            self.tape.watch(variable)
 
     def gradients(self, result: Any) -> Iterator[tuple[Any, Any]]:
         """Leaves and their gradients, where they have one."""
@@ -88,7 +96,8 @@ class TensorFlowSample(Sample):
     many = property(lambda self: tf.linalg.matmul)
 
     def __init__(self) -> None:
-        self._recorded = Recorded()
+        self._variables: list[weakref.ref[Any]] = []
+        self._recorded = Recorded(())
         self._gradients: dict[int, Any] = {}
 
     def close(self) -> None:
@@ -125,15 +134,27 @@ class TensorFlowSample(Sample):
         return self._gradients.get(id(tensor))
 
     def backward(self, tensor: Any) -> None:
-        for leaf, gradient in self._recorded.gradients(tf.reduce_sum(tensor)):
-            self._gradients[id(leaf)] = gradient
-        if self._recorded.leaves:
-            self._recorded.tape.__enter__()
-        else:
-            self._recorded = Recorded()
+        recorded, done = self._recorded, False
+        try:
+            for leaf, gradient in recorded.gradients(tf.reduce_sum(tensor)):
+                self._gradients[id(leaf)] = gradient
+            done = not recorded.leaves
+        except BaseException:
+            done = True
+            raise
+        finally:
+            if done:
+                living = [one() for one in self._variables]
+                self._recorded = Recorded([one for one in living if one is not None])
+            else:
+                recorded.tape.__enter__()
 
     def model(self) -> Any:
-        return Network()
+        model = Network()
+        for variable in model.variables:
+            self._variables.append(weakref.ref(variable))
+            self._recorded.tape.watch(variable)
+        return model
 
     def module(self, forward: Any) -> Any:
         return Calling(forward)
@@ -148,7 +169,25 @@ class TensorFlowSample(Sample):
 class TestTensorFlowEagerDriver(DriverTests):
     """The suite on TensorFlow."""
 
-    gaps: ClassVar = {}
+    gaps: ClassVar = {
+        "test_every_op_gives_what_it_gave": NO_OUT,
+        "test_a_changed_output_is_in_the_tensor_given_as_out": NO_OUT,
+        "test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor": IN_PLACE,
+        "test_writing_into_a_given_value_is_an_error": IN_PLACE,
+        "test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor": IN_PLACE,
+        "test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor": IN_PLACE,
+        "test_an_in_place_op_passes_gradients_straight_through": IN_PLACE,
+        "test_the_gradient_of_a_leaf_is_changed_before_it_is_stored": NO_LEAF,
+        "test_what_stores_a_gradient_is_not_replaced": NO_LEAF,
+        "test_inputs_are_in_the_order_of_the_schema": never("an op is given what was read of a variable"),
+        "test_keyword_arguments_are_put_in_their_place": X_Y,
+        "test_a_routine_is_given_the_inputs_that_it_selects": X_Y,
+        "test_arguments_that_are_no_tensors_are_attributes_by_name": X_Y,
+        "test_an_output_that_is_no_tensor_is_seen_and_changed": never("`numpy()` is no op"),
+        "test_a_scope_does_not_follow_a_fork": pytest.mark.xfail(
+            reason="never: a forked child of TensorFlow waits for threads that it does not have", run=False
+        ),
+    }
 
     @pytest.fixture
     def sample(self) -> Iterator[Sample]:

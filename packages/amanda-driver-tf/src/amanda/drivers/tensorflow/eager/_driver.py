@@ -26,11 +26,12 @@ from tensorflow.python.framework.ops import EagerTensor
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
-from ._interception import Interception, Variable
+from ._interception import Interception
 from ._modules import Modules, module_path
 from ._schema import flattened
 from ._state import Made, Mark
 from ._tape import Tape
+from ._variables import Variable
 
 
 class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
@@ -65,18 +66,18 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         """Stand in for the ways by which Python calls ops, follow the tapes, enclose calls of modules."""
         check("eager")
         _prepare()
-        self._interception.enter(self._attributes)
         self._attached = True
+        self._interception.enter(self._attributes)
         self._tape.enter(self._attributes)
         self._modules.enter()
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
         self._modules.leave()
-        if self._attached:
-            self._tape.leave()
-            self._attached = False
         self._attributes.restore()
+        if self._attached:
+            self._tape.register()
+            self._attached = False
 
     # ---- calls ----
 

@@ -1,6 +1,5 @@
 """Where Python calls an op: by TensorFlow's fast path, or by `execute` once it has converted the inputs."""
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,17 +15,9 @@ from tensorflow.python.framework.ops import EagerTensor
 from ._calls import FastCall, SlowCall
 from ._schema import Schema, Schemas
 from ._state import NOBODY, local
+from ._variables import READS, Variable, Variables
 
 Backward = Callable[[Any, Any], Any]
-
-
-class Variable:
-    """Stands for a variable among the arguments of a call, so that it tells ops apart."""
-
-    __slots__ = ("__weakref__", "handle")
-
-    def __init__(self, handle: Any, forget: Callable[[Any], None]) -> None:
-        self.handle = weakref.ref(handle, forget)
 
 
 class Entry:
@@ -71,8 +62,7 @@ class Interception:
         self.execute = execute.quick_execute
         self._record_gradient = execute.record_gradient
         self._entries = Entries(self)
-        self._variables: dict[int, Variable] = {}
-        interceptor.add_identity_type(Variable)
+        self._variables = Variables()
 
     def enter(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
@@ -80,19 +70,12 @@ class Interception:
         attributes.set(execute, "quick_execute", self._executed)
         if execute.execute is self.execute:
             attributes.set(execute, "execute", self._executed)
+        self._record_gradient = execute.record_gradient
         attributes.set(execute, "record_gradient", self._recorded)
 
     def detour(self, type: str, target: Callable[..., Any], schema: Schema) -> Detour:
         """A detour of calls of one op."""
         return Detour(Site(target, schema, type, digest("tensorflow", type), self._handler))
-
-    def variable(self, handle: Any) -> Variable:
-        """The one object that stands for the variable of a handle."""
-        key = handle._id
-        known = self._variables.get(key)
-        if known is None:
-            known = self._variables[key] = Variable(handle, lambda _: self._variables.pop(key, None))
-        return known
 
     def run_fast(self, args: tuple[Any, ...]) -> Any:
         """TensorFlow's own fast path."""
@@ -106,6 +89,7 @@ class Interception:
 
     def _stand_in_for_fast_path(self) -> Callable[..., Any]:
         entries, special, original = self._entries, self._special, self.fast_path
+        read = self._variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
             entry = entries[type]
@@ -114,7 +98,7 @@ class Interception:
                 return original(ctx, type, name, *args)
             if entry.quick and frame is None and local.under_way is None and local.made is None:
                 for value in args[: entry.count]:
-                    if value.__class__ is not EagerTensor:
+                    if value.__class__ is not EagerTensor or value._id in read:
                         break
                 else:
                     return entry.fast(ctx, type, name, *args)
@@ -133,9 +117,12 @@ class Interception:
             return FastCall(schema, self.run_fast, args).invoke(inputs)
         if local.under_way is not None:
             return self._backward(activation.state, FastCall(schema, self.run_fast, args))
-        if variables:
-            return entry.told(*args, variables=tuple(variables))
-        return entry.fast(*args)
+        if not variables:
+            return entry.fast(*args)
+        result = entry.told(*args, variables=tuple(variables))
+        if type in READS:
+            self._variables.know(result, variables[0])
+        return result
 
     def _tensor(self, value: Any, variables: list[Variable]) -> Any:
         """A tensor for an input.
@@ -143,12 +130,12 @@ class Interception:
         Raises _FallbackException where TensorFlow has to say which: it calls `execute` with what it made.
         """
         if value.__class__ is EagerTensor:
-            if value.dtype is tf.resource:
-                variables.append(self.variable(value))
+            if (known := self._variables.known(value)) is not None:
+                variables.append(known)
             return value
         if isinstance(value, tf.Variable):
-            variables.append(self.variable(value.handle))
-            return value.read_value()  # as the fast path does
+            value = value.read_value()  # as the fast path does
+            return self._tensor(value, variables)
         if isinstance(value, (list, tuple)):
             return [self._tensor(one, variables) for one in value]
         raise core._FallbackException

@@ -111,6 +111,19 @@ class Pass:
         local.under_way, local.frame = self._before, self._frame
 
 
+class Outside:
+    """Context in a backward pass in which ops are forward ops."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = local.under_way, local.frame, local.made
+        local.under_way = local.frame = local.made = None
+
+    def __exit__(self, *_: object) -> None:
+        local.under_way, local.frame, local.made = self._before
+
+
 class _Local(threading.local):
     """made: the op whose backward ops are wanted.  frame: the gradient function under way.
     under_way: the backward pass.  recorded: whether the last op was recorded by us.

@@ -4,15 +4,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State
+from amanda.backend import Attributes, BackwardStep, EagerDriver, State, in_force
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
+from tensorflow.python.framework.ops import EagerTensor
+from tensorflow.python.ops import custom_gradient
 
 from ._calls import EagerCall
 from ._schema import flattened
-from ._state import NOBODY, Frame, Made, Mark, Pass, local, tensors_of
+from ._state import NOBODY, Frame, Made, Mark, Outside, Pass, local, tensors_of
 
 _OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
 
@@ -22,20 +25,23 @@ class Tape:
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
-        self._gradient_function = backprop._gradient_function
-        self._jvp_function = forwardprop._jvp_dispatch
 
     def enter(self, attributes: Attributes) -> None:
-        """Take the places until `attributes` are restored and `leave` is called."""
-        pywrap_tfe.TFE_Py_RegisterGradientFunction(self._followed_gradient)
-        pywrap_tfe.TFE_Py_RegisterJVPFunction(self._unmarked_jvp)
+        """Take the places until `attributes` are restored; call `register` then."""
+        attributes.set(backprop, "_gradient_function", self._followed_gradient())
+        attributes.set(forwardprop, "_jvp_dispatch", _unmarked_jvp())
+        self.register()
         attributes.set(imperative_grad, "imperative_grad", self._followed_pass())
         attributes.set(record, "record_operation", self._mapped_record())
+        recompute = _replayed(custom_gradient.recompute_grad)
+        for holder in (custom_gradient, tf, tf.compat.v1, tf.compat.v2):
+            attributes.set(holder, "recompute_grad", recompute)
 
-    def leave(self) -> None:
-        """Give TensorFlow its own functions back."""
-        pywrap_tfe.TFE_Py_RegisterGradientFunction(self._gradient_function)
-        pywrap_tfe.TFE_Py_RegisterJVPFunction(self._jvp_function)
+    @staticmethod
+    def register() -> None:
+        """Let native code call the functions that are in place now."""
+        pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
+        pywrap_tfe.TFE_Py_RegisterJVPFunction(forwardprop._jvp_dispatch)
 
     # ---- what TensorFlow calls ----
 
@@ -45,7 +51,7 @@ class Tape:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
             activation = interceptor.active()
-            if activation is None:
+            if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
                 return original(*args, **kwargs)
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
@@ -62,19 +68,21 @@ class Tape:
 
         return run
 
-    def _followed_gradient(
-        self, type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *rest: Any
-    ) -> Any:
-        """In place of `_gradient_function`: ops that it calls are backward ops of what was recorded."""
-        mark = _mark_in(attrs)
-        if mark is not None:
-            attrs = attrs[:-2]
-        call = functools.partial(self._gradient_function, type, attrs, count, inputs, outputs, grads, *rest)
-        return self._in_frame(mark, call, grads)
+    def _followed_gradient(self) -> Callable[..., Any]:
+        """`_gradient_function`, whose ops are backward ops of what was recorded."""
+        original = backprop._gradient_function
 
-    def _unmarked_jvp(self, type: str, attrs: Any, *rest: Any) -> Any:
-        """In place of `_jvp_dispatch`, which keeps functions by the attributes."""
-        return self._jvp_function(type, attrs if _mark_in(attrs) is None else attrs[:-2], *rest)
+        @functools.wraps(original)
+        def gradient_function(
+            type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *rest: Any
+        ) -> Any:
+            mark = _mark_in(attrs)
+            if mark is not None:
+                attrs = attrs[:-2]
+            call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *rest)
+            return self._in_frame(mark, call, grads)
+
+        return gradient_function
 
     def _mapped_record(self) -> Callable[..., Any]:
         """`record_operation`, whose backward function belongs to the op that made the outputs."""
@@ -85,9 +93,9 @@ class Tape:
             op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any,
             forward_function: Any = None,
         ) -> Any:  # fmt: skip
-            if interceptor.active() is None or pywrap_tfe.TFE_Py_TapeSetIsEmpty():
+            if interceptor.active() is None or not _is_eager(output_tensors):
                 return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
-            maker = Mark.by_output.get(getattr(output_tensors[0], "_id", -1)) if output_tensors else None
+            maker = Mark.by_output.get(output_tensors[0]._id)
             mark = None
             if maker is not None:
                 mark = Mark(maker.place, maker.order)
@@ -194,6 +202,44 @@ class Tape:
             mark.place = frame.count
             mark.trace = frame.second
         return result
+
+
+def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`recompute_grad`, whose function runs again at the place where it ran first."""
+
+    @functools.wraps(original)
+    def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            activation = interceptor.active()
+            if activation is None:
+                return original(f)(*args, **kwargs)
+            snapshot = interceptor.snapshot()
+
+            def replay(*values: Any, **named: Any) -> Any:
+                with in_force(activation), Outside():
+                    return snapshot.replay(f, *values, **named)
+
+            return original(replay)(*args, **kwargs)
+
+        return called
+
+    return recompute_grad
+
+
+def _unmarked_jvp() -> Callable[..., Any]:
+    """`_jvp_dispatch`, which keeps functions by the attributes, without the mark among them."""
+    original = forwardprop._jvp_dispatch
+
+    @functools.wraps(original)
+    def jvp_dispatch(type: str, attrs: Any, *rest: Any, **named: Any) -> Any:
+        return original(type, attrs if _mark_in(attrs) is None else attrs[:-2], *rest, **named)
+
+    return jvp_dispatch
+
+
+def _is_eager(tensors: Sequence[Any]) -> bool:
+    return bool(tensors) and type(tensors[0]) is EagerTensor
 
 
 def _mark_in(attrs: Any) -> Mark | None:

@@ -28,6 +28,7 @@ class Trace:
         self.copy = copy
         self.layer = copy.layer
         self.runs = execution.runs
+        self.stores = execution.stores
         self.atomic = weakref.ref(atomic)
 
 
@@ -78,8 +79,10 @@ class Boundary:
             return call(atomic, *args)
         for entry in copy.reports:
             state.report(*entry)
-        runs = None if trace is None else trace.runs
-        execution = Execution(state, _TENSORS, copy.table, runs, every=trace is None)
+        if trace is None:
+            execution = Execution(state, _TENSORS, copy.table)
+        else:
+            execution = Execution(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
         if copy.name is None:
             outputs = call(atomic, *args)
         else:

@@ -31,6 +31,8 @@ class Copy:
         self.table = rewriting.table
         self.layer = rewriting.analysis.layer
         self.plans = rewriting.analysis.plans
+        self.kept = rewriting.kept
+        self.taped = rewriting.taped
         self.reports = list(rewriting.reports)
         self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for op, (op_id, _) in rewriting.ids.items():
@@ -78,7 +80,7 @@ class Copies:
             copy = self._make(state, layer, atomic, args, trace)
             if copy is not None:
                 kept[state.autodiff] = copy
-        return copy  # type: ignore[no-any-return]
+        return copy
 
     def _make(
         self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None
@@ -87,12 +89,15 @@ class Copies:
         if trace is None and parts(function.name)[0] == "backward":
             return None
         rewriting = Rewriting(state, self._namespace, layer)
+        rewriting.differentiated = parts(function.name)[0] != "inference"
         if trace is not None:
             rewriting.analysis.plans.update(trace.copy.plans)
+            rewriting.kept.update(trace.copy.kept)
+            rewriting.taped.update(trace.copy.taped)
             rewriting.origin = lambda op: self._origin(op, trace)
         body = body_of(
             function, self._identities.of(function.graph, function.name), args.__getitem__,
-            rewriting=rewriting,
+            rewriting, parts(function.name)[0] == "forward",
         )  # fmt: skip
         try:
             rewritten = rewrite(body, rewriting)

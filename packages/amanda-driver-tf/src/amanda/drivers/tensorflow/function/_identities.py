@@ -29,5 +29,7 @@ class Identities:
 
 def parts(name: str) -> tuple[str, str]:
     """Of a runtime name, what kind of function it is, and the name that the user gave."""
-    match = _COUNTED.match(name)
-    return (match.group(1), match.group(2)) if match else ("inference", name)
+    kind, base = "inference", name
+    while match := _COUNTED.match(base):
+        kind, base = match.group(1), match.group(2)
+    return kind, base

@@ -37,6 +37,7 @@ class Body:
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
     number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
     on whether routines are ahead of it.
+    apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
     """
 
@@ -52,6 +53,7 @@ class Body:
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
     number_at: Callable[[tf.Operation, bool], str] | None = None
+    apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
 
 
@@ -74,11 +76,30 @@ class Rewritten:
 
 
 @dataclass
+class Taped:
+    """A place where routines take part in autodiff.
+
+    side: "before", "instead" or "after" the operation.  place: the name that it keeps its values under.
+    given, gave: flat positions of these values on the operation's side.
+    """
+
+    side: str
+    place: Any
+    given: list[int]
+    gave: list[int]
+
+
+@dataclass
 class Rewriting:
     """One rewrite of a graph with the functions it calls: analysis, slots, functions made.
 
     table: what runs at which slot: for an `Execution`.
     library: FunctionDefs that the copy calls.
+    differentiated: whether gradients are computed, here or in a graph that is rewritten later: then
+    routines keep what the backward pass needs.
+    kept: where what the backward operations of an op read instead of a tensor is kept: by op id, name and
+    index of the tensor, the place, its side and position.
+    taped: the places where routines of an op take part in autodiff, by op id.
     ids: op ids and facts of the forward operations that were analysed.
     origin: the same of forward operations of another graph, which was rewritten before; None of others.
     """
@@ -91,6 +112,9 @@ class Rewriting:
     library: list[Any] = field(default_factory=list)
     ids: dict[tf.Operation, Any] = field(default_factory=dict)
     reports: list[tuple[str, str]] = field(default_factory=list)
+    differentiated: bool = False
+    kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
+    taped: dict[int, list[Taped]] = field(default_factory=dict)
     origin: Callable[[tf.Operation], Any] = lambda op: None
 
     def __post_init__(self) -> None:

@@ -50,7 +50,8 @@ def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: R
         if function is None:
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return False
-        inner = body_of(function, digest(op_id(body, name), place), read_argument, rewriting=rewriting)
+        identity = digest(op_id(body, name), place)
+        inner = body_of(function, identity, read_argument, rewriting, rewriting.differentiated)
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
     if not any(rewritten.changed for *_, rewritten in found):
         return False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from amanda._plan import BackwardPlan, Combined
     from amanda.backend import Action, OpFacts
 
-    from ._rewrite import _Rewriter
+    from ._insertions import Insertions
 
 PASSING = ("Enter", "RefEnter", "NextIteration", "RefNextIteration")
 SWITCHES = ("Switch", "RefSwitch", "_SwitchN")
@@ -26,25 +26,25 @@ FLOW = (*PASSING, *SWITCHES, *MERGES)
 
 
 def at_flow(
-    rewriter: _Rewriter, op: tf.Operation, plan: Combined | BackwardPlan, inputs: Side, outputs: Side,
+    insertions: Insertions, op: tf.Operation, plan: Combined | BackwardPlan, inputs: Side, outputs: Side,
     facts: OpFacts,
 ) -> None:  # fmt: skip
     """Insert what the plan of an operation of control flow asks for; it is never replaced."""
     if plan.replace is not None:
-        rewriter.rewriting.report(f"the replacement of {op.name}", f"{op.type} is control flow, and stays")
+        insertions.rewriting.report(f"the replacement of {op.name}", f"{op.type} is control flow, and stays")
     if op.type in PASSING:
-        rewriter._insert_all(op, [*plan.before, *plan.after], inputs, facts, ahead=True)
+        insertions.insert_all(op, [*plan.before, *plan.after], inputs, facts, "before")
     elif op.type in MERGES:
         once = [i for i, tensor in enumerate(inputs.tensors) if tensor.op.type not in PASSING[2:]]
-        _each(rewriter, op, plan.before, inputs, facts, once)
-        rewriter._insert_all(op, plan.after, outputs, facts, ahead=False)
+        _each(insertions, op, plan.before, inputs, facts, once)
+        insertions.insert_all(op, plan.after, outputs, facts, "after")
     else:
-        rewriter._insert_all(op, plan.before, inputs, facts, ahead=True)
-        _each(rewriter, op, plan.after, outputs, facts, range(outputs.count))
+        insertions.insert_all(op, plan.before, inputs, facts, "before")
+        _each(insertions, op, plan.after, outputs, facts, range(outputs.count))
 
 
 def _each(
-    rewriter: _Rewriter, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts,
+    insertions: Insertions, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts,
     positions: Sequence[int],
 ) -> None:  # fmt: skip
     """A node for each value; a routine gets None for the others."""
@@ -56,9 +56,10 @@ def _each(
             gives = side.changeable([i])
             inserted: Any = Node(actions, facts, side.count, [i], [None], gives)
             inserted.dtypes = [side.tensors[k].dtype.base_dtype for k in gives]
+            inserted.keeps, inserted.taped = None, False
             types = [enum(side.tensors[k]) for k in gives]
-            name = rewriter._add(
+            name = insertions.add(
                 op, inserted, [side.refs[i]], [enum(side.tensors[i])], types, ahead=True, instead=True, waits=()
             )  # fmt: skip
             for k in gives:
-                side.refs[k] = rewriter._output_of(name, 0)
+                side.refs[k] = insertions.output_of(name, 0)

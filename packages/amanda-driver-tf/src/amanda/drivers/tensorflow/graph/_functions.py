@@ -122,8 +122,8 @@ def body_of(
     function: Function,
     identity: int,
     read_argument: Callable[[int], Any],
-    forward_graph: Any = None,
     rewriting: Rewriting | None = None,
+    apart: bool = False,
 ) -> Body:
     """The nodes of a function that run.
 
@@ -147,7 +147,7 @@ def body_of(
         nodes, syntax, NUMBER, identity, forward,
         [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
-        lambda name: function_named(name, graph),
+        lambda name: function_named(name, graph), apart=apart,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Which inputs and outputs of a backward operation are gradients."""
+"""The way of the gradients through a body: which tensors of backward operations they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -14,49 +15,114 @@ _SOURCES = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
 
 
 class GradientEdges:
-    """The way of the gradients through a body, asked for in the order of its operations."""
+    """Gradients that enter and leave the backward operations of a body.
+
+    groups: the backward operations of each forward operation, in order.
+    """
 
     def __init__(self, body: Body, forward: Mapping[tf.Operation, tf.Operation]) -> None:
         self._body = body
         self._forward = forward
-        self._carriers: set[tf.Operation] = set()
         self._order = {op: i for i, op in enumerate(body.ops)}
+        self._entering: dict[tf.Operation, list[int]] = {}
+        self._consumers: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
+        self.groups: dict[tf.Operation, list[tf.Operation]] = {}
+        for op in body.ops if forward else ():
+            if op in forward:
+                self.groups.setdefault(forward[op], []).append(op)
+                entering = [i for i, one in enumerate(op.inputs) if self._is_gradient(one, forward[op])]
+                if op.type == "ZerosLike":  # in the place of a gradient that nothing gives
+                    self._entering[op] = []
+                elif entering:
+                    self._entering[op] = entering
+            for tensor in op.inputs:
+                if tensor.op in self._entering:
+                    self._consumers.setdefault(key(tensor), []).append(op)
 
     def entering(self, op: tf.Operation) -> list[int]:
         """Positions of the inputs that are gradients."""
-        if op.type == "ZerosLike":  # in the place of a gradient that nothing gives
-            self._carriers.add(op)
-            return []
-        found = [i for i, tensor in enumerate(op.inputs) if self._is_gradient(tensor, self._forward[op])]
-        if found:
-            self._carriers.add(op)
-        return found
+        return self._entering.get(op, [])
 
     def leaving(self, op: tf.Operation) -> list[int]:
         """Positions of the outputs that are gradients: none where none enters."""
-        if op not in self._carriers:
+        if op not in self._entering:
             return []
         return [i for i, tensor in enumerate(op.outputs) if is_differentiable(tensor)]
 
+    def from_outside(self, op: tf.Operation) -> list[int]:
+        """Positions of the inputs that are gradients of the forward operation's outputs."""
+        own = self._forward[op]
+        return [i for i in self.entering(op) if self._forward.get(op.inputs[i].op) is not own]
+
+    def of_inputs(self, forward: tf.Operation) -> dict[int, Any]:
+        """By position of a forward operation's input, the tensor that is its gradient.
+
+        Told by which operation reads the gradient on, and by what it was computed from: gradients
+        by one factor are computed from the others.
+        """
+        group = self.groups.get(forward, [])
+        made = [tensor for op in group for i in self.leaving(op)
+                if self._goes_out(tensor := op.outputs[i], group)]  # fmt: skip
+        inputs = {i: one for i, one in enumerate(forward.inputs) if is_differentiable(one)}
+        scored = sorted(
+            (
+                (-self._score(tensor, inputs[i], group), j, i)
+                for (j, tensor), i in product(enumerate(made), inputs)
+                if tensor.shape.is_compatible_with(inputs[i].shape)
+            ),
+        )
+        found: dict[int, Any] = {}
+        taken: set[int] = set()
+        for _, j, i in scored:
+            if i not in found and j not in taken:
+                found[i] = made[j]
+                taken.add(j)
+        return found
+
+    def _goes_out(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
+        readers = self._consumers.get(key(tensor), [])
+        return not readers or any(reader not in group for reader in readers)
+
+    def _score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
+        readers = [self._forward.get(one) for one in self._consumers.get(key(gradient), ())]
+        return 4 * (value.op in readers) + (key(value) not in self._reads(gradient.op, group))
+
+    def _reads(self, op: tf.Operation, group: Sequence[tf.Operation]) -> set[Any]:
+        """The forward tensors that a gradient is computed from, within its group."""
+        reads: set[Any] = set()
+        waiting = [op]
+        while waiting:
+            one = waiting.pop()
+            for tensor in one.inputs:
+                held = self._body.captured(tensor)
+                reads.add(key(tensor if held is None else held))
+                if tensor.op in group:
+                    waiting.append(tensor.op)
+        return reads
+
     def _is_gradient(self, tensor: Any, forward: tf.Operation) -> bool:
         made_by = tensor.op
-        if made_by in self._carriers:
+        if made_by in self._entering:
             return is_differentiable(tensor)
         if made_by in self._forward or not is_differentiable(tensor):
             return False
         if self._body.captured(tensor) is not None:
             return False
-        if any(one is tensor or (one.op is made_by and one.value_index == tensor.value_index)
-               for one in (*forward.inputs, *forward.outputs)):  # fmt: skip
+        if key(tensor) in map(key, (*forward.inputs, *forward.outputs)):
             return False
         if made_by.graph is not forward.graph:
-            return made_by.type in _SOURCES or self._has_shape_of_output(tensor, forward)
+            return made_by.type in _SOURCES or _has_shape_of_output(tensor, forward)
         later = self._order.get(made_by, -1) > self._order.get(forward, -1)
-        return later and self._has_shape_of_output(tensor, forward)
+        return later and _has_shape_of_output(tensor, forward)
 
-    @staticmethod
-    def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
-        return any(tensor.shape.is_compatible_with(output.shape) for output in forward.outputs)
+
+def key(tensor: Any) -> tuple[tf.Operation, int]:
+    """What tells a symbolic tensor from others."""
+    return tensor.op, tensor.value_index
+
+
+def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
+    return any(tensor.shape.is_compatible_with(output.shape) for output in forward.outputs)
 
 
 def is_differentiable(tensor: Any) -> bool:

@@ -1,12 +1,14 @@
 """The Python functions behind EagerPyFunc nodes: one for each slot, for all graphs of the process."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 from amanda.backend import Execution, Inserted
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, record
 from tensorflow.python.ops import script_ops
 
@@ -49,16 +51,82 @@ _slots = _Slots()
 
 
 class Node(Inserted):
-    """Routines at one place, whose results have the types that the graph has there."""
+    """Routines at one place, whose results have the types that the graph has there.
 
-    __slots__ = ("dtypes",)
+    keeps: under what name it keeps its values for a backward pass; None where it does not.
+    taped: whether the way from what it is given to what it gives back is differentiated.
+    """
+
+    __slots__ = ("dtypes", "keeps", "taped")
 
     dtypes: Sequence[Any]
+    keeps: Hashable
+    taped: bool
 
     def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
+        tape = tf.GradientTape(persistent=True) if self.taped else None
+        if tape is None:
+            results = self._results(execution, flat)
+        else:
+            with _recording(), tape:
+                for tensor in flat:
+                    tape.watch(tensor)
+                results = self._results(execution, flat)
+        if self.keeps is not None:
+            execution.keep(self.keeps, (list(flat), results, tape))
+        return results
+
+    def _results(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
         results = super().run(execution, flat)
         return [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+
+
+class Recalled:
+    """Gives a tensor that a place kept in the forward pass: of what it was given, or of what it gave."""
+
+    def __init__(self, place: Hashable, side: int, index: int) -> None:
+        self.place = place
+        self.side = side
+        self.index = index
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """That tensor."""
+        return [execution.kept(self.place, self)[self.side][self.index]]
+
+
+class Pullback:
+    """Takes gradients of what a place gave to gradients of what it was given.
+
+    outputs, inputs: positions among those of the place.
+    """
+
+    def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+        self.place = place
+        self.outputs = tuple(outputs)
+        self.inputs = tuple(inputs)
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """The vector-Jacobian products."""
+        given, gave, tape = execution.kept(self.place, self)
+        gradients: list[Any] = tape.gradient(
+            [gave[i] for i in self.outputs], [given[i] for i in self.inputs], list(flat),
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )  # fmt: skip
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Let tapes record within, where they do not."""
+    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 class Packed:

@@ -7,10 +7,10 @@ from tensorflow.python.framework import op_def_registry
 
 
 class Edge(NamedTuple):
-    """A tensor: the node that makes it, or a function's argument, and the index among its outputs."""
+    """A tensor: the node that makes it, or a function's argument, and which of its outputs."""
 
     node: str
-    index: int
+    index: int  # type: ignore[assignment]
 
 
 def sizes(args: Sequence[Any], attributes: Mapping[str, Any]) -> list[tuple[str, int | None]]:
