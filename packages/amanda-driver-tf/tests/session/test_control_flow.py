@@ -105,8 +105,5 @@ def test_observers_in_loops_and_branches(graph, control_flow) -> None:
     y = tf1.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, tf.sin(v)), [tf.constant(0), x])[1]
     z = tf1.cond(x > 0, lambda: tf.cos(x), lambda: tf.sin(x))
     same_in_scope(graph, [y, z], {x: 0.5}, tool, repeat=1)
-    expected = np.float32(0.5)
-    for value in tool.values:
-        expected = np.sin(expected)
-        assert value == pytest.approx(expected)
-    assert len(tool.values) == 3
+    expected = [np.sin(0.5), np.sin(np.sin(0.5)), np.sin(np.sin(np.sin(0.5)))]
+    assert sorted(tool.values, reverse=True) == pytest.approx(expected)  # iterations overlap

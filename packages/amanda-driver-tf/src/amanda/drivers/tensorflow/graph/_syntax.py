@@ -39,6 +39,14 @@ def input_sizes(node: Any) -> list[tuple[str, int | None]]:
     return sizes(definition.input_arg, node.attr)
 
 
+def references(node: Any, outputs: bool = False) -> list[bool]:
+    """Which of a node's inputs, or outputs, its op takes or gives by reference."""
+    definition = op_def(node.op)
+    if definition is None:
+        return []
+    return [arg.is_ref for arg in (definition.output_arg if outputs else definition.input_arg)]
+
+
 def output_sizes(node: Any) -> list[tuple[str, int | None]]:
     """Names and lengths of a node's outputs as its op defines them."""
     definition = op_def(node.op)

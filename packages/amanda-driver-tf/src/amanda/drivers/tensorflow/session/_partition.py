@@ -1,7 +1,7 @@
 """Which nodes of a rewritten graph run as hidden copies, and which stay the user's own.
 
-A run's copy stands by itself: state that goes by a name (variables, queues) is found under that name.
-What a kernel holds (generators, iterators, most tables) cannot be copied: such nodes, and all that they
+A run's copy stands by itself: state that goes by a name (variables) is found under that name.
+What a kernel holds (generators, iterators, queues, tables) cannot be copied: such nodes, and all that they
 depend on, stay where they are, and the copies read them.
 """
 
@@ -49,14 +49,14 @@ def holds_state(node: Any) -> bool:
     return kind == "kernel" or (kind == "named" and not node.attr["shared_name"].s)
 
 
-_BY_NODE_NAME = ("Variable", "VariableV2", "Barrier", "Stage", "MapStage", "OrderedMapStage")
+_BY_NODE_NAME = ("Variable", "VariableV2")
 
 
 @cache
 def _kind(type: str) -> str:
     """Where an op keeps state between runs: in its "kernel", under what "shared_name" says, or neither."""
     definition = op_def_registry.get(type)
-    if definition is None or not definition.is_stateful or type in _BY_NODE_NAME or "Queue" in type:
+    if definition is None or not definition.is_stateful or type in _BY_NODE_NAME:
         return ""
     attributes = {one.name for one in definition.attr}
     if type == "VarHandleOp":

@@ -5,6 +5,7 @@ The attributes that do so are the graph's own: they die with it, and no other gr
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import defaultdict
 from types import FunctionType
@@ -17,8 +18,12 @@ from tensorflow.python.framework import ops
 PREFIX = "amanda_hidden_"
 
 
+COPY = re.compile(r"_amanda_[0-9a-f]{16}$")
+"""How the name of a function ends that only hidden nodes call."""
+
+
 def is_hidden(name: str) -> bool:
-    """Whether a node or function of this name was put beside the user's."""
+    """Whether a node of this name was put beside the user's."""
     return name.startswith(PREFIX)
 
 
@@ -69,7 +74,7 @@ class _Shown:
 def shown(graph_def: Any) -> Any:
     """A graph's message without what is hidden."""
     nodes = [node for node in graph_def.node if not is_hidden(node.name)]
-    functions = [one for one in graph_def.library.function if not is_hidden(one.signature.name)]
+    functions = [one for one in graph_def.library.function if not COPY.search(one.signature.name)]
     if len(nodes) == len(graph_def.node) and len(functions) == len(graph_def.library.function):
         return graph_def
     left = graph_pb2.GraphDef()
