@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, OpFacts, digest
+from amanda.backend import OpFacts, digest
 
 from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
@@ -15,7 +15,7 @@ from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
 from ._insertions import Insertions
 from ._pullbacks import Pullbacks
-from ._side import Side, enum, is_plain
+from ._side import Side, enum
 from ._slots import Recalled
 from ._syntax import Edge, input_sizes, output_sizes, references
 
@@ -108,17 +108,6 @@ class _Rewriter:
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
-
-    def _replace(
-        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
-    ) -> list[str]:
-        """Let a routine compute what an operation would have; how its outputs are written."""
-        if all(is_plain(tensor) for tensor in outputs.tensors):
-            name = self.insertions.replace(op, action, inputs, outputs, facts)
-            self.removed[self.body.node_name(op)] = name
-        else:
-            self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
-        return list(outputs.refs)
 
     def _let_own_read(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
         """Let the gradient operations of an operation read something else instead of a tensor."""

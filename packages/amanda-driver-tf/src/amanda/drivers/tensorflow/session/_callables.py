@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+
 from amanda import interceptor
 from tensorflow.core.protobuf import config_pb2
 
