@@ -35,7 +35,8 @@ class Body:
     node_name: the name in `nodes`, or the argument, of an operation.
     read_value: the present value of a symbolic tensor.
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
-    number_at: as `number`, where it depends on the operation (frames of control flow of version 1).
+    number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
+    on whether routines are ahead of it.
     apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
     """
@@ -51,7 +52,7 @@ class Body:
     node_name: Callable[[tf.Operation], str] = lambda op: str(op.name)
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
-    number_at: Callable[[tf.Operation], str] | None = None
+    number_at: Callable[[tf.Operation, bool], str] | None = None
     apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
 
@@ -99,6 +100,7 @@ class Rewriting:
     kept: where what the backward operations of an op read instead of a tensor is kept: by op id, name and
     index of the tensor, the place, its side and position.
     taped: the places where routines of an op take part in autodiff, by op id.
+    callees: graphs of the functions that a forward operation calls, by the operation and place.
     ids: op ids and facts of the forward operations that were analysed.
     origin: the same of forward operations of another graph, which was rewritten before; None of others.
     """
@@ -110,6 +112,7 @@ class Rewriting:
     table: dict[int, Any] = field(default_factory=dict)
     library: list[Any] = field(default_factory=list)
     ids: dict[tf.Operation, Any] = field(default_factory=dict)
+    callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
     reports: list[tuple[str, str]] = field(default_factory=list)
     differentiated: bool = False
     kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)

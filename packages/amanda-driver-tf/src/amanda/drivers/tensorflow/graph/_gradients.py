@@ -31,7 +31,9 @@ class GradientEdges:
             if op in forward:
                 self.groups.setdefault(forward[op], []).append(op)
                 entering = [i for i, one in enumerate(op.inputs) if self._is_gradient(one, forward[op])]
-                if entering:
+                if op.type == "ZerosLike":  # in the place of a gradient that nothing gives
+                    self._entering[op] = []
+                elif entering:
                     self._entering[op] = entering
             for tensor in op.inputs:
                 if tensor.op in self._entering:

@@ -43,7 +43,7 @@ class Insertions:
         """
         for (observing, _), group in groupby(actions, self._kind):
             if observing:
-                self._observe(op, list(group), side, facts)
+                self._observe(op, list(group), side, facts, where)
             else:
                 self._insert(op, list(group), side, facts, where)
 
@@ -68,7 +68,7 @@ class Insertions:
         refs = [side.refs[i] for i in given]
         types = [enum(side.tensors[i]) for i in given]
         name = self.add(op, node, refs, types, [enum(side.tensors[i]) for i in out], where == "before")
-        for k, i in enumerate(given):
+        for k in range(len(given)):
             self.sources.setdefault(refs[k], (node.keeps, 0, k))
         for k, i in enumerate(out):
             side.refs[i] = self.output_of(name, k)
@@ -87,7 +87,9 @@ class Insertions:
             taped = Taped(where, node.keeps, given, gave)
             self.rewriting.taped.setdefault(facts.op_id, []).append(taped)
 
-    def _observe(self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
+    def _observe(
+        self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
+    ) -> None:
         """Let routines see values without a part in what computes them."""
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
@@ -97,7 +99,7 @@ class Insertions:
         node.dtypes, node.keeps, node.taped = (), None, False
         refs, types = [side.refs[i] for i in flat], [enum(side.tensors[i]) for i in flat]
         if self.body.alone(op):
-            self.add(op, node, refs, types, (), ahead=False)
+            self.add(op, node, refs, types, (), where == "before")
             return
         size = sum(nbytes(side.tensors[i]) for i in flat)
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
@@ -120,15 +122,21 @@ class Insertions:
             self.inserted.setdefault(name, []).append(node.name)
         self._pack, self._packed_bytes = [], 0
 
-    def replace(self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> str:
-        """Let a routine compute what the operation would have; the node's name."""
-        positions = list(range(inputs.count))
+    def replace(
+        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
+    ) -> str | None:
+        """Let a routine compute what the operation would have; the node's name, None where it cannot."""
+        if not all(is_plain(tensor) for tensor in outputs.tensors):
+            self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
+            return None
+        positions = inputs.selected([None])
         flat = inputs.flat(positions)
-        node = Node([action], facts, inputs.count, positions, inputs.sizes, range(outputs.count))
+        sizes = [inputs.sizes[i] for i in positions]
+        node = Node([action], facts, inputs.count, positions, sizes, range(outputs.count))
         node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
         self._let_keep(node, facts, "instead", flat, list(range(len(outputs.refs))), True)
         name = self.add(
-            op, node, inputs.refs, [enum(tensor) for tensor in inputs.tensors],
+            op, node, [inputs.refs[i] for i in flat], [enum(inputs.tensors[i]) for i in flat],
             [enum(tensor) for tensor in outputs.tensors], ahead=True, instead=True,
         )  # fmt: skip
         outputs.refs = [self.output_of(name, i) for i in range(len(outputs.refs))]
@@ -159,19 +167,21 @@ class Insertions:
         gives: Sequence[int],
         ahead: bool,
         instead: bool = False,
+        waits: Sequence[str] | None = None,
     ) -> str:
         """Make a node that calls a new slot; its name.
 
-        ahead: whether the operation waits for it, not the reverse.
+        ahead: whether the operation waits for it, not the reverse.  waits: its control inputs.
         """
         name = self.body.node_name(op)
         slot = self.rewriting.add(inserted)
-        number = self.body.number_at(op) if self.body.number_at else self.body.number
-        waits = self._waits(name, refs) if ahead else [f"^{name}"]
+        number = self.body.number_at(op, ahead) if self.body.number_at else self.body.number
+        if waits is None:
+            waits = self._waits(name, refs) if ahead else [f"^{name}"]
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
         self.inserted.setdefault(name, []).append(node.name)
-        if not instead:
+        if not instead and (refs or not ahead):  # an op without inputs stays as it is
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
 

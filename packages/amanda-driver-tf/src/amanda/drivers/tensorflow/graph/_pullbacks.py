@@ -82,9 +82,8 @@ class Pullbacks:
         pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs])
         name = self._insertions.add(
             op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
-            [enum(wanted[i]) for _, i in inputs], ahead=True,
+            [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True,
         )  # fmt: skip
-        self._insertions.ahead[self._insertions.body.node_name(op)].remove(name)
         return {i: self._insertions.output_of(name, k) for k, (_, i) in enumerate(inputs)}
 
     def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:

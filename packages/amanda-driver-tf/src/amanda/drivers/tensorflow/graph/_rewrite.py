@@ -11,12 +11,13 @@ from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._calls import rewrite_calls
 from ._facts import facts_of, inputs_of, outputs_of
+from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
 from ._insertions import Insertions
 from ._pullbacks import Pullbacks
 from ._side import Side, enum
 from ._slots import Recalled
-from ._syntax import Edge, input_sizes, output_sizes
+from ._syntax import Edge, input_sizes, output_sizes, references
 
 
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
@@ -86,17 +87,23 @@ class _Rewriter:
         self.rewriting.ids[op] = (identity, facts)
         if not combined.forward:
             return
-        inputs = self._input_side(op, node)
-        self.insertions.insert_all(op, combined.before, inputs, facts, "before")
+        inputs, side = self._input_side(op, node), self._output_side(op, node)
+        flow = self.body.syntax.dead_values and op.type in FLOW
+        if flow:
+            at_flow(self.insertions, op, combined, inputs, side, facts)
+        else:
+            self.insertions.insert_all(op, combined.before, inputs, facts, "before")
         edges = self._edges(node)
         for i in inputs.changed():
             self.edges[node.name, i] = inputs.refs[i]
             self._let_own_read(op, identity, edges[i], inputs.tensors[i], inputs.refs[i])
-        side = self._output_side(op, node)
-        if combined.replace is not None:
-            self.removed[node.name] = self.insertions.replace(op, combined.replace, inputs, side, facts)
-        first = list(side.refs)
-        self.insertions.insert_all(op, combined.after, side, facts, "after")
+        first = list(side.before)
+        if not flow:
+            if combined.replace is not None:
+                instead = self.insertions.replace(op, combined.replace, inputs, side, facts)
+                self.removed |= {} if instead is None else {node.name: instead}
+                first = list(side.refs)
+            self.insertions.insert_all(op, combined.after, side, facts, "after")
         for i in side.changed():
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
@@ -136,15 +143,18 @@ class _Rewriter:
         before = Side(
             [self._read_at(op, i) for i in entering], facts.grad_outputs, [None] * len(entering)
         )  # fmt: skip
-        self.insertions.insert_all(op, plan.before, before, facts, "before")
-        for i in before.changed():
-            self.edges[node.name, entering[i]] = before.refs[i]
         edges = [Edge(node.name, i) for i in leaving]
         refs = [self.body.syntax.write(edge) for edge in edges]
         after = Side(refs, [outputs[i] for i in leaving], [None] * len(leaving))
-        if plan.replace is not None and leaving:
-            self.insertions.replace_gradients(op, plan.replace, before, after, facts)
-        self.insertions.insert_all(op, plan.after, after, facts, "after")
+        if self.body.syntax.dead_values and op.type in FLOW:
+            at_flow(self.insertions, op, plan, before, after, facts)
+        else:
+            self.insertions.insert_all(op, plan.before, before, facts, "before")
+            if plan.replace is not None and leaving:
+                self.insertions.replace_gradients(op, plan.replace, before, after, facts)
+            self.insertions.insert_all(op, plan.after, after, facts, "after")
+        for i in before.changed():
+            self.edges[node.name, entering[i]] = before.refs[i]
         for i in after.changed():
             self.tensors[edges[i]] = after.refs[i]
 
@@ -186,12 +196,12 @@ class _Rewriter:
 
     def _input_side(self, op: tf.Operation, node: Any) -> Side:
         refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
-        return Side(refs, inputs_of(op, node), [size for _, size in input_sizes(node)])
+        return Side(refs, inputs_of(op, node), [size for _, size in input_sizes(node)], references(node))
 
     def _output_side(self, op: tf.Operation, node: Any) -> Side:
         outputs = outputs_of(op, node)
         refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
-        return Side(refs, outputs, [size for _, size in output_sizes(node)])
+        return Side(refs, outputs, [size for _, size in output_sizes(node)], references(node, outputs=True))
 
     def _read(self, name: str, index: int, edge: Edge) -> str:
         """What an input reads now."""

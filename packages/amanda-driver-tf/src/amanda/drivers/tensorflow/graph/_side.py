@@ -15,17 +15,22 @@ class Side:
 
     refs: how each flat tensor is written as an input.  tensors: the symbols.
     sizes: for each value its length where it is a list; None for a single tensor.
-    fixed: flat positions that cannot be given another value, such as references to variables.
+    unread: positions of references, which may stand for a variable that has no value: routines get None.
     """
 
     def __init__(
-        self, refs: Sequence[str], tensors: Sequence[Any], sizes: Sequence[int | None], fixed: bool = False
+        self,
+        refs: Sequence[str],
+        tensors: Sequence[Any],
+        sizes: Sequence[int | None],
+        unread: Sequence[bool] = (),
     ) -> None:
         self.refs = list(refs)
         self.before = list(refs)
         self.tensors = list(tensors)
         total = sum(1 if size is None else size for size in sizes)
         self.sizes = list(sizes) if total == len(tensors) else [None] * len(tensors)
+        self.unread = {i for i, one in enumerate(unread) if one}
         self._firsts: list[int] = []
         first = 0
         for size in self.sizes:
@@ -40,10 +45,10 @@ class Side:
     def selected(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
         """The positions of the values that routines with these selections need."""
         if any(select is None for select in selections):
-            return list(range(self.count))
+            return [i for i in range(self.count) if i not in self.unread]
         chosen = {position % self.count for select in selections for position in select or ()
                   if -self.count <= position < self.count}  # fmt: skip
-        return sorted(chosen)
+        return sorted(chosen - self.unread)
 
     def flat(self, positions: Sequence[int]) -> list[int]:
         """The flat positions of values."""

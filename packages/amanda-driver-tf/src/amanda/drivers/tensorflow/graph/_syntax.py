@@ -7,10 +7,10 @@ from tensorflow.python.framework import op_def_registry
 
 
 class Edge(NamedTuple):
-    """A tensor: the node that makes it, or a function's argument, and the index among its outputs."""
+    """A tensor: the node that makes it, or a function's argument, and which of its outputs."""
 
     node: str
-    index: int
+    index: int  # type: ignore[assignment]
 
 
 def sizes(args: Sequence[Any], attributes: Mapping[str, Any]) -> list[tuple[str, int | None]]:
@@ -37,6 +37,14 @@ def input_sizes(node: Any) -> list[tuple[str, int | None]]:
     if definition is None:
         return [("args", sum(not text.startswith("^") for text in node.input))]
     return sizes(definition.input_arg, node.attr)
+
+
+def references(node: Any, outputs: bool = False) -> list[bool]:
+    """Which of a node's inputs, or outputs, its op takes or gives by reference."""
+    definition = op_def(node.op)
+    if definition is None:
+        return []
+    return [arg.is_ref for arg in (definition.output_arg if outputs else definition.input_arg)]
 
 
 def output_sizes(node: Any) -> list[tuple[str, int | None]]:
