@@ -57,6 +57,10 @@ class Call(ABC):
         """The non-tensor arguments by name."""
         return {}
 
+    def parameters(self) -> Sequence[int]:
+        """Positions of the inputs that were read of a variable, where the input itself does not tell."""
+        return ()
+
     def op_type(self) -> str:
         """The framework's own name for what the op computes, one for all its spellings."""
         return str(getattr(self.op, "__name__", self.op))
@@ -237,6 +241,7 @@ class EagerExecution(TensorOps):
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
+            parameters=call.parameters(),
         )  # fmt: skip
         fresh: list[tuple[Layer, Hashable, Plan]] = []
         pairs: list[tuple[Layer, Plan]] = []

@@ -85,6 +85,7 @@ class TensorFlowSample(Sample):
     dtypes = (tf.float64, tf.float32, tf.int64, tf.complex128)
     relu_backward = "ReluGrad"
     leaf_backward = "none"
+    watching = True
 
     linear = property(lambda self: tf.linalg.matmul)
     relu = property(lambda self: tf.nn.relu)
@@ -113,7 +114,13 @@ class TensorFlowSample(Sample):
         return made
 
     def parameter(self, values: Sequence[Any]) -> Any:
-        return tf.Variable(values, dtype=tf.float64)
+        return self._watched(tf.Variable(values, dtype=tf.float64))
+
+    def _watched(self, variable: Any) -> Any:
+        if self.watching:
+            self._variables.append(weakref.ref(variable))
+            self._recorded.tape.watch(variable)
+        return variable
 
     def bits(self, tensor: Any) -> bytes:
         return bytes(tensor.numpy().tobytes())
@@ -152,8 +159,7 @@ class TensorFlowSample(Sample):
     def model(self) -> Any:
         model = Network()
         for variable in model.variables:
-            self._variables.append(weakref.ref(variable))
-            self._recorded.tape.watch(variable)
+            self._watched(variable)
         return model
 
     def module(self, forward: Any) -> Any:
@@ -188,6 +194,11 @@ class TestTensorFlowEagerDriver(DriverTests):
             reason="never: a forked child of TensorFlow waits for threads that it does not have", run=False
         ),
     }
+
+    def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
+        assert isinstance(sample, TensorFlowSample)
+        sample.watching = False  # an open tape holds what it watches
+        super().test_a_plan_dies_with_its_parameter(sample)
 
     @pytest.fixture
     def sample(self) -> Iterator[Sample]:

@@ -8,8 +8,10 @@ from amanda.backend import Call
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 
+from .._operation import Operation
 from ._schema import Schema, flattened
 from ._state import MARK, Mark, local
+from ._variables import variables
 
 Execute = Callable[[tuple[Any, ...]], Any]
 
@@ -41,6 +43,10 @@ class EagerCall(Call):
         given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         return {**given, **self.schema.inferred(self.inputs, given)}
 
+    def parameters(self) -> Sequence[int]:
+        """Positions of the inputs that were read of a variable."""
+        return tuple([i for i, one in enumerate(self.inputs) if getattr(one, "_id", None) in variables.read])
+
     def op_type(self) -> str:
         """TensorFlow's type of the op."""
         return self.schema.type
@@ -64,6 +70,11 @@ class EagerCall(Call):
         attrs = self.attrs + tuple(one for pair in inferred.items() for one in pair)
         record(self.schema.type, flattened(inputs), attrs, results, made.mark())
         return result
+
+    def backward_op(self) -> Operation:
+        """The op as a backward op, which tells its attributes itself: a context's are the forward op's."""
+        given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
+        return Operation(self.schema.type, attributes=given)
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """A result as a list of outputs, and how to put such a list back into its form."""

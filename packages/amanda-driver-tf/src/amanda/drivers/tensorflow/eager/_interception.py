@@ -15,7 +15,7 @@ from tensorflow.python.framework.ops import EagerTensor
 from ._calls import FastCall, SlowCall
 from ._schema import Schema, Schemas
 from ._state import NOBODY, local
-from ._variables import READS, Variable, Variables
+from ._variables import READS, Variable, variables
 
 Backward = Callable[[Any, Any], Any]
 
@@ -62,7 +62,6 @@ class Interception:
         self.execute = execute.quick_execute
         self._record_gradient = execute.record_gradient
         self._entries = Entries(self)
-        self._variables = Variables()
 
     def enter(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
@@ -89,7 +88,7 @@ class Interception:
 
     def _stand_in_for_fast_path(self) -> Callable[..., Any]:
         entries, special, original = self._entries, self._special, self.fast_path
-        read = self._variables.read
+        read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
             entry = entries[type]
@@ -110,34 +109,34 @@ class Interception:
         activation, schema = interceptor.active(), entry.schema
         if schema is None or (activation is None and local.made is None):
             return self.fast_path(ctx, type, name, *args)
-        variables: list[Variable] = []
-        inputs = [self._tensor(value, variables) for value in args[: entry.count]]
+        met: list[Variable] = []
+        inputs = [self._tensor(value, met) for value in args[: entry.count]]
         args = (ctx, type, name, *inputs, *args[entry.count :])
         if activation is None:  # a replacement computes
             return FastCall(schema, self.run_fast, args).invoke(inputs)
         if local.under_way is not None:
             return self._backward(activation.state, FastCall(schema, self.run_fast, args))
-        if not variables:
+        if not met:
             return entry.fast(*args)
-        result = entry.told(*args, variables=tuple(variables))
+        result = entry.told(*args, variables=tuple(met))
         if type in READS:
-            self._variables.know(result, variables[0])
+            variables.know(result, met[0])
         return result
 
-    def _tensor(self, value: Any, variables: list[Variable]) -> Any:
+    def _tensor(self, value: Any, met: list[Variable]) -> Any:
         """A tensor for an input.
 
         Raises _FallbackException where TensorFlow has to say which: it calls `execute` with what it made.
         """
         if value.__class__ is EagerTensor:
-            if (known := self._variables.known(value)) is not None:
-                variables.append(known)
+            if (known := variables.known(value)) is not None:
+                met.append(known)
             return value
         if isinstance(value, tf.Variable):
             value = value.read_value()  # as the fast path does
-            return self._tensor(value, variables)
+            return self._tensor(value, met)
         if isinstance(value, (list, tuple)):
-            return [self._tensor(one, variables) for one in value]
+            return [self._tensor(one, met) for one in value]
         raise core._FallbackException
 
     # ---- what the fast path leaves to Python ----
@@ -150,7 +149,11 @@ class Interception:
         type = op_name if isinstance(op_name, str) else op_name.decode()
         schema = self._entries[type].schema if activation is not None or local.made is not None else None
         args = (op_name, num_outputs, inputs, attrs, ctx, name)
-        if schema is None or local.frame is NOBODY or (inputs and not all(one.__class__ is EagerTensor for one in inputs)):
+        if (
+            schema is None
+            or local.frame is NOBODY
+            or (inputs and not all(one.__class__ is EagerTensor for one in inputs))
+        ):
             return self.execute(*args)
         local.recorded = False
         if activation is None:

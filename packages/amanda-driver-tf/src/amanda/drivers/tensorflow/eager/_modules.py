@@ -23,7 +23,9 @@ class Modules:
     def enter(self) -> None:
         """Let each call of a module or layer be a region: the ops in it belong to that object."""
         for module, name in LAYERS:
-            self._leave.append(when_imported(module, lambda module=module, name=name: self._enclose_layer(module, name)))
+            self._leave.append(
+                when_imported(module, lambda module=module, name=name: self._enclose_layer(module, name))
+            )
         for kind in _callable_modules(tf.Module):
             self._enclose(kind)
         before = vars(tf.Module).get("__init_subclass__")

@@ -110,4 +110,3 @@ def _only(values: list[Any]) -> Any:
 
 def _nothing(values: list[Any]) -> None:
     return None
-

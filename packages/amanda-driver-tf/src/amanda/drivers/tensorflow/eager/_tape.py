@@ -160,7 +160,7 @@ class Tape:
         frame.count += 1
         tensors = flattened(call.inputs)
         positions = [i for i, tensor in enumerate(tensors) if tensor._id in frame.gradients]
-        step = BackwardStep(self._driver, trace, call.op, place, state)
+        step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
         if not step.wanted:
             result = self._computed(frame, call, call.inputs)
             values = call.flat(result)

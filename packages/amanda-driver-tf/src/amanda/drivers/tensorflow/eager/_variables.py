@@ -48,3 +48,4 @@ class Variables:
 
 
 _RESOURCE = 20  # DT_RESOURCE
+variables = Variables()

@@ -18,7 +18,6 @@ from ._callables import Callables
 from ._cone import Request
 from ._run import Route, endpoint, request_of
 
-
 Prepare = Callable[[Any, Request, State], "tuple[Route, Execution] | None"]
 
 

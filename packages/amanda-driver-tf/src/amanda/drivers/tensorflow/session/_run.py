@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from tensorflow.python.client import pywrap_tf_session as c_api
 
 from ._cone import Endpoint, Request
