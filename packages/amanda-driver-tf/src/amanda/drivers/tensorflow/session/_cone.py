@@ -33,7 +33,7 @@ def cone(graph: Any, request: Request) -> list[Any]:
 
 
 def after_forward(ops: Sequence[Any], request: Request, forward: Mapping[str, Any]) -> list[Any]:
-    """The operations of a cone: those that gradients are computed of come first, and what seeds those later."""
+    """The operations of a cone, with those that are differentiated, and what they read, first."""
     names = {op.name for op in ops}
     before = {name: op for name, op in forward.items() if op.name in names}
     differentiated = {op.name for op in forward.values()}
