@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Mark:
 
     __slots__ = ("__weakref__", "inputs", "order", "place", "trace")
 
-    by_output: WeakValueDictionary[int, Mark] = WeakValueDictionary()
+    by_output: ClassVar[WeakValueDictionary[int, Mark]] = WeakValueDictionary()
     """The op on a tape that made a tensor, by the tensor's id, which TensorFlow gives once."""
 
     def __init__(self, place: int, order: int) -> None:
