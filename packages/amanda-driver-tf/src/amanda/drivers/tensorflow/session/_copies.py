@@ -24,10 +24,11 @@ from ..graph import (
     rewrite,
 )
 from ._cone import Endpoint, Request, after_forward, cone
+from ._draws import Draw, SessionExecution, can_draw, drawing, draws
 from ._frames import Frames
 from ._gradients import ForwardOps
 from ._hidden import HiddenNodes
-from ._partition import partition
+from ._partition import Partition, partition
 from ._run import Route
 from ._values import Reading
 
@@ -68,7 +69,9 @@ class Copies:
             state.report(what, reason)
         if copy.route is None:
             return None
-        return copy.route, Execution(state, GraphTensors(), copy.table)
+        execution = SessionExecution(state, GraphTensors(), copy.table)
+        execution.session = ref(session)
+        return copy.route, execution
 
     def _made(self, session: Any, request: Request, state: State) -> Copy:
         graph = session.graph
@@ -109,11 +112,7 @@ class Copies:
         number.attr["dtype"].type = types_pb2.DT_INT64
         number.attr["shape"].shape.SetInParent()
         nodes = [*rewritten.nodes, number, *frames.carriers(NUMBER)]
-        copied, torn = partition(own, nodes)
-        for node in torn:
-            rewriting.report(
-                f"the state of {node.name} ({node.op})", "its kernel holds it, and a copy's begins anew"
-            )
+        copied = _with_draws(graph, partition(own, nodes), rewriting, frames)
         feeds = _Feeds(graph, request.feeds)
         copied = [*feeds.redirected(copied), *feeds.placeholders]
         names = {node.name for node in copied}
@@ -155,6 +154,22 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         alone=frames.alone,
     )
     return body, forward, frames
+
+
+def _with_draws(graph: Any, parted: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
+    """The copied nodes; those whose kernels hold generators run the originals, or it is said."""
+    stand_ins = {}
+    torn = [f"{name} of a function" for name in draws(rewriting.library)]
+    for node in parted.torn:
+        op = graph.get_operation_by_name(node.name)
+        if can_draw(op) and not frames.alone(op):
+            slot = rewriting.add(Draw(node.name))
+            stand_ins[node.name] = drawing(node, op, slot, NUMBER)
+        else:
+            torn.append(f"{node.name} ({node.op})")
+    for name in torn:
+        rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
+    return [stand_ins.get(node.name, node) for node in parted.copied]
 
 
 class _Feeds:
