@@ -37,6 +37,9 @@ class Copy:
         self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for op, (op_id, _) in rewriting.ids.items():
             self.ids[op] = op_id
+        self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        for op, graphs in rewriting.callees.items():
+            self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
         self._vanilla = function.name
         self._handles: list[Any] = []
 
@@ -94,6 +97,8 @@ class Copies:
             rewriting.analysis.plans.update(trace.copy.plans)
             rewriting.kept.update(trace.copy.kept)
             rewriting.taped.update(trace.copy.taped)
+            for op, graphs in trace.copy.callees.items():
+                rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
             rewriting.origin = lambda op: self._origin(op, trace)
         body = body_of(
             function, self._identities.of(function.graph, function.name), args.__getitem__,

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-_GRADIENT_SCOPE = re.compile(r"(?:^|.*?/)gradients(?:_\d+)?/(.*)_grad(?:_\d+)?/")
+_GRADIENT_SCOPE = re.compile(r"(?:^|/)gradients(?:_\d+)?/")
+_OF_ONE = re.compile(r"_grad(?:_\d+)?(?:/|$)")
 _TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
 
 
@@ -37,6 +38,7 @@ class ForwardMap:
     ops: the graph's operations, in order.
     forward_ops: those of the graph that was differentiated, by name; the graph's own by default.
     captured: of a placeholder, the tensor of the forward graph that it stands for; None for others.
+    default: what operations of which nothing is known belong to: the call of a graph of gradients.
     guessed: operations whose forward operation only names tell.
     """
 
@@ -45,6 +47,7 @@ class ForwardMap:
         ops: Sequence[tf.Operation],
         forward_ops: Mapping[str, tf.Operation] | None = None,
         captured: Callable[[Any], Any] = lambda tensor: None,
+        default: tf.Operation | None = None,
     ) -> None:
         self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
         self._captured = captured
@@ -54,7 +57,7 @@ class ForwardMap:
         self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
         self._by_scope: dict[str, list[tf.Operation]] | None = None
         for op in ops:
-            found = records.get(op) or self._by_names(op)
+            found = records.get(op) or self._by_names(op) or default
             if found is not None and found is not op:
                 self._forward[op] = found
         self._add_sums(ops)
@@ -70,21 +73,40 @@ class ForwardMap:
         return found
 
     def _by_names(self, op: tf.Operation) -> tf.Operation | None:
-        match = _GRADIENT_SCOPE.match(op.name + "/")
-        if match and match.group(1) in self._by_name:
-            self.guessed.append(op)
-            return self._by_name[match.group(1)]
         match = _TAPE_SCOPE.match(op.name)
-        if match is None:
-            return None
-        found = self._by_structure(op, match.group(1) or "")
+        found = self._by_scope_of_gradients(op)
+        if found is None and match is not None:
+            found = self._as_what_it_reads(op) or self._by_structure(op, match.group(1) or "")
         if found is not None:
             self.guessed.append(op)
         return found
 
+    def _by_scope_of_gradients(self, op: tf.Operation) -> tf.Operation | None:
+        """The operation whose name, with "_grad", is the scope; scopes of gradients may be in one another."""
+        for scope in reversed(list(_GRADIENT_SCOPE.finditer(op.name))):
+            for end in reversed(list(_OF_ONE.finditer(op.name, scope.end()))):
+                found = self._by_name.get(op.name[scope.end() : end.start()])
+                if found is not None:
+                    return found
+        return None
+
+    def _as_what_it_reads(self, op: tf.Operation) -> tf.Operation | None:
+        """The operation of a factor that was computed from its tensors alone, such as cos for sin."""
+        for tensor in op.inputs:
+            found = self._forward.get(tensor.op)
+            if found is not None and len(tensor.op.inputs) > 0:
+                own = {_key(one) for one in (*found.inputs, *found.outputs)}
+                if all(self._key_of(one) in own for one in tensor.op.inputs):
+                    return found
+        return None
+
+    def _key_of(self, tensor: Any) -> tuple[Any, int]:
+        held = self._captured(tensor)
+        return _key(tensor if held is None else held)
+
     def _by_structure(self, op: tf.Operation, scope: str) -> tf.Operation | None:
         """The operation of that name scope which shares most tensors with the gradient operation."""
-        reads = {_key(tensor if (held := self._captured(tensor)) is None else held) for tensor in op.inputs}
+        reads = {self._key_of(tensor) for tensor in op.inputs}
         best: tuple[int, tf.Operation | None] = (0, None)
         for candidate in self._in_scope(scope):
             shared = sum(_key(one) in reads for one in (*candidate.inputs, *candidate.outputs))

@@ -100,6 +100,7 @@ class Rewriting:
     kept: where what the backward operations of an op read instead of a tensor is kept: by op id, name and
     index of the tensor, the place, its side and position.
     taped: the places where routines of an op take part in autodiff, by op id.
+    callees: graphs of the functions that a forward operation calls, by the operation and place.
     ids: op ids and facts of the forward operations that were analysed.
     origin: the same of forward operations of another graph, which was rewritten before; None of others.
     """
@@ -111,6 +112,7 @@ class Rewriting:
     table: dict[int, Any] = field(default_factory=dict)
     library: list[Any] = field(default_factory=list)
     ids: dict[tf.Operation, Any] = field(default_factory=dict)
+    callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
     reports: list[tuple[str, str]] = field(default_factory=list)
     differentiated: bool = False
     kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)

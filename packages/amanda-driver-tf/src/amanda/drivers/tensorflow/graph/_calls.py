@@ -51,7 +51,12 @@ def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: R
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return False
         identity = digest(op_id(body, name), place)
-        inner = body_of(function, identity, read_argument, rewriting, rewriting.differentiated)
+        forward = body.forward_of(op)
+        inner = body_of(
+            function, identity, read_argument, rewriting, rewriting.differentiated,
+            rewriting.callees.get(forward, {}).get(place), forward,
+        )  # fmt: skip
+        rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
     if not any(rewritten.changed for *_, rewritten in found):
         return False

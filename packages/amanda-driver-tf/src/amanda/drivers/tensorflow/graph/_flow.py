@@ -55,6 +55,7 @@ def _each(
         if i in selected:
             gives = side.changeable([i])
             inserted: Any = Node(actions, facts, side.count, [i], [None], gives)
+            inserted.keeps, inserted.taped = None, False
             inserted.dtypes = [side.tensors[k].dtype.base_dtype for k in gives]
             inserted.keeps, inserted.taped = None, False
             types = [enum(side.tensors[k]) for k in gives]

@@ -124,10 +124,14 @@ def body_of(
     read_argument: Callable[[int], Any],
     rewriting: Rewriting | None = None,
     apart: bool = False,
+    forward_graph: Any = None,
+    forward_call: tf.Operation | None = None,
 ) -> Body:
     """The nodes of a function that run.
 
     read_argument: the present value of an argument, by position.
+    forward_graph: the graph that this one has gradients of, where it does not capture its tensors.
+    forward_call: where this is called for the gradients of a call, that one.
     """
     definition, graph = function.definition, function.graph
     run = executed(definition)
@@ -136,7 +140,7 @@ def body_of(
     names = function.names
     everything = graph.get_operations()
     held = _captured(graph)
-    forward = ForwardMap(everything, _forward_operations(held, everything), held)
+    forward = ForwardMap(everything, _forward_operations(held, everything, forward_graph), held, forward_call)
     if rewriting is not None and forward.guessed:
         rewriting.report(
             f"the backward ops of {function.name}",
@@ -162,14 +166,14 @@ def _captured(graph: Any) -> Callable[[Any], Any]:
 
 
 def _forward_operations(
-    captured: Callable[[Any], Any], everything: Sequence[tf.Operation]
+    captured: Callable[[Any], Any], everything: Sequence[tf.Operation], graph: Any
 ) -> Mapping[str, tf.Operation] | None:
     """The operations of the graph that this one captures tensors of; None where it captures none."""
     for op in everything:
         held = captured(op.outputs[0]) if op.type == "Placeholder" and op.outputs else None
-        if held is not None:
-            return {one.name: one for one in held.graph.get_operations()}
-    return None
+        if held is not None and graph is None:
+            graph = held.graph
+    return None if graph is None else {one.name: one for one in graph.get_operations()}
 
 
 class _Reading:

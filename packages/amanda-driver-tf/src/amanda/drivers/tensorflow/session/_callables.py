@@ -80,7 +80,9 @@ def _rerouted(options: Any, route: Route) -> Any:
     rerouted.ClearField("target")
     rerouted.fetch.extend(route.tensor_name(name) for name in options.fetch)
     rerouted.target.extend(route.target_names(options.target))
-    hidden = [route.feed_names[_endpoint(name)] for name in options.feed if _endpoint(name) in route.feed_names]
+    hidden = [
+        route.feed_names[_endpoint(name)] for name in options.feed if _endpoint(name) in route.feed_names
+    ]
     rerouted.feed.extend(f"{route.prefix}{name}:0" for name in (*hidden, route.number_name))
     for connection in options.tensor_connection:
         other = route.feed_names.get(_endpoint(connection.to_tensor))

@@ -68,9 +68,8 @@ def _read_by(
     op: Any, feeds: Collection[Endpoint], later: list[Any], before: Mapping[str, Any]
 ) -> Iterator[Any]:
     """The operations that come before one; the ends of a loop are left for later."""
-    reads: list[Any] = list(op.control_inputs)
-    if op.name in before:
-        reads.append(before[op.name])
+    reads: list[Any] = [before[op.name]] if op.name in before else []
+    reads += op.control_inputs
     for tensor in op.inputs:
         source = tensor.op
         if (source.name, tensor.value_index) not in feeds:

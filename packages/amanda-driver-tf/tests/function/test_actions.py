@@ -1,0 +1,166 @@
+"""The six actions in a function, with the tape inside and outside of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import amanda
+from tests.function.conftest import inserting
+
+MASK = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], "f4")
+inside = pytest.mark.parametrize("inside", [True, False], ids=["tape inside", "tape outside"])
+
+
+def straight_through(routine):
+    """A routine whose gradient is the identity."""
+    return lambda value: value + tf.stop_gradient(routine(value) - value)
+
+
+def run(layer, tool, inside):
+    with amanda.apply(tool):
+        first = layer.trained(inside)
+        again = layer.trained(inside)
+    np.testing.assert_equal(again, first)
+    return first
+
+
+def close(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@inside
+def test_an_input_is_changed_and_the_gradient_passes_straight_through(traced, inside) -> None:
+    tool = inserting("insert_before_op", "MatMul", lambda w: w * MASK, [1])
+    close(run(traced, tool, inside), traced.by_hand(weight=straight_through(lambda w: w * MASK)))
+
+
+@inside
+def test_the_backward_op_reads_the_changed_input(layer, inside) -> None:
+    """relu's gradient is computed on the value that relu was given."""
+    tool = inserting("insert_before_op", "Relu", lambda h: -h)
+    close(run(layer, tool, inside), layer.by_hand(hidden=straight_through(lambda h: -h)))
+
+
+@inside
+def test_an_output_is_changed_for_all_but_its_own_backward_op(traced, inside) -> None:
+    tool = inserting("insert_after_op", "Relu", lambda y: y * 3)
+    close(run(traced, tool, inside), traced.by_hand(activated=straight_through(lambda y: y * 3)))
+
+
+@inside
+def test_gradients_are_changed_before_their_op(traced, inside) -> None:
+    value, gradient = traced.by_hand()
+    tool = inserting("insert_before_backward_op", "ReluGrad", lambda g: g * 2)
+    close(run(traced, tool, inside), [value, gradient * 2])
+
+
+@inside
+def test_gradients_are_changed_after_their_op(traced, inside) -> None:
+    value, gradient = traced.by_hand()
+    masked = inserting(
+        "insert_after_backward_op", "MatMul", lambda g: g * MASK if g.shape == MASK.shape else None
+    )
+    close(run(traced, masked, inside), [value, gradient * MASK])
+
+
+@inside
+def test_a_replaced_backward_op_gives_the_routines_gradients(traced, inside) -> None:
+    tool = inserting("replace_backward_op", "ReluGrad", lambda g: g)
+    relu = straight_through(tf.nn.relu)
+    close(run(traced, tool, inside), traced.by_hand(relu=relu))
+
+
+@inside
+def test_a_replaced_op_takes_part_in_autodiff(traced, inside) -> None:
+    tool = inserting("replace_op", "Relu", lambda h: h * 0.5)
+    close(run(traced, tool, inside), traced.by_hand(relu=lambda h: h * 0.5))
+
+
+@inside
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_differentiable_routine_takes_part_in_autodiff(traced, inside, marked) -> None:
+    routine = amanda.differentiable(lambda w: tf.tanh(w)) if marked else tf.tanh
+    tool = inserting("insert_before_op", "MatMul", routine, [1])
+    with amanda.autodiff_enabled() if not marked else amanda.autodiff_disabled():
+        found = run(traced, tool, inside)
+    close(found, traced.by_hand(weight=tf.tanh))
+
+
+@inside
+def test_differentiable_routines_one_after_another(layer, inside) -> None:
+    tool = inserting("insert_after_op", "Relu", amanda.differentiable(lambda y: tf.sin(y)))
+    tool.add_inst_for_op(
+        lambda context: (
+            context.insert_after_op(amanda.differentiable(lambda y: y * y))
+            if context.get_op().type == "Relu"
+            else None
+        ),
+        require_outputs=True,
+    )
+    close(run(layer, tool, inside), layer.by_hand(activated=lambda y: tf.sin(y) ** 2))
+
+
+@inside
+def test_a_tool_that_gives_every_value_back_changes_nothing(traced, inside) -> None:
+    vanilla = traced.trained(inside)
+    tool = amanda.Tool()
+    for action in ("insert_before_op", "insert_after_op"):
+        after = "after" in action
+        tool.add_inst_for_op(
+            lambda context, action=action: getattr(context, action)(lambda *values: values),
+            require_outputs=after,
+        )
+        backward = action.replace("_op", "_backward_op")
+        tool.add_inst_for_op(
+            lambda context, action=backward: getattr(context, action)(lambda *values: values),
+            backward=True, require_outputs=after,
+        )  # fmt: skip
+    close(run(traced, tool, inside), vanilla)
+
+
+@inside
+def test_what_an_execution_hands_on_is_there_in_its_backward_routines(layer, inside) -> None:
+    seen = []
+
+    def keep(value, run):
+        run["value"] = value
+
+    tool = inserting("insert_before_op", "Relu", keep)
+    tool.depends_on(
+        backward := inserting(
+            "insert_before_backward_op", "ReluGrad", lambda g, run: seen.append(run["value"].numpy())
+        )
+    )
+    with amanda.apply(tool, backward):
+        layer.trained(inside)
+    np.testing.assert_allclose(seen, [layer.x @ tf.convert_to_tensor(layer.weight)])
+
+
+def test_an_observer_sees_each_execution(layer) -> None:
+    seen = []
+    tool = inserting("insert_after_op", "Relu", amanda.observer(lambda y: seen.append(y.numpy())))
+    with amanda.apply(tool):
+        vanilla = layer.loss(layer.x)
+        layer.loss(layer.x)
+    np.testing.assert_allclose((seen[0] ** 2).sum(), vanilla, rtol=1e-5)
+    assert len(seen) == 2
+
+
+def test_values_are_present_at_analysis(layer) -> None:
+    found = []
+
+    def analysis(context) -> None:
+        if context.get_op().type == "MatMul":
+            found.extend([context.get_value(0).numpy(), context.get_value("b").numpy()])
+            assert context.get_attrs()["transpose_a"] is False
+            assert context.get_source().startswith(__file__.replace("test_actions", "conftest"))
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analysis)
+    with amanda.apply(tool):
+        layer.loss(layer.x)
+    np.testing.assert_array_equal(found[0], layer.x)
+    np.testing.assert_array_equal(found[1], layer.weight)
