@@ -21,8 +21,38 @@ _ENGINE = (
     "ops.script_ops:EagerFunc",
     "ops.script_ops:_py_funcs.insert",
 )
+_SESSION = (
+    "_Callable.__call__",
+    "_call_tf_sessionprun",
+    "_call_tf_sessionrun",
+    "_do_call",
+    "_extend_graph",
+    "_make_callable_from_options",
+)
+_IMPORT = (
+    "GraphImportGraphDefWithResults",
+    "ImportGraphDefOptionsAddInputMapping",
+    "ImportGraphDefOptionsAddReturnOperation",
+    "ImportGraphDefOptionsRemapControlDependency",
+    "ImportGraphDefOptionsSetValidateColocationConstraints",
+    "ImportGraphDefResultsReturnOperations",
+    "OperationName",
+    "Output",
+)
 REQUIRED: dict[str, tuple[str, ...]] = {
-    "graph": _ENGINE,
+    "graph": (
+        *_ENGINE,
+        *(f"client.session:BaseSession.{name}" for name in _SESSION),
+        *(f"client.pywrap_tf_session:TF_{name}" for name in _IMPORT),
+        "framework.c_api_util:ScopedTFImportGraphDefOptions",
+        "framework.c_api_util:ScopedTFImportGraphDefResults",
+        "framework.ops:Graph._as_graph_def",
+        "framework.ops:Graph._c_graph",
+        "framework.ops:Graph._mutation_lock",
+        "framework.ops:Graph.new_operations",
+        "framework.ops:Operation._control_outputs",
+        "framework.ops:SymbolicTensor.consumers",
+    ),
     "function": (
         *_ENGINE,
         "eager.context:Context.call_function",

@@ -60,7 +60,8 @@ def _each(
             inserted.keeps, inserted.taped = None, False
             types = [enum(side.tensors[k]) for k in gives]
             name = insertions.add(
-                op, inserted, [side.refs[i]], [enum(side.tensors[i])], types, ahead=True, instead=True, waits=()
+                op, inserted, [side.refs[i]], [enum(side.tensors[i])], types,
+                ahead=True, instead=True, waits=(),
             )  # fmt: skip
             for k in gives:
                 side.refs[k] = insertions.output_of(name, 0)

@@ -33,10 +33,12 @@ def cone(graph: Any, request: Request) -> list[Any]:
 
 
 def after_forward(ops: Sequence[Any], request: Request, forward: Mapping[str, Any]) -> list[Any]:
-    """The operations of a cone, those that compute gradients after the ones whose gradients they are."""
+    """The operations of a cone, with those that are differentiated, and what they read, first."""
     names = {op.name for op in ops}
     before = {name: op for name, op in forward.items() if op.name in names}
-    return _topological([op for op in ops if op.name not in before] + list(ops), request.feeds, before)
+    differentiated = {op.name for op in forward.values()}
+    first = [op for op in ops if op.name in differentiated]
+    return _topological([*first, *ops], request.feeds, before)
 
 
 def _topological(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -50,6 +51,7 @@ class Copies:
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
+        self._lock = threading.RLock()
 
     def prepare(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
         """The copy that stands for a run, and the execution that it calls back to."""
@@ -59,7 +61,9 @@ class Copies:
         key = request, state.autodiff
         copy = copies.get(key)
         if copy is None:
-            copy = copies[key] = self._made(session, request, state)
+            with self._lock:
+                copy = copies.get(key) or self._made(session, request, state)
+                copies[key] = copy
         for what, reason in copy.reports:
             state.report(what, reason)
         if copy.route is None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
@@ -35,7 +35,7 @@ class Hidden:
 class HiddenNodes:
     """What was put beside one graph's own nodes; equal nodes are put there once."""
 
-    _of: weakref.WeakKeyDictionary[Any, HiddenNodes] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, HiddenNodes]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._imports: dict[bytes, Hidden] = {}

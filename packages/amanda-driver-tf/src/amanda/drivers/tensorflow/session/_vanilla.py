@@ -38,7 +38,7 @@ def hide_nodes(graph: Any) -> None:
         return as_graph_def(reference(), *args, **kwargs)
 
     def new_operations() -> list[Any]:
-        graph = reference()
+        graph: Any = reference()
         found = type(graph).new_operations(graph)
         return [one for one in found if not is_hidden(_SESSION.TF_OperationName(one))]
 
