@@ -34,7 +34,7 @@ class Tape:
         attributes.set(imperative_grad, "imperative_grad", self._followed_pass())
         attributes.set(record, "record_operation", self._mapped_record())
         recompute = _replayed(custom_gradient.recompute_grad)
-        for holder in (custom_gradient, tf, tf.compat.v1, tf.compat.v2):
+        for holder in (custom_gradient, tf):
             attributes.set(holder, "recompute_grad", recompute)
 
     @staticmethod
