@@ -115,7 +115,7 @@ class _Rewriter:
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
 
     def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
-        """Tell apart what the gradient operations read of a tensor that their operation reads several times."""
+        """Tell apart what gradient operations read of a tensor that their operation reads twice."""
         positions = [i for i, one in enumerate(edges) if one == edge]
         changed = inputs.changed()
         sources = self.insertions.sources
