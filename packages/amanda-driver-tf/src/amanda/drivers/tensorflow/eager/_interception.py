@@ -97,10 +97,10 @@ class Interception:
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
-            entry = entries[type]
             frame = local.frame
             if frame is NOBODY:
                 return original(ctx, type, name, *args)
+            entry = entries[type]
             if entry.quick and frame is None and local.under_way is None and local.made is None:
                 for value in args[: entry.count]:
                     if value.__class__ is not EagerTensor or value._id in read:
