@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +12,9 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import StandardMapping, _tensorflow_names
+
+VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
 
 
 def types_in(run: Callable[[], Any]) -> list[str]:
@@ -64,6 +68,12 @@ def test_the_words_of_the_vocabulary_are_given(word: str, run: Callable[[], Any]
         assert types_in(run)[-1] == "Cumsum"  # no word: TensorFlow's own name
     else:
         assert word in types_in(run)
+
+
+def test_the_documented_words_are_these() -> None:
+    section = VOCABULARY.read_text().split("## TensorFlow")[1].split("## ")[0]
+    rows = [re.findall(r"`(.+?)`", row) for row in section.splitlines() if row.startswith("| `")]
+    assert {name: word for word, *names in rows for name in names} == _tensorflow_names.WORDS
 
 
 class Weights(amanda.Tool):
