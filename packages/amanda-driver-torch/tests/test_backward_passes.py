@@ -50,6 +50,26 @@ def test_nodes_of_the_second_order_belong_to_the_op_of_the_first(backward_ops: A
     assert len(tool.pairs) == len(set(tool.ids)) == first
 
 
+def test_gradients_differentiated_now_and_then_are_seen_like_those_always(backward_ops: Any) -> None:
+    x, at_first, later = leaf(1, 2), backward_ops(), backward_ops()
+
+    def step(penalty: bool) -> None:
+        loss = (x.exp() * 3).sum()
+        if penalty:
+            (loss,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss.sum().backward()
+
+    with amanda.apply(at_first):
+        for penalty in (True, False):
+            step(penalty)
+    with amanda.apply(later) as scope:
+        for penalty in (False, False, True, False, True):
+            step(penalty)
+    assert ("exp", "MulBackward0") in later.pairs
+    assert sorted(later.pairs) == sorted(at_first.pairs)
+    assert [entry.what for entry in scope.report] == ["the first differentiation of gradients"]
+
+
 def test_a_gradient_is_changed_at_every_order(acting: Act, applied: Applied) -> None:
     x = torch.tensor(2.0, requires_grad=True)
 

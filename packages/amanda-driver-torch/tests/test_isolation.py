@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import amanda
@@ -188,3 +189,17 @@ def test_forward_mode_passes_straight_through(acting: Act, applied: Applied) -> 
 
     expected = program() * 10
     same(applied(acting("insert_before_op", "square", scaled), program), expected)
+
+
+@pytest.mark.parametrize("name", ["mul", "mul_"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tangent_passes_a_routine_straight_through(acting: Act, name: str, trained: bool) -> None:
+    primal = torch.tensor([1.0, 2.0], requires_grad=trained)
+    with amanda.apply(acting("insert_after_op", name, lambda result: result * 10)):
+        for _ in range(2):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(primal, torch.tensor([3.0, 5.0]))
+                value, tangent = forward_ad.unpack_dual(getattr(dual + 0, name)(2))
+                assert value.tolist() == [20.0, 40.0]
+                assert tangent is not None
+                assert tangent.tolist() == [6.0, 10.0]

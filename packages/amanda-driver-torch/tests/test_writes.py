@@ -171,3 +171,55 @@ def test_nothing_saved_is_copied_for_routines_that_leave_the_result(outputs: Any
         for _ in range(2):
             y = y.relu_()
     assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # type: ignore[union-attr]
+
+
+class Doubled(torch.autograd.Function):
+    """Doubles in place what it is given, and saves the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (doubled,) = ctx.saved_tensors
+        return grad * doubled
+
+
+class Handed(torch.autograd.Function):
+    """Gives back what it is given, which it has not written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_a_function_marks_dirty_takes_the_value_of_a_routine(acting: Act, trained: bool) -> None:
+    leaf = torch.ones(2, requires_grad=trained)
+    with amanda.apply(acting("insert_after_op", "Doubled", times_ten)):
+        for _ in range(3):
+            leaf.grad = None
+            x = leaf * 1
+            result = Doubled.apply(x)
+            assert result is x
+            same(x.detach(), torch.full((2,), 20.0))
+            if trained:
+                result.sum().backward()
+                assert leaf.grad is not None
+                same(leaf.grad, torch.full((2,), 2.0))  # of what the function itself has saved
+
+
+def test_what_a_function_hands_on_is_not_written(acting: Act) -> None:
+    x = torch.ones(2, requires_grad=True) * 1
+    with amanda.apply(acting("insert_after_op", "Handed", times_ten)):
+        for _ in range(3):
+            same(Handed.apply(x).detach(), torch.full((2,), 10.0))
+    same(x.detach(), torch.ones(2))

@@ -123,7 +123,7 @@ class BackwardStep:
             known = plan.backward.get(self.id)
             if known is not None:
                 self._plans.append(known)
-            elif layer.wants_backward and trace.gradients not in plan.settled:
+            elif layer.wants_backward and trace.gradients not in plan.settled and not trace.facts.dropped:
                 trace.pending.add(self.id)
                 if all(map(state.is_open, layer.tools)):
                     self._missing.append((layer, plan))

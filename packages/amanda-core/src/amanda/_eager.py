@@ -41,6 +41,10 @@ class Call(ABC):
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op itself on these inputs."""
 
+    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Those of the user's tensors that the op has written and gives back."""
+        return spread(inputs[i] for i in self.targets)
+
     def formed(self, result: Any) -> Any:
         """A replacement's result in the form that the op's own has."""
         return result
@@ -303,7 +307,9 @@ class EagerExecution(TensorOps):
         if trace is not None:
             trace.facts = self._kept_facts(told, inputs, values, trace)
             self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
-        written = spread(inputs[i] for i in call.targets)
+        written = call.written(inputs, values)
+        if written and saved is None and _given_to_routines(combined.after):
+            saved = self.saved_of(written)
         changed = self._run_after(combined.after, values, written, told, run, state, saved=saved)
         return outputs if changed is values else rebuild(changed)
 
@@ -339,7 +345,7 @@ class EagerExecution(TensorOps):
         first = step - len(combined.before)
         if first < 0:
             first, returned = 0, NOT_CALLED
-        written = spread(call.inputs[i] for i in call.targets)
+        written = call.written(call.inputs, values)
         saved = self.saved_of(written) if written else None
         changed = self._run_after(combined.after[first:], values, written, told, {}, state, returned, saved)
         return outputs if changed is values else rebuild(changed)

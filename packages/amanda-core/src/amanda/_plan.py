@@ -68,6 +68,7 @@ class Plan(BackwardPlan):
 class Layer:
     """The tools of one scope, in order, above the layers of the scopes around it.
 
+    twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
     """
 
@@ -81,6 +82,7 @@ class Layer:
         for routines in self.routines.values():
             self.guards += [one for one in routines if one.guard is not None]
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
+        self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -106,6 +108,20 @@ class Layer:
                 add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
                 raise
         return tuple(answers)
+
+    def differentiate_twice(self) -> bool:
+        """Hear that backward ops will have backward ops; whether that was not reckoned with before."""
+        if self.twice:
+            return False
+        settled = False
+        for layer in self.chain:
+            layer.twice = True
+            for plan in [plan for plans in layer.plans.values() for plan in plans.values()]:
+                settled = settled or bool(plan.settled)
+                plan.settled.clear()
+        if settled:
+            self.table.clear()
+        return settled
 
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
+from acting import inserting
 
 import amanda
-from tests.function.conftest import inserting
 
 MASK = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], "f4")
 inside = pytest.mark.parametrize("inside", [True, False], ids=["tape inside", "tape outside"])

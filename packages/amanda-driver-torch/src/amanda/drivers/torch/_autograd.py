@@ -86,10 +86,12 @@ class Autograd(EagerDriver):
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             activation = interceptor.active()
+            create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
+            if activation is not None and create_graph:
+                _expect_second_order(activation.state)
             if activation is None or not Mark.alive():
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
-            create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             backward = _Backward(self.unseen, activation.state, create_graph)
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
@@ -103,6 +105,17 @@ class Autograd(EagerDriver):
         attributes.set(torch.autograd.graph, original.__name__, run_backward)
         attributes.set(torch.autograd, original.__name__, run_backward)
         place_hooks_quickly(attributes)
+
+
+def _expect_second_order(state: State) -> None:
+    layer = state.layer
+    if layer is None or not any(one.wants_backward for one in layer.chain):
+        return
+    if layer.differentiate_twice():
+        state.report(
+            "the first differentiation of gradients",
+            "it came after passes without one; backward ops of backward ops are seen from the next on",
+        )
 
 
 class _Backward:
@@ -172,12 +185,13 @@ class _Backward:
     def finish(self) -> None:
         """Settle the plans of ops whose backward ops have all been analysed.
 
-        Under create_graph there will be more of them.
+        Under create_graph there will be more of them, and once there were, wherever none was met.
         """
         if self._create_graph:
             return
+        deep = {id(mark.trace.combined) for _, mark, _ in self._found if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending:
+            if not trace.pending and (not trace.layer.twice or id(trace.combined) in deep):
                 self._driver.finish(trace)
 
 

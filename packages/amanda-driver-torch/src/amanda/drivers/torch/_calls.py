@@ -46,6 +46,12 @@ class TorchCall(Call):
             args, kwargs = self._binding.call_arguments(inputs)
         return self._site.invoke((*self._head, *args), kwargs)
 
+    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Of an autograd.Function: those that it marked dirty, which alone it gives back themselves."""
+        if self._site.key != "Function.apply":
+            return super().written(inputs, outputs)
+        return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
+
     def formed(self, result: Any) -> Any:
         """A plain tuple as the named tuple of the op's results, where it has one of that length."""
         name = f"{self._site.key}_out" if self.targets else self._site.key

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from amanda.backend import Saved
 from amanda.errors import RoutineError
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._saved import Reached, SavedTensors, has_hooks
@@ -48,6 +49,10 @@ class WriteThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+        return tangent.mul_(1)  # torch wants to see it written
 
 
 class GradOff:
@@ -105,7 +110,8 @@ class TorchTensors:
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
         value = _detached(_fitting(original, value))
-        if original.requires_grad and torch.is_grad_enabled() and not original.is_inference():
+        recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
+        if recorded or _has_tangent(original):
             return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
         return value
 
@@ -120,7 +126,7 @@ class TorchTensors:
             return
         value = _detached(_fitting(target, value))
         recorded = target.requires_grad and torch.is_grad_enabled()
-        if recorded and not (target.is_leaf and not target._is_view()):
+        if (recorded and not (target.is_leaf and not target._is_view())) or _has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)
@@ -226,6 +232,12 @@ def _without_gradient(function: Callable[..., Any], *values: Any) -> Any:
         return function(*values)
     finally:
         torch._C._set_grad_enabled(before)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

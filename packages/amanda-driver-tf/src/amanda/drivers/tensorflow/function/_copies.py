@@ -32,6 +32,7 @@ class Copy:
         self.layer = rewriting.analysis.layer
         self.plans = rewriting.analysis.plans
         self.kept = rewriting.kept
+        self.shared = rewriting.shared
         self.taped = rewriting.taped
         self.reports = list(rewriting.reports)
         self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -96,6 +97,7 @@ class Copies:
         if trace is not None:
             rewriting.analysis.plans.update(trace.copy.plans)
             rewriting.kept.update(trace.copy.kept)
+            rewriting.shared.update(trace.copy.shared)
             rewriting.taped.update(trace.copy.taped)
             for op, graphs in trace.copy.callees.items():
                 rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}

@@ -99,6 +99,7 @@ class Rewriting:
     routines keep what the backward pass needs.
     kept: where what the backward operations of an op read instead of a tensor is kept: by op id, name and
     index of the tensor, the place, its side and position.
+    shared: the same where an op is given a tensor several times, by position; None where it is read as it is.
     taped: the places where routines of an op take part in autodiff, by op id.
     callees: graphs of the functions that a forward operation calls, by the operation and place.
     ids: op ids and facts of the forward operations that were analysed.
@@ -116,6 +117,7 @@ class Rewriting:
     reports: list[tuple[str, str]] = field(default_factory=list)
     differentiated: bool = False
     kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
+    shared: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
     taped: dict[int, list[Taped]] = field(default_factory=dict)
     origin: Callable[[tf.Operation], Any] = lambda op: None
 

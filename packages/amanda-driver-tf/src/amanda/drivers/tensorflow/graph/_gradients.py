@@ -26,6 +26,7 @@ class GradientEdges:
         self._order = {op: i for i, op in enumerate(body.ops)}
         self._entering: dict[tf.Operation, list[int]] = {}
         self._consumers: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
+        self._computing: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
         self.groups: dict[tf.Operation, list[tf.Operation]] = {}
         for op in body.ops if forward else ():
             if op in forward:
@@ -60,7 +61,7 @@ class GradientEdges:
         Told by which operation reads the gradient on, and by what it was computed from: gradients
         by one factor are computed from the others.
         """
-        group = self.groups.get(forward, [])
+        group = self._group(forward)
         made = [tensor for op in group for i in self.leaving(op)
                 if self._goes_out(tensor := op.outputs[i], group)]  # fmt: skip
         inputs = {i: one for i, one in enumerate(forward.inputs) if is_differentiable(one)}
@@ -79,6 +80,48 @@ class GradientEdges:
                 taken.add(j)
         return found
 
+    def read_as(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
+        """Which of several inputs of the forward operation, all of one tensor, a backward operation reads.
+
+        One that reads the tensor as often reads them in order; one that computes the gradient by one of
+        them reads another.
+        """
+        tensor = self._held(op.inputs[index])
+        reads = [i for i, one in enumerate(op.inputs) if key(self._held(one)) == key(tensor)]
+        if len(reads) >= len(positions):
+            return positions[reads.index(index)]
+        computed = self._computes(op)
+        return next((i for i in positions if i not in computed), positions[0])
+
+    def _computes(self, op: tf.Operation) -> list[int]:
+        """Positions of the forward operation's inputs whose gradient is computed from an operation's result."""
+        forward = self._forward[op]
+        if forward not in self._computing:
+            group = self._group(forward)
+            self._computing[forward] = {
+                i: self._ancestors(gradient.op, group) for i, gradient in self.of_inputs(forward).items()
+            }
+        return [i for i, ancestors in self._computing[forward].items() if op in ancestors]
+
+    @staticmethod
+    def _ancestors(op: tf.Operation, group: Sequence[tf.Operation]) -> set[tf.Operation]:
+        found: set[tf.Operation] = set()
+        waiting = [op]
+        while waiting:
+            one = waiting.pop()
+            if one in group and one not in found:
+                found.add(one)
+                waiting += [tensor.op for tensor in one.inputs]
+        return found
+
+    def _group(self, forward: tf.Operation) -> list[tf.Operation]:
+        """The backward operations that compute gradients of inputs; sums come before or after them."""
+        return [op for op in self.groups.get(forward, ()) if op.type != "AddN"]
+
+    def _held(self, tensor: Any) -> Any:
+        held = self._body.captured(tensor)
+        return tensor if held is None else held
+
     def _goes_out(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
         readers = self._consumers.get(key(tensor), [])
         return not readers or any(reader not in group for reader in readers)
@@ -89,16 +132,7 @@ class GradientEdges:
 
     def _reads(self, op: tf.Operation, group: Sequence[tf.Operation]) -> set[Any]:
         """The forward tensors that a gradient is computed from, within its group."""
-        reads: set[Any] = set()
-        waiting = [op]
-        while waiting:
-            one = waiting.pop()
-            for tensor in one.inputs:
-                held = self._body.captured(tensor)
-                reads.add(key(tensor if held is None else held))
-                if tensor.op in group:
-                    waiting.append(tensor.op)
-        return reads
+        return {key(self._held(tensor)) for one in self._ancestors(op, group) for tensor in one.inputs}
 
     def _is_gradient(self, tensor: Any, forward: tf.Operation) -> bool:
         made_by = tensor.op

@@ -30,6 +30,7 @@ class _Rewriter:
 
     edges: inputs, by node and flat position, that read something else than all others do.
     tensors: what all others read instead of a tensor.
+    shared: the same for a tensor that an operation reads several times, by position.
     own: what the gradient operations of an operation read instead of a tensor, and itself where it
     is as it was.
     """
@@ -41,6 +42,7 @@ class _Rewriter:
         self.edges: dict[tuple[str, int], str] = {}
         self.tensors: dict[Edge, str] = {}
         self.own: dict[tuple[str, Edge], str] = {}
+        self.shared: dict[tuple[str, Edge], dict[int, str]] = {}
         self.removed: dict[str, str] = {}
         self.called = False
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
@@ -51,6 +53,7 @@ class _Rewriter:
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
         self._recalled: dict[Any, str] = {}
         self._inputs: dict[str, list[Edge]] = {}
+        self._by_name = {body.node_name(op): op for op in self.forward}
         self._forward_name = {
             body.node_name(op): body.node_name(found)
             for op, found in self.forward.items()
@@ -97,6 +100,8 @@ class _Rewriter:
         for i in inputs.changed():
             self.edges[node.name, i] = inputs.refs[i]
             self._let_own_read(op, identity, edges[i], inputs.tensors[i], inputs.refs[i])
+            if edges.count(edges[i]) > 1:
+                self._share(op, identity, edges, inputs, edges[i])
         first = list(side.before)
         if not flow:
             if combined.replace is not None:
@@ -108,6 +113,18 @@ class _Rewriter:
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
+
+    def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
+        """Tell apart what the gradient operations read of a tensor that their operation reads several times."""
+        positions = [i for i, one in enumerate(edges) if one == edge]
+        changed = inputs.changed()
+        sources = self.insertions.sources
+        self.shared[self.body.node_name(op), edge] = {i: inputs.refs[i] for i in positions}
+        tensor = inputs.tensors[positions[0]]
+        kept = {i: sources.get(inputs.refs[i]) if i in changed else None for i in positions}
+        self.rewriting.shared[identity, tensor.op.name, tensor.value_index] = {
+            i: source if source is not None and source[0] is not None else None for i, source in kept.items()
+        }
 
     def _let_own_read(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
         """Let the gradient operations of an operation read something else instead of a tensor."""
@@ -174,12 +191,15 @@ class _Rewriter:
                 continue
             known = (forward_id, held.op.name, held.value_index)
             source = self.rewriting.kept.get(known)
+            shared = self.rewriting.shared.get(known)
+            if shared is not None:
+                source = shared[self.gradients.read_as(op, i, list(shared))]
             if source is None:
                 continue
-            if known not in self._recalled:
+            if source not in self._recalled:
                 name = self.insertions.add(op, Recalled(*source), (), (), [enum(tensor)], ahead=True)
-                self._recalled[known] = self.insertions.output_of(name, 0)
-            self.edges[node.name, i] = self._recalled[known]
+                self._recalled[source] = self.insertions.output_of(name, 0)
+            self.edges[node.name, i] = self._recalled[source]
 
     # ---- edges ----
 
@@ -210,7 +230,10 @@ class _Rewriter:
             return found
         forward = self._forward_name.get(name)
         if forward is not None and (forward, edge) in self.own:
-            return self.own[forward, edge]
+            shared = self.shared.get((forward, edge))
+            if shared is None:
+                return self.own[forward, edge]
+            return shared[self.gradients.read_as(self._by_name[name], index, list(shared))]
         return self._read_output(edge)
 
     def _read_at(self, op: tf.Operation, index: int) -> str:
