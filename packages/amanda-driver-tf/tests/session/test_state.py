@@ -163,11 +163,33 @@ def test_generators_in_kernels_stay_where_they_are(graph) -> None:
     assert tool.count == 4
 
 
-def test_a_generator_that_reads_what_is_instrumented_is_reported(graph, everywhere) -> None:
-    x = tf1.placeholder(tf.float32, [2])
+def test_a_generator_that_reads_what_is_instrumented_draws_from_the_same_state(graph, everywhere) -> None:
+    x = tf1.placeholder(tf.float32, [None])
     noise = tf1.random_normal(tf.shape(x * 2.0), seed=5, name="noise")
+    tensors = [noise, tf.nn.dropout(x, 0.5, seed=6)]
+
+    def run(inside):
+        with tf1.Session(graph=graph) as session:
+            taken = []
+            for step in range(5):
+                feeds = {x: np.ones([step + 1])}
+                if step in inside:
+                    with amanda.apply(everywhere) as scope:
+                        taken.append(session.run(tensors, feeds))
+                    assert not scope.report
+                else:
+                    taken.append(session.run(tensors, feeds))
+            return taken
+
+    np.testing.assert_equal(run((1, 2, 4)), run(()))
+    assert everywhere.ran
+
+
+def test_a_generator_in_a_branch_is_reported(graph, everywhere) -> None:
+    x = tf1.placeholder(tf.float32, [2])
+    y = tf1.cond(x[0] > 0, lambda: tf1.random_normal(tf.shape(x), seed=5), lambda: x)
     with tf1.Session(graph=graph) as session, amanda.apply(everywhere) as scope:
-        session.run(noise, {x: [1, 2]})
+        session.run(y, {x: [1, 2]})
     assert any("RandomStandardNormal" in entry.what for entry in scope.report)
 
 

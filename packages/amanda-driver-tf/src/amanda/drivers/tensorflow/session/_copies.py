@@ -12,6 +12,7 @@ from amanda._plan import bind_to_subjects
 from amanda.backend import Execution, Namespace, State, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.framework import errors_impl
 
 from ..graph import (
     Body,
@@ -24,10 +25,11 @@ from ..graph import (
     rewrite,
 )
 from ._cone import Endpoint, Request, after_forward, cone
+from ._draws import Draw, SessionExecution, can_draw, drawing, draws
 from ._frames import Frames
 from ._gradients import ForwardOps
 from ._hidden import HiddenNodes
-from ._partition import partition
+from ._partition import Partition, partition
 from ._run import Route
 from ._values import Reading
 
@@ -56,6 +58,9 @@ class Copies:
     def prepare(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
         """The copy that stands for a run, and the execution that it calls back to."""
         assert state.layer is not None
+        if session._target:
+            state.report("a session of a server", "routines cannot be called in its process")
+            return None
         graph = session.graph
         copies = state.layer.rewrites.setdefault(graph, {}) if state.cache else {}
         key = request, state.autodiff
@@ -68,7 +73,9 @@ class Copies:
             state.report(what, reason)
         if copy.route is None:
             return None
-        return copy.route, Execution(state, GraphTensors(), copy.table)
+        execution = SessionExecution(state, GraphTensors(), copy.table)
+        execution.session = ref(session)
+        return copy.route, execution
 
     def _made(self, session: Any, request: Request, state: State) -> Copy:
         graph = session.graph
@@ -90,7 +97,11 @@ class Copies:
                     "gradients of an imported graph",
                     "their forward ops are told by names: TensorFlow's own record is not in a GraphDef",
                 )
-            route = self._placed(graph, request, own, rewritten, rewriting, frames)
+            try:
+                route = self._placed(graph, request, own, rewritten, rewriting, frames)
+            except errors_impl.OpError as error:
+                rewriting.report("a run of a session", f"TensorFlow refuses the copy: {error.message}")
+                route = None
         return Copy(route, rewriting.table, rewriting.reports)
 
     def _placed(
@@ -109,11 +120,7 @@ class Copies:
         number.attr["dtype"].type = types_pb2.DT_INT64
         number.attr["shape"].shape.SetInParent()
         nodes = [*rewritten.nodes, number, *frames.carriers(NUMBER)]
-        copied, torn = partition(own, nodes)
-        for node in torn:
-            rewriting.report(
-                f"the state of {node.name} ({node.op})", "its kernel holds it, and a copy's begins anew"
-            )
+        copied = _with_draws(graph, partition(own, nodes), rewriting, frames)
         feeds = _Feeds(graph, request.feeds)
         copied = [*feeds.redirected(copied), *feeds.placeholders]
         names = {node.name for node in copied}
@@ -155,6 +162,22 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         alone=frames.alone,
     )
     return body, forward, frames
+
+
+def _with_draws(graph: Any, parted: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
+    """The copied nodes; those whose kernels hold generators run the originals, or it is said."""
+    stand_ins = {}
+    torn = [f"{name} of a function" for name in draws(rewriting.library)]
+    for node in parted.torn:
+        op = graph.get_operation_by_name(node.name)
+        if can_draw(op) and not frames.alone(op):
+            slot = rewriting.add(Draw(node.name))
+            stand_ins[node.name] = drawing(node, op, slot, NUMBER)
+        else:
+            torn.append(f"{node.name} ({node.op})")
+    for name in torn:
+        rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
+    return [stand_ins.get(node.name, node) for node in parted.copied]
 
 
 class _Feeds:
