@@ -127,16 +127,27 @@ LAYERS: list[tuple[str, Callable[[], Any], tuple[int, ...], tuple[Any, Any], str
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("in_function", [False, True])
 @pytest.mark.parametrize(("kind", "layer", "extents", "layouts", "backward"), LAYERS)
 def test_indices_point_at_weights_and_their_gradients(
-    kind: str, layer: Callable[[], Any], extents: tuple[int, ...], layouts: tuple[Any, Any], backward: str
+    kind: str,
+    layer: Callable[[], Any],
+    extents: tuple[int, ...],
+    layouts: tuple[Any, Any],
+    backward: str,
+    in_function: bool,
 ) -> None:
     made, x, tool = layer(), tf.random.normal(extents), Weights()
     made(x)
-    with amanda.apply(tool), tf.GradientTape() as tape:
-        tape.watch(x)
-        y = tf.reduce_sum(made(x, training=True) ** 2)
-        tape.gradient(y, [x, *made.trainable_variables])
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(made(x, training=True) ** 2)
+        return tape.gradient(y, [x, *made.trainable_variables])
+
+    with amanda.apply(tool):
+        (tf.function(step) if in_function else step)()
     assert tool.layouts[kind] == layouts
     assert tool.shapes[kind] in [tuple(one.shape) for one in made.trainable_variables]
     assert tool.gradients[kind] == [tool.shapes[kind]]
