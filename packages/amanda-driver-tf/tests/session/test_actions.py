@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.testing import notyet
 
 tf1 = tf.compat.v1
 
@@ -107,7 +106,6 @@ def test_an_after_routine_leaves_the_ops_own_gradient(graph, x, session) -> None
     np.testing.assert_allclose(inside[1], np.exp([1, 2, 3]), rtol=1e-6)
 
 
-@notyet("which of two equal edges a gradient operation reads is not told")
 def test_one_edge_of_a_square_is_changed(graph, x, session) -> None:
     y = x * x
     (grad,) = tf.gradients(y, x)

@@ -82,6 +82,23 @@ def test_gradients_of_an_imported_graph_are_told_by_names(graph) -> None:
     assert [entry for entry in scope.report if "names" in entry.reason]
 
 
+def test_recorded_gradients_beside_imported_ones(graph) -> None:
+    _, w, loss = network()
+    (grad,) = tf1.gradients(loss, [w])
+    definition = graph.as_graph_def()
+    with tf.Graph().as_default(), tf1.Session() as session:
+        tf1.import_graph_def(definition, name="")
+        x = tf1.placeholder(tf.float32, [3, 3])
+        (own,) = tf1.gradients(tf.sin(x, name="sine"), x, name="own")
+        tool = Pairs()
+        session.run("w/Assign")
+        with amanda.apply(tool) as scope:
+            session.run([own, grad.name], {"x:0": np.ones([2, 3]), x: np.ones([3, 3])})
+    assert tool.pairs["own/sine_grad/mul"] == "sine"
+    assert tool.pairs["gradients/exp_grad/mul"] == "exp"
+    assert len([entry for entry in scope.report if "names" in entry.reason]) == 1
+
+
 def test_gradients_of_gradients_belong_to_the_first_operation(graph) -> None:
     x = tf1.placeholder(tf.float32, [], name="x")
     (once,) = tf1.gradients(tf.sin(x, name="sin"), x)

@@ -179,6 +179,14 @@ def test_run_metadata_and_options(graph, x, session, everywhere) -> None:
     assert metadata.step_stats.dev_stats
 
 
+def test_sessions_of_servers_are_reported(graph, everywhere) -> None:
+    server = tf.distribute.Server.create_local_server()
+    y = tf.exp(tf.constant(1.0))
+    with tf1.Session(server.target) as session, amanda.apply(everywhere) as scope:
+        assert session.run(y) == pytest.approx(np.exp(1.0))
+    assert [entry.what for entry in scope.report] == ["a session of a server"]
+
+
 def test_callables_of_options(graph, x, session, everywhere) -> None:
     from tensorflow.core.protobuf import config_pb2
 

@@ -12,6 +12,7 @@ from amanda._plan import bind_to_subjects
 from amanda.backend import Execution, Namespace, State, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.framework import errors_impl
 
 from ..graph import (
     Body,
@@ -57,6 +58,9 @@ class Copies:
     def prepare(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
         """The copy that stands for a run, and the execution that it calls back to."""
         assert state.layer is not None
+        if session._target:
+            state.report("a session of a server", "routines cannot be called in its process")
+            return None
         graph = session.graph
         copies = state.layer.rewrites.setdefault(graph, {}) if state.cache else {}
         key = request, state.autodiff
@@ -93,7 +97,11 @@ class Copies:
                     "gradients of an imported graph",
                     "their forward ops are told by names: TensorFlow's own record is not in a GraphDef",
                 )
-            route = self._placed(graph, request, own, rewritten, rewriting, frames)
+            try:
+                route = self._placed(graph, request, own, rewritten, rewriting, frames)
+            except errors_impl.OpError as error:
+                rewriting.report("a run of a session", f"TensorFlow refuses the copy: {error.message}")
+                route = None
         return Copy(route, rewriting.table, rewriting.reports)
 
     def _placed(

@@ -23,10 +23,15 @@ class ForwardOps:
             forward = _recorded(op)
             if forward is not None:
                 self.of[op.name] = forward
-        if not self.of:
-            self._by_names(ops)
+        scopes = self._scopes()
+        self._by_names([op for op in ops if op.name not in self.of and not _is_in(op.name, scopes)])
         if self.of:
-            self._sums(ops)
+            self._sums(ops, self._scopes())
+
+    def _scopes(self) -> set[str]:
+        """The name scopes that gradients were built in."""
+        found = (_scope(name, forward) for name, forward in self.of.items())
+        return {scope for scope in found if scope is not None}
 
     def _by_names(self, ops: Sequence[Any]) -> None:
         graph = ops[0].graph if ops else None
@@ -37,9 +42,8 @@ class ForwardOps:
                     self.of[op.name] = forward
                     self.by_name = True
 
-    def _sums(self, ops: Sequence[Any]) -> None:
+    def _sums(self, ops: Sequence[Any], scopes: set[str]) -> None:
         """Gradients that are added, and zeros in a gradient's place, have no record of their own."""
-        scopes = {scope for name, forward in self.of.items() if (scope := _scope(name, forward)) is not None}
         readers: dict[str, list[Any]] = defaultdict(list)
         unmapped = [
             op for op in ops
