@@ -38,7 +38,7 @@ class Entry:
         if schema is not None:
             self.fast = interception.detour(type, partial(interception.fast_path), schema)
             self.told = interception.detour(type, partial(_told, interception.fast_path), schema)
-            self.slow = interception.detour(type, partial(interception.execute), schema)
+            self.slow = interception.detour(type, partial(executed, interception.execute), schema)
 
 
 class Entries(dict[str, Entry]):
@@ -97,10 +97,10 @@ class Interception:
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
-            entry = entries[type]
             frame = local.frame
             if frame is NOBODY:
                 return original(ctx, type, name, *args)
+            entry = entries[type]
             if entry.quick and frame is None and local.under_way is None and local.made is None:
                 for value in args[: entry.count]:
                     if value.__class__ is not EagerTensor or value._id in read:
@@ -181,7 +181,13 @@ class Interception:
     def _executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
         if local.under_way is not None:
             return self._backward(activation.state, SlowCall(schema, self.run_slow, args))
-        return self._entries[type].slow(*args)
+        met = [known for one in args[2] if (known := variables.known(one)) is not None]
+        if not met:
+            return self._entries[type].slow(*args)
+        result = self._entries[type].slow(*args, variables=tuple(met))
+        if type in READS:
+            variables.know(result[0], met[0])
+        return result
 
     def _recorded(self, op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
         """In place of `execute.record_gradient`: what was recorded is not recorded again."""
@@ -192,6 +198,11 @@ class Interception:
 
 def _told(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
     return fast_path(*args)
+
+
+def executed(execute: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+    """A call of `execute`, whose detour is told of variables."""
+    return execute(*args)
 
 
 def _read(value: Any, met: list[Variable]) -> Any:
