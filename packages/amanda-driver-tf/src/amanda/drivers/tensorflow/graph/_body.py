@@ -80,11 +80,13 @@ class Taped:
     """A place where routines take part in autodiff.
 
     side: "before", "instead" or "after" the operation.  place: the name that it keeps its values under.
+    node: the body that it is in, by its number, and its name there.
     given, gave: flat positions of these values on the operation's side.
     """
 
     side: str
     place: Any
+    node: tuple[int, str]
     given: list[int]
     gave: list[int]
 

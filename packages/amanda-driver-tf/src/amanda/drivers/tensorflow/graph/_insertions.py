@@ -101,7 +101,8 @@ class Insertions:
         count = self._places[facts.op_id] = self._places.get(facts.op_id, 0) + 1
         node.keeps, node.taped = (facts.op_id, where, count), takes_part
         if takes_part:
-            taped = Taped(where, node.keeps, given, gave)
+            name = f"amanda/{len(self.rewriting.table)}"  # that of the node which is made next
+            taped = Taped(where, node.keeps, (self.body.identity, name), given, gave)
             self.rewriting.taped.setdefault(facts.op_id, []).append(taped)
 
     def _observe(
