@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +12,9 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import StandardMapping, _tensorflow_names
+
+VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
 
 
 def types_in(run: Callable[[], Any]) -> list[str]:
@@ -66,6 +70,12 @@ def test_the_words_of_the_vocabulary_are_given(word: str, run: Callable[[], Any]
         assert word in types_in(run)
 
 
+def test_the_documented_words_are_these() -> None:
+    section = VOCABULARY.read_text().split("## TensorFlow")[1].split("## ")[0]
+    rows = [re.findall(r"`(.+?)`", row) for row in section.splitlines() if row.startswith("| `")]
+    assert {name: word for word, *names in rows for name in names} == _tensorflow_names.WORDS
+
+
 class Weights(amanda.Tool):
     """What is said of the ops with weights, and the shapes of weights and of gradients found by index."""
 
@@ -117,16 +127,27 @@ LAYERS: list[tuple[str, Callable[[], Any], tuple[int, ...], tuple[Any, Any], str
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("in_function", [False, True])
 @pytest.mark.parametrize(("kind", "layer", "extents", "layouts", "backward"), LAYERS)
 def test_indices_point_at_weights_and_their_gradients(
-    kind: str, layer: Callable[[], Any], extents: tuple[int, ...], layouts: tuple[Any, Any], backward: str
+    kind: str,
+    layer: Callable[[], Any],
+    extents: tuple[int, ...],
+    layouts: tuple[Any, Any],
+    backward: str,
+    in_function: bool,
 ) -> None:
     made, x, tool = layer(), tf.random.normal(extents), Weights()
     made(x)
-    with amanda.apply(tool), tf.GradientTape() as tape:
-        tape.watch(x)
-        y = tf.reduce_sum(made(x, training=True) ** 2)
-        tape.gradient(y, [x, *made.trainable_variables])
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(made(x, training=True) ** 2)
+        return tape.gradient(y, [x, *made.trainable_variables])
+
+    with amanda.apply(tool):
+        (tf.function(step) if in_function else step)()
     assert tool.layouts[kind] == layouts
     assert tool.shapes[kind] in [tuple(one.shape) for one in made.trainable_variables]
     assert tool.gradients[kind] == [tool.shapes[kind]]

@@ -127,6 +127,28 @@ def test_many_variables_at_one_place_are_many_ops(contexts: Any) -> None:
     assert len(set(tool.answers["AssignAddVariableOp"])) == 100
 
 
+def test_variables_of_keras_tell_ops_apart(contexts: Any) -> None:
+    tool = contexts(lambda context: (context.get_op_id(), context.get_parameters()))
+    layers = [keras.layers.Dense(2) for _ in range(3)]
+    x = tf.ones([1, 2])
+    for layer in layers:
+        layer(x)
+
+    class Products(tf.Module):
+        def __call__(self, order: list[Any]) -> None:
+            for layer in order:
+                tf.raw_ops.MatMul(a=x, b=layer.kernel)
+
+    products = Products()
+    with amanda.apply(tool), amanda.cache_disabled():
+        products(layers)
+        products(layers[::-1])
+    ids = [op_id for op_id, _ in tool.answers["MatMul"]]
+    assert ids[:3] == ids[3:][::-1]
+    assert len(set(ids)) == 3
+    assert {parameters for _, parameters in tool.answers["MatMul"]} == {(1,)}
+
+
 def test_models_of_tf_keras_have_paths_too() -> None:
     program = """
 import os

@@ -142,8 +142,10 @@ class SlowCall(EagerCall):
 
     __slots__ = ("_ctx", "_execute", "_name", "_outputs", "_type")
 
-    def __init__(self, schema: Schema, execute: Execute, args: tuple[Any, ...]) -> None:
-        super().__init__(schema, ())
+    def __init__(
+        self, schema: Schema, execute: Execute, args: tuple[Any, ...], identities: tuple[Any, ...] = ()
+    ) -> None:
+        super().__init__(schema, identities)
         self._execute = execute
         self._type, self._outputs, tensors, attrs, self._ctx, self._name = args
         self.attrs = tuple(attrs) if attrs else ()

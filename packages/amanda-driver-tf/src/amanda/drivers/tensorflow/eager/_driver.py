@@ -26,7 +26,7 @@ from tensorflow.python.framework.ops import EagerTensor
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
-from ._interception import Interception
+from ._interception import Interception, executed
 from ._modules import Modules, module_path
 from ._schema import flattened
 from ._state import Made, Mark
@@ -83,10 +83,8 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the op's schema."""
-        target = site.target
-        if target.func is self._interception.execute:
-            return SlowCall(site.op, site.invoke, args)
-        return FastCall(site.op, site.invoke, args, kwargs.get("variables", ()))
+        kind = SlowCall if site.target.func is executed else FastCall
+        return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """What keeps a call from being instrumented, and why."""

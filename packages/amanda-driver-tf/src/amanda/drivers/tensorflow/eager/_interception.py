@@ -4,12 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import tensorflow as tf
 from amanda import interceptor
 from amanda.backend import Attributes, digest
 from amanda.interceptor import Detour, Site
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import core, execute
+from tensorflow.python.eager import context, core, execute
 from tensorflow.python.framework.ops import EagerTensor
 
 from ._calls import FastCall, SlowCall
@@ -18,6 +20,10 @@ from ._state import NOBODY, local
 from ._variables import READS, Variable, variables
 
 Backward = Callable[[Any, Any], Any]
+
+
+NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
+"""What is made a tensor here; other values are TensorFlow's to convert."""
 
 
 class Entry:
@@ -32,7 +38,7 @@ class Entry:
         if schema is not None:
             self.fast = interception.detour(type, partial(interception.fast_path), schema)
             self.told = interception.detour(type, partial(_told, interception.fast_path), schema)
-            self.slow = interception.detour(type, partial(interception.execute), schema)
+            self.slow = interception.detour(type, partial(executed, interception.execute), schema)
 
 
 class Entries(dict[str, Entry]):
@@ -91,10 +97,10 @@ class Interception:
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
-            entry = entries[type]
             frame = local.frame
             if frame is NOBODY:
                 return original(ctx, type, name, *args)
+            entry = entries[type]
             if entry.quick and frame is None and local.under_way is None and local.made is None:
                 for value in args[: entry.count]:
                     if value.__class__ is not EagerTensor or value._id in read:
@@ -110,7 +116,7 @@ class Interception:
         if schema is None or (activation is None and local.made is None):
             return self.fast_path(ctx, type, name, *args)
         met: list[Variable] = []
-        inputs = [self._tensor(value, met) for value in args[: entry.count]]
+        inputs = self._inputs(schema, args[: entry.count], met)
         args = (ctx, type, name, *inputs, *args[entry.count :])
         if activation is None:  # a replacement computes
             return FastCall(schema, self.run_fast, args).invoke(inputs)
@@ -123,21 +129,27 @@ class Interception:
             variables.know(result, met[0])
         return result
 
-    def _tensor(self, value: Any, met: list[Variable]) -> Any:
-        """A tensor for an input.
+    def _inputs(self, schema: Schema, given: tuple[Any, ...], met: list[Variable]) -> list[Any]:
+        """Tensors for the inputs that a call was given.
 
         Raises _FallbackException where TensorFlow has to say which: it calls `execute` with what it made.
         """
-        if value.__class__ is EagerTensor:
-            if (known := variables.known(value)) is not None:
-                met.append(known)
-            return value
-        if isinstance(value, tf.Variable):
-            value = value.read_value()  # as the fast path does
-            return self._tensor(value, met)
-        if isinstance(value, (list, tuple)):
-            return [self._tensor(one, met) for one in value]
-        raise core._FallbackException
+        inputs: list[Any] = list(given)
+        numbers = False
+        for i, value in enumerate(given):
+            if value.__class__ is EagerTensor or isinstance(value, tf.Variable):
+                inputs[i] = _read(value, met)
+            elif schema.lists[i]:
+                if not isinstance(value, (list, tuple)):
+                    raise core._FallbackException
+                inputs[i] = [_read(one, met) for one in value]
+            else:
+                numbers = True
+        if numbers:
+            for i, value in enumerate(inputs):
+                if value.__class__ is not EagerTensor and not schema.lists[i]:
+                    inputs[i] = _converted(value, schema.type_of(i, inputs))
+        return inputs
 
     # ---- what the fast path leaves to Python ----
 
@@ -169,7 +181,13 @@ class Interception:
     def _executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
         if local.under_way is not None:
             return self._backward(activation.state, SlowCall(schema, self.run_slow, args))
-        return self._entries[type].slow(*args)
+        met = [known for one in args[2] if (known := variables.known(one)) is not None]
+        if not met:
+            return self._entries[type].slow(*args)
+        result = self._entries[type].slow(*args, variables=tuple(met))
+        if type in READS:
+            variables.know(result[0], met[0])
+        return result
 
     def _recorded(self, op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
         """In place of `execute.record_gradient`: what was recorded is not recorded again."""
@@ -180,3 +198,30 @@ class Interception:
 
 def _told(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
     return fast_path(*args)
+
+
+def executed(execute: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+    """A call of `execute`, whose detour is told of variables."""
+    return execute(*args)
+
+
+def _read(value: Any, met: list[Variable]) -> Any:
+    """A tensor, or what a variable holds; the variable is met."""
+    if value.__class__ is EagerTensor:
+        if (known := variables.known(value)) is not None:
+            met.append(known)
+        return value
+    if isinstance(value, tf.Variable):
+        return _read(value.read_value(), met)  # as the fast path does
+    raise core._FallbackException
+
+
+def _converted(value: Any, type: int) -> Any:
+    if not type or value.__class__ not in NUMBERS:
+        raise core._FallbackException
+    try:
+        if value.__class__ is np.ndarray:
+            value = value.copy()  # or the tensor would share its memory
+        return EagerTensor(value, context.context().device_name, type)
+    except (TypeError, ValueError):
+        raise core._FallbackException from None

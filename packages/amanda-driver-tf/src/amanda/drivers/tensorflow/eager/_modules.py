@@ -3,8 +3,10 @@
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import tensorflow as tf
 from amanda.backend import Attributes, digest, when_imported
@@ -23,15 +25,11 @@ class Modules:
     def enter(self) -> None:
         """Let each call of a module or layer be a region: the ops in it belong to that object."""
         for module, name in LAYERS:
-            self._leave.append(
-                when_imported(module, lambda module=module, name=name: self._enclose_layer(module, name))
-            )
+            self._leave.append(when_imported(module, partial(self._enclose_layer, module, name)))
         for kind in _callable_modules(tf.Module):
             self._enclose(kind)
-        before = vars(tf.Module).get("__init_subclass__")
-        assert before is None
 
-        def enclosed(kind: type, **kwargs: Any) -> None:
+        def enclosed(kind: Any, /, **kwargs: Any) -> None:
             super(tf.Module, kind).__init_subclass__(**kwargs)
             if isinstance(vars(kind).get("__call__"), types.FunctionType):
                 self._enclose(kind)
@@ -104,11 +102,19 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, (tf.Module, *kinds))
 
 
-def _callable_modules(kind: type) -> Iterator[type]:
-    """Classes below `kind` with a call of their own; those of tf_keras are enclosed at their root."""
-    for one in type.__subclasses__(kind):
-        if one.__module__.startswith(("keras.", "tf_keras.")):
-            continue
-        if isinstance(vars(one).get("__call__"), types.FunctionType):
-            yield one
-        yield from _callable_modules(one)
+def _callable_modules(root: type) -> Iterator[type]:
+    """Classes below one with a call of their own; those of tf_keras are enclosed at their root."""
+    waiting: list[type] = [root]
+    one: type
+    while waiting:
+        for one in type.__subclasses__(waiting.pop()):
+            if one not in _not_modules:
+                if one.__module__.startswith(("keras.", "tf_keras.")):
+                    _not_modules.add(one)
+                    continue
+                waiting.append(one)
+                if isinstance(vars(one).get("__call__"), types.FunctionType):
+                    yield one
+
+
+_not_modules: WeakSet[type] = WeakSet()

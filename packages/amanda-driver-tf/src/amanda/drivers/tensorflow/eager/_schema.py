@@ -29,10 +29,25 @@ class Schema:
         self.count = len(self.inputs)
         self.takes_variable = any(arg.type == tf.resource.as_datatype_enum for arg in self.inputs)
         self.has_functions = any(attr.type in ("func", "list(func)") for attr in op_def.attr)
-        self._lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)
-        self._has_lists = any(self._lists)
+        self.lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)
+        self._has_lists = any(self.lists)
         self._output_lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.outputs)
-        self._defaults = {attr.name: attr.default_value for attr in op_def.attr}
+        self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
+
+    def type_of(self, index: int, inputs: Sequence[Any]) -> int:
+        """The element type that TensorFlow gives a number at this input; 0 where another way decides.
+
+        It is the op's own, or that of a tensor of the same type among the inputs, or a default.
+        """
+        arg = self.inputs[index]
+        if arg.type:
+            return int(arg.type)
+        for other, value in zip(self.inputs, inputs, strict=True):
+            if other.type_attr == arg.type_attr:
+                for one in value if isinstance(value, (list, tuple)) else (value,):
+                    if one.__class__ is EagerTensor:
+                        return int(one._datatype_enum())
+        return int(self._types.get(arg.type_attr, 0))
 
     def grouped_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
         """A flat list of tensors as the op's inputs: a list-of-tensors argument is one."""
@@ -84,10 +99,17 @@ class Schemas(dict[str, Schema | None]):
 
 
 def flattened(values: Sequence[Any]) -> list[Any]:
-    """Values, each list among them as its elements."""
-    if not any(isinstance(value, (list, tuple)) for value in values):
+    """Values, each list among them as its elements; a hot path."""
+    for value in values:
+        kind = value.__class__
+        if kind is list or kind is tuple:
+            break
+    else:
         return list(values)
-    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
+    return flat
 
 
 def _grouped(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:

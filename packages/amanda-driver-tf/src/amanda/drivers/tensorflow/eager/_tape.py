@@ -34,7 +34,7 @@ class Tape:
         attributes.set(imperative_grad, "imperative_grad", self._followed_pass())
         attributes.set(record, "record_operation", self._mapped_record())
         recompute = _replayed(custom_gradient.recompute_grad)
-        for holder in (custom_gradient, tf, tf.compat.v1, tf.compat.v2):
+        for holder in (custom_gradient, tf):
             attributes.set(holder, "recompute_grad", recompute)
 
     @staticmethod
@@ -54,6 +54,8 @@ class Tape:
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
                 return original(*args, **kwargs)
+            if not any(layer.wants_backward for layer in activation.state.layer.chain):
+                return _nobodys(original, *args, **kwargs)
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
             with Pass(activation.state, nested) as under_way:
                 try:
@@ -76,6 +78,8 @@ class Tape:
         def gradient_function(
             type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *rest: Any
         ) -> Any:
+            if local.under_way is None:
+                return original(type, attrs, count, inputs, outputs, grads, *rest)
             mark = _mark_in(attrs)
             if mark is not None:
                 attrs = attrs[:-2]
@@ -202,6 +206,16 @@ class Tape:
             mark.place = frame.count
             mark.trace = frame.second
         return result
+
+
+def _nobodys(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass whose ops no tool asks for."""
+    before, local.frame = local.frame, NOBODY
+    try:
+        return run(*args, **kwargs)
+    finally:
+        local.frame = before
+        interceptor.reset_root()
 
 
 def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:

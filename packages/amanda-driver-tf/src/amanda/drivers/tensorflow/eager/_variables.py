@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from amanda import interceptor
@@ -38,8 +39,11 @@ class Variables:
         if tensor._datatype_enum() != _RESOURCE:
             return None
         if key not in self._by_handle:
-            self._by_handle[key] = Variable(tensor, lambda _: self._by_handle.pop(key, None))
+            self._by_handle[key] = Variable(tensor, partial(self._forget, key))
         return self._by_handle[key]
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._by_handle.pop(key, None)
 
     def know(self, tensor: Any, variable: Variable) -> None:
         """Keep that a tensor was read of a variable, as long as it lives."""
