@@ -108,6 +108,7 @@ class Copies:
             function, self._identities.of(function.graph, function.name), args.__getitem__,
             rewriting, parts(function.name)[0] == "forward",
         )  # fmt: skip
+        body.backward = trace is not None
         try:
             rewritten = rewrite(body, rewriting)
         except BaseException:

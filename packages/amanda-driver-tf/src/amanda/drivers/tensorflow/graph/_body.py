@@ -37,6 +37,7 @@ class Body:
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
     number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
     on whether routines are ahead of it.
+    backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
     """
@@ -53,6 +54,7 @@ class Body:
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
     number_at: Callable[[tf.Operation, bool], str] | None = None
+    backward: bool = False
     apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
 

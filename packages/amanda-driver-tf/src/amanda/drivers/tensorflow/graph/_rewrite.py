@@ -64,10 +64,10 @@ class _Rewriter:
         """The edited body."""
         for op in self.body.ops:
             forward = self.forward.get(op)
-            if forward is None:
-                self._at_forward(op)
-            else:
+            if forward is not None:
                 self._at_backward(op, forward)
+            elif not self.body.backward:
+                self._at_forward(op)
             if rewrite_calls(self.body, self.rewriting, op, rewrite):
                 self.called = True
                 self._wait_for_forward_call(op)
