@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda._notes import explained
-from amanda._plan import BackwardPlan, Combined, Plan, only_replacement
+from amanda._plan import BackwardPlan, Combined, Plan, bind_to_subjects, only_replacement
 from amanda._routine import TensorOps, run_replacement, run_routine, spread
 from amanda.action import InstrumentationPoint
 from amanda.context import OpContext
@@ -99,10 +99,14 @@ class GraphAnalysis:
         self._facts.append(facts)
         return _merged(plans)
 
-    def finish(self) -> None:
-        """Let go of every symbol that the contexts know."""
+    def finish(self, graph: Any = None) -> None:
+        """Let go of every symbol that the contexts know; let the plans die with the graph."""
+        if graph is not None:
+            for facts in self._facts:
+                bind_to_subjects(facts.op_id, [graph])
         for facts in self._facts:
             facts.drop_values()
+            facts.read_value = _itself
         self._facts.clear()
 
     def forget(self) -> None:
@@ -121,6 +125,10 @@ def _merged(plans: Iterable[BackwardPlan]) -> BackwardPlan:
         merged.after += plan.after
     merged.replace = only_replacement(plan.replace for plan in plans)
     return merged
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class Inserted:
@@ -167,9 +175,15 @@ class Inserted:
         values = self.values(flat)
         if self.actions and self.actions[0].type.is_replacement:
             return self._replaced(self.actions[0], execution, values, run)
-        for action in self.actions:
-            if execution.runs_action(action):
-                values = run_routine(execution.ops, action, values, self.facts, run, execution.state)
+        actions = [action for action in self.actions if execution.runs_action(action)]
+        return self.apply(actions, values, execution.ops, execution.state, run)
+
+    def apply(
+        self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
+    ) -> list[Any]:
+        """Call routines on values; the flat tensors that the place gives back."""
+        for action in actions:
+            values = run_routine(ops, action, values, self.facts, run, state)
         return spread(values[position] for position in self.gives)
 
     def _replaced(

@@ -164,3 +164,59 @@ def test_values_are_present_at_analysis(layer) -> None:
         layer.loss(layer.x)
     np.testing.assert_array_equal(found[0], layer.x)
     np.testing.assert_array_equal(found[1], layer.weight)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("select", "first", "second"),
+    [([0], 10, 1), ([1], 1, 100), (None, 10, 100)],
+    ids=["first", "second", "both"],
+)
+def test_one_tensor_twice_is_two_inputs(inside, select, first, second) -> None:
+    x = tf.constant([2.0, 3.0])
+
+    @tf.function
+    def square(x):
+        return tf.reduce_sum(tf.multiply(x, x))
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = square(x)
+        return y, tape.gradient(y, x)
+
+    def routine(*values):
+        factors = {(0,): [10.0], (1,): [100.0]}.get(tuple(select or ()), [10.0, 100.0])
+        return [value * factor for value, factor in zip(values, factors, strict=True)]
+
+    compute = tf.function(gradient) if inside else gradient
+    with amanda.apply(inserting("insert_before_op", "Mul", routine, select)):
+        y, found = compute(x)
+    assert y == first * second * 13
+    np.testing.assert_allclose(found, (first + second) * x)
+
+
+def test_a_traceable_routine_is_traced_once_and_inlined(layer) -> None:
+    calls = []
+    mask = tf.constant(np.random.default_rng(0).random((3, 3)), tf.float32)
+
+    @amanda.traceable
+    def masked(weight):
+        calls.append(weight)
+        return weight * mask
+
+    with amanda.apply(inserting("insert_before_op", "MatMul", masked, [1])) as scope:
+        found = [layer.loss(layer.x).numpy() for _ in range(3)]
+    wanted, _ = layer.by_hand(weight=lambda w: w * mask)
+    np.testing.assert_allclose(found, [wanted] * 3, rtol=1e-5)
+    assert len(calls) == 1
+    assert not scope.report
+
+
+def test_a_routine_that_cannot_be_traced_runs_as_python_and_says_so(layer) -> None:
+    routine = amanda.traceable(lambda weight: weight * weight.numpy().max())
+    with amanda.apply(inserting("insert_before_op", "MatMul", routine, [1])) as scope:
+        found = layer.loss(layer.x).numpy()
+    wanted, _ = layer.by_hand(weight=lambda w: w * w.numpy().max())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert "runs as Python" in str(scope.report)

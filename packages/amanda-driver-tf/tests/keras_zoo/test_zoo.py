@@ -40,7 +40,9 @@ def parameters() -> Iterator[Any]:
 
 @contextmanager
 def grappler(on: bool) -> Iterator[None]:
-    """With or without what fuses and folds operators."""
+    """With or without what fuses and folds operators; oneDNN's own pass, which the environment turns off,
+    fuses the gradients of a convolution's bias and kernel besides.
+    """
     before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not on})
     yield

@@ -88,7 +88,8 @@ class Boundary:
         else:
             with execution.under_way(), self._pending(atomic, copy, execution):
                 outputs = call(atomic, *args)
-        self._thread.last = Trace(copy, execution, atomic)
+        if copy.forward:
+            self._thread.last = Trace(copy, execution, atomic)
         return outputs
 
     @contextmanager

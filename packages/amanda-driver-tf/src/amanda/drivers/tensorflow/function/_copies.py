@@ -22,6 +22,7 @@ class Copy:
     """An instrumented copy of one function for one layer of tools.
 
     name: the runtime's name of the copy; None where nothing is inserted.
+    forward: whether a backward function may be called for its calls.
     table: what runs at which slot.  reports: what could not be instrumented.
     ids: of the forward operations, as long as their graph lives.
     """
@@ -42,6 +43,7 @@ class Copy:
         for op, graphs in rewriting.callees.items():
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
         self._vanilla = function.name
+        self.forward = parts(function.name)[0] == "forward"
         self._handles: list[Any] = []
 
     def add(self, definitions: Sequence[Any]) -> None:
@@ -90,7 +92,7 @@ class Copies:
         self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None
     ) -> Copy | None:
         function = function_of(atomic)
-        if trace is None and parts(function.name)[0] == "backward":
+        if trace is None and "__backward_" in function.name:
             return None
         rewriting = Rewriting(state, self._namespace, layer)
         rewriting.differentiated = parts(function.name)[0] != "inference"
@@ -106,6 +108,7 @@ class Copies:
             function, self._identities.of(function.graph, function.name), args.__getitem__,
             rewriting, parts(function.name)[0] == "forward",
         )  # fmt: skip
+        body.backward = trace is not None
         try:
             rewritten = rewrite(body, rewriting)
         except BaseException:
@@ -116,7 +119,7 @@ class Copies:
             copy.reports.append(
                 (f"jit_compile of {parts(function.name)[1]}", "in a scope it runs without XLA")
             )
-        rewriting.analysis.finish()
+        rewriting.analysis.finish(function.graph)
         if rewritten.changed:
             copy.add([*rewriting.library, copy_of(function.definition, rewritten, body)])
         return copy

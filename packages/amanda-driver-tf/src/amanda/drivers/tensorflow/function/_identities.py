@@ -30,6 +30,6 @@ class Identities:
 def parts(name: str) -> tuple[str, str]:
     """Of a runtime name, what kind of function it is, and the name that the user gave."""
     kind, base = "inference", name
-    while match := _COUNTED.match(base):
+    while kind == "inference" and (match := _COUNTED.match(base)):
         kind, base = match.group(1), match.group(2)
     return kind, base

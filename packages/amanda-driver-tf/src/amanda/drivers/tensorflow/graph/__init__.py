@@ -7,9 +7,9 @@ A mode makes a `Rewriting` (state, namespace) and a `Body` for the graph that is
 - `forward_of`: a `ForwardMap(ops)`: `records` noted while TensorFlow made gradients (`records.note(op,
   forward)`), then `_original_op`, then names (`forward_map.guessed` is not empty: say so in the report).
 - `outputs`: `Edge`s that are fetched or returned; `number`: the input of the copy that carries the
-  execution's number (an int64 scalar: in a session a hidden Placeholder); `number_at(op, ahead)` where it differs
-  by frame; `alone(op)`: true where observers may not be packed with others (inside frames and branches of
-  control flow of version 1); `functions(name)`: `function_named(name, graph)`.
+  execution's number (an int64 scalar: in a session a hidden Placeholder); `number_at(op, ahead)` where it
+  differs by frame; `alone(op)`: true where observers may not be packed with others (inside frames and
+  branches of control flow of version 1); `functions(name)`: `function_named(name, graph)`.
 `rewrite(body, rewriting)` gives `Rewritten`: all `nodes` to be imported, `outputs` as inputs to fetch,
 `inserted`: names of nodes that have to run when an operation runs (targets), `removed`: of replaced
 operations the node that runs instead (a target by that name becomes this one), `changed`: else the vanilla

@@ -37,6 +37,7 @@ class Body:
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
     number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
     on whether routines are ahead of it.
+    backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
     """
@@ -53,6 +54,7 @@ class Body:
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
     number_at: Callable[[tf.Operation, bool], str] | None = None
+    backward: bool = False
     apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
 
@@ -80,11 +82,13 @@ class Taped:
     """A place where routines take part in autodiff.
 
     side: "before", "instead" or "after" the operation.  place: the name that it keeps its values under.
+    node: the body that it is in, by its number, and its name there.
     given, gave: flat positions of these values on the operation's side.
     """
 
     side: str
     place: Any
+    node: tuple[int, str]
     given: list[int]
     gave: list[int]
 

@@ -50,7 +50,7 @@ def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: R
         if function is None:
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return False
-        identity = digest(op_id(body, name), place)
+        identity = digest(op_id(body, op.name), place)
         forward = body.forward_of(op)
         inner = body_of(
             function, identity, read_argument, rewriting, rewriting.differentiated,

@@ -94,7 +94,7 @@ class GradientEdges:
         return next((i for i in positions if i not in computed), positions[0])
 
     def _computes(self, op: tf.Operation) -> list[int]:
-        """Positions of the forward operation's inputs whose gradient is computed from an operation's result."""
+        """Positions of the forward operation's inputs whose gradient an operation helps to compute."""
         forward = self._forward[op]
         if forward not in self._computing:
             group = self._group(forward)

@@ -12,6 +12,7 @@ from amanda.backend import Action, OpFacts
 from ._body import Body, Rewriting, Taped
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
+from ._traced import Traced, traced
 
 
 class Insertions:
@@ -41,14 +42,14 @@ class Insertions:
 
         where: "before" or "after" the operation.
         """
-        for (observing, _), group in groupby(actions, self._kind):
+        for (observing, *_), group in groupby(actions, self._kind):
             if observing:
                 self._observe(op, list(group), side, facts, where)
             else:
                 self._insert(op, list(group), side, facts, where)
 
-    def _kind(self, action: Action) -> tuple[bool, bool]:
-        return action.observer, self.takes_part(action)
+    def _kind(self, action: Action) -> tuple[bool, bool, bool]:
+        return action.observer, self.takes_part(action), action.traceable
 
     def takes_part(self, action: Action) -> bool:
         """Whether a routine takes part in autodiff."""
@@ -67,12 +68,28 @@ class Insertions:
         self._let_keep(node, facts, where, given, out, self.takes_part(actions[0]))
         refs = [side.refs[i] for i in given]
         types = [enum(side.tensors[i]) for i in given]
-        name = self.add(op, node, refs, types, [enum(side.tensors[i]) for i in out], where == "before")
+        inline = None if node.keeps else traced(node, [side.tensors[i] for i in given], self.rewriting)
+        gives_types = [enum(side.tensors[i]) for i in out]
+        if inline is not None and gives_types:
+            name = self._inline(op, inline, refs, gives_types, where == "before")
+        else:
+            name = self.add(op, node, refs, types, gives_types, where == "before")
         for k in range(len(given)):
             self.sources.setdefault(refs[k], (node.keeps, 0, k))
         for k, i in enumerate(out):
             side.refs[i] = self.output_of(name, k)
             self.sources[side.refs[i]] = (node.keeps, 1, k)
+
+    def _inline(
+        self, op: tf.Operation, routine: Traced, refs: Sequence[str], gives: Sequence[int], ahead: bool
+    ) -> str:
+        """Make a node that calls a traced routine; its name."""
+        self.rewriting.library += routine.definitions
+        name = f"amanda/traced{len(self.made)}"
+        waits = self._waits(self.body.node_name(op), refs) if ahead and not refs else []
+        routine.written = "" if self.body.syntax.dead_values else ":output:0"
+        self.made += routine.call(name, refs, waits, gives)
+        return name
 
     def _let_keep(
         self, node: Node, facts: OpFacts, where: str, given: list[int], gave: list[int], takes_part: bool
@@ -84,7 +101,8 @@ class Insertions:
         count = self._places[facts.op_id] = self._places.get(facts.op_id, 0) + 1
         node.keeps, node.taped = (facts.op_id, where, count), takes_part
         if takes_part:
-            taped = Taped(where, node.keeps, given, gave)
+            name = f"amanda/{len(self.rewriting.table)}"  # that of the node which is made next
+            taped = Taped(where, node.keeps, (self.body.identity, name), given, gave)
             self.rewriting.taped.setdefault(facts.op_id, []).append(taped)
 
     def _observe(

@@ -80,9 +80,11 @@ class Pullbacks:
         if not outputs or not inputs:
             return {}
         pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs])
+        identity, made = taped.node
+        waits = [f"^{made}"] if identity == self._insertions.body.identity else []
         name = self._insertions.add(
             op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
-            [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True,
+            [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True, waits=waits,
         )  # fmt: skip
         return {i: self._insertions.output_of(name, k) for k, (_, i) in enumerate(inputs)}
 

@@ -64,12 +64,13 @@ class _Rewriter:
         """The edited body."""
         for op in self.body.ops:
             forward = self.forward.get(op)
-            if forward is None:
-                self._at_forward(op)
-            else:
+            if forward is not None:
                 self._at_backward(op, forward)
+            elif not self.body.backward:
+                self._at_forward(op)
             if rewrite_calls(self.body, self.rewriting, op, rewrite):
                 self.called = True
+                self._wait_for_forward_call(op)
                 self._inputs.pop(self.body.node_name(op), None)
         self.insertions.flush()
         made = self.insertions.made
@@ -80,11 +81,19 @@ class _Rewriter:
         outputs = [self._read_output(edge) for edge in self.body.outputs]
         return Rewritten([*nodes, *made], outputs, self.insertions.inserted, self.removed, changed)
 
+    def _wait_for_forward_call(self, op: tf.Operation) -> None:
+        """Let a call of gradients come after the call that keeps what they need."""
+        forward = self._forward_name.get(self.body.node_name(op))
+        if forward in self.body.nodes:
+            self.insertions.ahead.setdefault(self.body.node_name(op), []).append(
+                self.removed.get(forward, forward)
+            )
+
     # ---- operations ----
 
     def _at_forward(self, op: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
-        identity = op_id(self.body, node.name)
+        identity = op_id(self.body, op.name)
         facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value, node)
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
@@ -115,7 +124,7 @@ class _Rewriter:
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
 
     def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
-        """Tell apart what the gradient operations read of a tensor that their operation reads several times."""
+        """Tell apart what gradient operations read of a tensor that their operation reads twice."""
         positions = [i for i, one in enumerate(edges) if one == edge]
         changed = inputs.changed()
         sources = self.insertions.sources
@@ -148,7 +157,7 @@ class _Rewriter:
                 self.tensors[self._edge(tensor)] = ref
 
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
-        backward_id = digest(forward_id, self.body.identity, node.name)
+        backward_id = digest(forward_id, self.body.identity, op.name)
         facts = forward.at_backward(Operation(op.type, op.name, op), backward_id, True)
         entering = self.gradients.entering(op)
         outputs = outputs_of(op, node)
@@ -177,7 +186,7 @@ class _Rewriter:
 
     def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
-        identity = op_id(self.body, self.body.node_name(op))
+        identity = op_id(self.body, op.name)
         facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value)
         self.rewriting.analysis.absent(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)

@@ -81,20 +81,23 @@ class Boundary:
                     told = error
                     raise
         except errors_impl.OpError as error:
-            self._local.own = None if error is told else error
+            if error is not told and getattr(self._local, "called", False):
+                self._local.own = error
             raise
 
     def _do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
         if function.__name__ == "_setup_fn":
             return self._set_up(call, session, function, *args)
-        self._local.own = None
+        outer = getattr(self._local, "called", False)
+        self._local.called, self._local.own = True, None
         try:
             return call(session, function, *args)
         except errors_impl.OpError:
             own = self._local.own
             if own is None:
                 raise
-        self._local.own = None
+        finally:
+            self._local.called, self._local.own = outer, None
         raise own  # the session would have made another of it
 
     # ---- partial runs ----
