@@ -51,9 +51,15 @@ class GradientEdges:
         return [i for i, tensor in enumerate(op.outputs) if is_differentiable(tensor)]
 
     def from_outside(self, op: tf.Operation) -> list[int]:
-        """Positions of the inputs that are gradients of the forward operation's outputs."""
+        """Positions of the inputs that are gradients of the forward operation's outputs.
+
+        Where several operations read an output its gradient is a sum, whose parts are none.
+        """
+        if op.type == "AddN":
+            return []
         own = self._forward[op]
-        return [i for i in self.entering(op) if self._forward.get(op.inputs[i].op) is not own]
+        sources = {i: op.inputs[i].op for i in self.entering(op)}
+        return [i for i, one in sources.items() if one.type == "AddN" or self._forward.get(one) is not own]
 
     def of_inputs(self, forward: tf.Operation) -> dict[int, Any]:
         """By position of a forward operation's input, the tensor that is its gradient.
