@@ -113,9 +113,8 @@ class Copies:
             rewriting.origin = lambda op: self._origin(op, trace)
         body = body_of(
             function, self._identities.of(function.graph, function.name), args.__getitem__,
-            rewriting, parts(function.name)[0] == "forward",
+            rewriting, parts(function.name)[0] == "forward", backward=trace is not None,
         )  # fmt: skip
-        body.backward = trace is not None
         try:
             rewritten = rewrite(body, rewriting)
         except BaseException:
