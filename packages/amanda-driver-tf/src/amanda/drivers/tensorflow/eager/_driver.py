@@ -28,6 +28,7 @@ from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
 from ._interception import Interception, executed
 from ._modules import Modules, module_path
+from ._replicas import follow_replicas
 from ._schema import flattened
 from ._state import Made, Mark
 from ._tape import Tape
@@ -69,6 +70,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         self._attached = True
         self._interception.enter(self._attributes)
         self._tape.enter(self._attributes)
+        follow_replicas(self._attributes)
         self._modules.enter()
 
     def detach(self) -> None:

@@ -37,6 +37,7 @@ class Body:
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
     number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
     on whether routines are ahead of it.
+    backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
     """
@@ -53,6 +54,7 @@ class Body:
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
     number_at: Callable[[tf.Operation, bool], str] | None = None
+    backward: bool = False
     apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
 
@@ -65,6 +67,7 @@ class Rewritten:
     outputs: for each of the body's outputs, how the copy names it as an input.
     inserted: the names of inserted nodes by the operation that they must run with, if it runs.
     removed: by the name of a replaced operation's node, the node that runs instead.
+    called: names of the nodes whose functions were edited.
     changed: whether anything was inserted; if not, the vanilla graph may run.
     """
 
@@ -73,6 +76,7 @@ class Rewritten:
     inserted: dict[str, list[str]]
     removed: dict[str, str]
     changed: bool
+    called: Sequence[str] = ()
 
 
 @dataclass

@@ -67,10 +67,12 @@ def grouped(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
 def source(op: tf.Operation) -> str:
     """ "file:line" of the user's line that made an operation; "" where TensorFlow does not know it."""
     try:
-        frames = list(op.traceback or ())
+        frames = op.traceback
+        count = len(frames)
     except Exception:  # an operation without one
         return ""
-    for frame in reversed(frames):
+    for i in range(count - 1, -1, -1):  # a frame is made when it is asked for
+        frame = frames[i]
         if not frame.filename.startswith(_FRAMEWORK):
             return f"{frame.filename}:{frame.lineno}"
     return ""
