@@ -83,7 +83,7 @@ class _Rewriter:
 
     def _wait_for_forward_call(self, op: tf.Operation) -> None:
         """Let a call of gradients come after the call that keeps what they need."""
-        forward = self._forward_name.get(self.body.node_name(op))
+        forward = self._forward_name.get(self.body.node_name(op), "")
         if forward in self.body.nodes:
             self.insertions.ahead.setdefault(self.body.node_name(op), []).append(
                 self.removed.get(forward, forward)
