@@ -155,7 +155,9 @@ class SessionProgram(Program):
         weights = model.trainable_weights
         gradients = [tf.convert_to_tensor(one) for one in tf.gradients(loss, weights)]
         optimizer = tf.compat.v1.train.MomentumOptimizer(RATE, MOMENTUM)
-        update = optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        # A bias that is only added has a gradient without it: an update would race with the forward pass.
+        with tf.control_dependencies([outputs, loss, *gradients]):
+            update = optimizer.apply_gradients(zip(gradients, weights, strict=True))
         updates = model.get_updates_for(self.given)
         self.forward = {"evaluated": evaluated}
         self.train = {
