@@ -54,6 +54,23 @@ def test_the_graph_shows_what_it_showed(graph, everywhere) -> None:
         assert session.graph_def == graph.as_graph_def()
 
 
+@pytest.mark.parametrize("mark", [amanda.traceable, lambda routine: routine])
+def test_functions_of_copies_are_not_shown(graph, mark) -> None:
+    inner = tf.function(lambda value: value * 2.0)
+    tool = amanda.Tool()
+
+    def analyse(one):
+        if one.get_op_type() == "Sin":
+            one.insert_before_op(mark(lambda value: inner(value) + 1.0))
+
+    tool.add_inst_for_op(analyse)
+    y = tf.function(tf.sin)(tf.constant(1.0)) + tf.sin(1.0)
+    before = shown(graph)
+    with tf1.Session(graph=graph) as session, amanda.apply(tool):
+        assert session.run(y) == pytest.approx(2 * np.sin(3.0))
+    assert shown(graph) == before
+
+
 def test_a_graph_can_be_built_on_and_imported_into(graph, everywhere) -> None:
     loss, train, init = train_graph()
     definition = graph.as_graph_def()
@@ -106,7 +123,7 @@ def test_nothing_is_copied_where_nothing_is_inserted(graph) -> None:
         session.run(y)
         session.run(y)
     assert names == ["Const", "y"]
-    assert not hasattr(graph._as_graph_def, "hides")
+    assert not hasattr(graph._as_graph_def, "functions")
 
 
 def test_routines_may_make_variables_and_operations(graph) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda.backend import Action, OpFacts
+from tensorflow.core.framework import node_def_pb2
 
 from ._body import Body, Rewriting, Taped
 from ._side import Side, enum, is_plain, nbytes
@@ -78,7 +79,19 @@ class Insertions:
             self.sources.setdefault(refs[k], (node.keeps, 0, k))
         for k, i in enumerate(out):
             side.refs[i] = self.output_of(name, k)
+            if k and where == "before" and any(one.dtype == tf.bool for one in op.outputs):
+                side.refs[i] = self._passed(name, k, gives_types[k])
             self.sources[side.refs[i]] = (node.keeps, 1, k)
+
+    def _passed(self, name: str, index: int, kind: int) -> str:
+        """An output behind an Identity: where a loop ends is decided on it, perhaps.
+
+        TensorFlow's loop optimizer fails on a predicate that reads a later output of a node.
+        """
+        node = node_def_pb2.NodeDef(name=f"{name}/{index}", op="Identity", input=[self.output_of(name, index)])
+        node.attr["T"].type = kind
+        self.made.append(node)
+        return self.output_of(node.name, 0)
 
     def _inline(
         self, op: tf.Operation, routine: Traced, refs: Sequence[str], gives: Sequence[int], ahead: bool

@@ -56,7 +56,7 @@ class HiddenNodes:
         """
         key = _digest(nodes, functions, wanted)
         if key not in self._imports:
-            hide_nodes(graph)
+            hide_nodes(graph, [one.signature.name for one in functions])
             self._imports[key] = _imported(graph, nodes, functions, wanted)
         return self._imports[key]
 

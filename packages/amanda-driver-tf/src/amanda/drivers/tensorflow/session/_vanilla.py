@@ -5,9 +5,9 @@ The attributes that do so are the graph's own: they die with it, and no other gr
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -18,21 +18,20 @@ from tensorflow.python.framework import ops
 PREFIX = "amanda_hidden_"
 
 
-COPY = re.compile(r"_amanda_[0-9a-f]{16}$")
-"""How the name of a function ends that only hidden nodes call."""
-
-
 def is_hidden(name: str) -> bool:
     """Whether a node of this name was put beside the user's."""
     return name.startswith(PREFIX)
 
 
-def hide_nodes(graph: Any) -> None:
-    """Let a graph show no node, and no function, that is hidden."""
-    if getattr(graph._as_graph_def, "hides", False):
+def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
+    """Let a graph show no node that is hidden, nor these functions, which hidden nodes call."""
+    known = getattr(graph._as_graph_def, "functions", None)
+    if known is not None:
+        known.update(functions)
         return
+    hidden = set(functions)
     reference = weakref.ref(graph)
-    as_graph_def = _reading(type(graph)._as_graph_def)
+    as_graph_def = _reading(type(graph)._as_graph_def, _Shown(reference, hidden))
 
     def _as_graph_def(*args: Any, **kwargs: Any) -> Any:
         return as_graph_def(reference(), *args, **kwargs)
@@ -42,7 +41,7 @@ def hide_nodes(graph: Any) -> None:
         found = type(graph).new_operations(graph)
         return [one for one in found if not is_hidden(_SESSION.TF_OperationName(one))]
 
-    _as_graph_def.hides = True  # type: ignore[attr-defined]
+    _as_graph_def.functions = hidden  # type: ignore[attr-defined]
     graph._as_graph_def = _as_graph_def
     graph.new_operations = new_operations
 
@@ -51,43 +50,42 @@ _SESSION: Any = ops.pywrap_tf_session
 
 
 class _Shown:
-    """The C interface, through which graphs are read without their hidden parts."""
+    """The C interface, through which a graph is read without its hidden parts."""
+
+    def __init__(self, graph: weakref.ref[Any], functions: Collection[str]) -> None:
+        self._graph = graph
+        self._functions = functions
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_SESSION, name)
 
-    @staticmethod
-    def TF_GetBuffer(buffer: Any) -> bytes:
+    def TF_GetBuffer(self, buffer: Any) -> bytes:
         """A graph's bytes."""
         whole = graph_pb2.GraphDef()
         whole.ParseFromString(_SESSION.TF_GetBuffer(buffer))
-        return shown(whole).SerializeToString()  # type: ignore[no-any-return]
+        return self._shown(whole).SerializeToString()  # type: ignore[no-any-return]
 
-    @staticmethod
-    def TF_GraphToGraphDefPybind(c_graph: Any) -> Any:
+    def TF_GraphToGraphDefPybind(self, c_graph: Any) -> Any:
         """A graph as a message."""
         whole = graph_pb2.GraphDef()
         whole.CopyFrom(_SESSION.TF_GraphToGraphDefPybind(c_graph))
-        return shown(whole)
+        return self._shown(whole)
+
+    def _shown(self, graph_def: Any) -> Any:
+        graph: Any = self._graph()
+        hidden = {name for name in self._functions if name not in graph._functions}
+        left = graph_pb2.GraphDef()
+        left.node.extend(node for node in graph_def.node if not is_hidden(node.name))
+        left.versions.CopyFrom(graph_def.versions)
+        functions = graph_def.library.function
+        left.library.function.extend(one for one in functions if one.signature.name not in hidden)
+        left.library.gradient.extend(graph_def.library.gradient)
+        return left
 
 
-def shown(graph_def: Any) -> Any:
-    """A graph's message without what is hidden."""
-    nodes = [node for node in graph_def.node if not is_hidden(node.name)]
-    functions = [one for one in graph_def.library.function if not COPY.search(one.signature.name)]
-    if len(nodes) == len(graph_def.node) and len(functions) == len(graph_def.library.function):
-        return graph_def
-    left = graph_pb2.GraphDef()
-    left.node.extend(nodes)
-    left.versions.CopyFrom(graph_def.versions)
-    left.library.function.extend(functions)
-    left.library.gradient.extend(graph_def.library.gradient)
-    return left
-
-
-def _reading(method: Any) -> Any:
-    """A method of Graph that reads the C graph through `_Shown`."""
-    names = {**method.__globals__, "pywrap_tf_session": _Shown()}
+def _reading(method: Any, interface: _Shown) -> Any:
+    """A method of Graph that reads the C graph through another interface."""
+    names = {**method.__globals__, "pywrap_tf_session": interface}
     return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
 
 
