@@ -184,3 +184,21 @@ def test_dtype_and_shape_are_pythons_own() -> None:
     with amanda.apply(tool):
         tf.nn.relu(A)
     assert seen == ["float32", (2, 2), None]
+
+
+@pytest.mark.parametrize("resource", [True, False])
+def test_indices_point_at_weights_in_a_session(resource: bool) -> None:
+    tool = Weights()
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [2, 6, 6, 2])
+        kernel = tf.compat.v1.get_variable("kernel", [3, 3, 2, 4], use_resource=resource)
+        dense = tf.compat.v1.get_variable("dense", [64, 3], use_resource=resource)
+        hidden = tf.reshape(tf.nn.conv2d(x, kernel, 1, "VALID"), [2, 64])
+        y = tf.reduce_sum(tf.matmul(hidden, dense) ** 2)
+        gradients = tf.gradients(y, [kernel, dense])
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            with amanda.apply(tool):
+                session.run(gradients, {x: X.numpy().repeat(2, 0)})
+    assert tool.layouts == {"conv2d": ("NHWC", "HWIO"), "matmul": (None, "IO")}
+    assert tool.gradients == {"conv2d": [(3, 3, 2, 4)], "matmul": [(64, 3)]}

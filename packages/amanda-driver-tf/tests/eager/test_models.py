@@ -1,5 +1,6 @@
 """Models of keras.applications in eager mode: what they give, and what a training curve is."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -100,3 +101,50 @@ def test_pruning_gives_the_training_curve_of_code_by_hand() -> None:
     by_hand = _trained(None, prune=True)
     assert _trained(Pruning(), prune=False) == by_hand
     assert _trained(None, prune=False) != by_hand
+
+
+def _python_function(x: Any) -> Any:
+    return tf.reduce_sum(tf.py_function(lambda value: tf.nn.relu(value) * 2.0, [x], tf.float32))
+
+
+class Encoder(keras.Model):
+    """Embeddings, recurrence, attention, normalisation and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(10, 8)
+        self.lstm = keras.layers.LSTM(8, return_sequences=True, use_cudnn=False)
+        self.attention = keras.layers.MultiHeadAttention(2, 4, dropout=0.1)
+        self.norm = keras.layers.LayerNormalization()
+        self.head = keras.layers.Dense(3)
+
+    def call(self, tokens: Any, training: bool = False) -> Any:
+        x = self.lstm(self.embedding(tokens))
+        return self.head(self.norm(x + self.attention(x, x, training=training)))
+
+
+def test_an_encoder_trains_as_ever() -> None:
+    def trained(scope: AbstractContextManager[Any]) -> list[bytes]:
+        keras.utils.set_random_seed(3)
+        model, tokens = Encoder(), tf.constant([[1, 2, 3], [4, 5, 1]])
+        optimizer = keras.optimizers.SGD(0.1)
+        with scope:
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(model(tokens, training=True)))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return [bytes(one.numpy().tobytes()) for one in model.variables]
+
+    plain = trained(nullcontext())
+    assert trained(amanda.apply(amanda.Tool())) == plain
+    assert trained(amanda.apply(Busy())) == plain
+
+
+def test_a_python_function_has_its_gradient() -> None:
+    x = tf.Variable([1.0, -2.0])
+    with amanda.apply(Busy()):
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                y = _python_function(x)
+            assert tape.gradient(y, x).numpy().tolist() == [2.0, 0.0]

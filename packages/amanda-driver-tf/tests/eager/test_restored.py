@@ -114,13 +114,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         _requirements.missing.cache_clear()
 
 
-def test_many_scopes_keep_no_more_than_tensorflow_does() -> None:
+@pytest.mark.parametrize("module", [Doubling(), None])
+def test_many_scopes_keep_no_more_than_tensorflow_does(module: tf.Module | None) -> None:
     x = tf.Variable([1.0, -2.0])
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: context.insert_before_op(lambda *_: None))
     tool.add_inst_for_op(lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
-
-    module = Doubling()
 
     def kept(*tools: amanda.Tool) -> int:
         gc.collect()

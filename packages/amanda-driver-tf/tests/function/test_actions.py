@@ -220,3 +220,63 @@ def test_a_routine_that_cannot_be_traced_runs_as_python_and_says_so(layer) -> No
     wanted, _ = layer.by_hand(weight=lambda w: w * w.numpy().max())
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert "runs as Python" in str(scope.report)
+
+
+@tf.function
+def looped(x):
+    for _ in tf.range(3):
+        x = tf.tanh(x) * 1.5
+    return tf.reduce_sum(x)
+
+
+@tf.function
+def inner(x):
+    return tf.tanh(x) * 1.5
+
+
+@tf.function
+def calling(x):
+    return tf.reduce_sum(inner(x))
+
+
+SHARED = pytest.mark.xfail(
+    reason="notyet: what a loop accumulates for several gradient ops is one value for all of them",
+    strict=True,
+)
+
+
+@inside
+@pytest.mark.parametrize("differentiable", [False, True], ids=["isolated", "differentiable"])
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [
+        (calling, False),
+        (calling, True),
+        (looped, False),
+        pytest.param(looped, True, marks=SHARED),
+    ],
+)
+def test_gradients_in_called_functions_and_loops(inside, function, after, differentiable) -> None:
+    x = tf.constant([0.3, 0.7])
+    routine = amanda.differentiable(lambda v: v * v) if differentiable else (lambda v: v * v)
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return tape.gradient(y, x)
+
+    def by_hand():
+        through = (lambda v: v * v) if differentiable else straight_through(lambda v: v * v)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in range(3 if function is looped else 1):
+                y = (through(tf.tanh(y)) if after else tf.tanh(through(y))) * 1.5
+            y = tf.reduce_sum(y)
+        return tape.gradient(y, x)
+
+    compute = tf.function(gradient) if inside else gradient
+    with amanda.apply(inserting("insert_after_op" if after else "insert_before_op", "Tanh", routine)):
+        found = compute(x)
+    np.testing.assert_allclose(found, by_hand(), rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
+from amanda.drivers.tensorflow import FunctionDriver
 
 
 class Counting(amanda.Tool):
@@ -142,6 +144,60 @@ def test_compilation_is_left_out_and_said(counting) -> None:
         f(x)
     assert counting.ran["Sin"] == 2
     assert [entry.what.split()[0] for entry in scope.report] == ["jit_compile"]
+
+
+def test_backward_ops_that_names_alone_tell_are_said(counting, layer) -> None:
+    layer.step(layer.x)
+    with amanda.apply(counting) as scope:
+        layer.step(layer.x)
+    assert counting.ran["Relu>ReluGrad"] == 1
+    assert "names tell which forward ops" in str(scope.report)
+
+
+def test_observers_are_packed_within_a_budget(layer, monkeypatch) -> None:
+    """With no budget each has a call of its own, else they share one."""
+    seen: list[str] = []
+    tool = amanda.Tool()
+
+    def analysis(context) -> None:
+        name = context.get_op().name
+        context.insert_before_op(amanda.observer(lambda *_: seen.append(name)))
+
+    tool.add_inst_for_op(analysis)
+    with amanda.apply(tool):
+        layer.loss(layer.x)
+        together = list(seen)
+    seen.clear()
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)
+    apart = tf.function(layer.loss.python_function)
+    with amanda.apply(tool):
+        apart(layer.x)
+    assert sorted(seen) == sorted(together)
+    assert {"MatMul", "Relu"} < set(seen)
+
+
+def test_threads_share_one_copy(layer, counting) -> None:
+    with amanda.apply(counting) as scope:
+        threads = [threading.Thread(target=scope.bind(lambda: layer.loss(layer.x))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert counting.analysed["Relu"] == 1
+    assert counting.ran["Relu"] == 8
+
+
+def test_nested_scopes_have_their_own_plans(layer) -> None:
+    outer, inner = Counting(), Counting()
+    with amanda.apply(outer):
+        layer.loss(layer.x)
+        with amanda.apply(inner):
+            layer.loss(layer.x)
+            with amanda.disabled():
+                layer.loss(layer.x)
+        layer.loss(layer.x)
+    assert (outer.ran["Relu"], inner.ran["Relu"]) == (3, 1)
+    assert (outer.analysed["Relu"], inner.analysed["Relu"]) == (1, 1)
 
 
 def small_model():

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import tensorflow as tf
 
+import amanda
 from amanda.drivers.tensorflow.function import FunctionDriver
 from amanda.testing import DriverTests, Sample, never
 
@@ -106,6 +107,17 @@ class TestFunctionDriver(DriverTests):
             reason="never: a forked child of TensorFlow waits for threads that it does not have", run=False
         ),
     }
+
+    @pytest.mark.parametrize(
+        "mark",
+        [
+            amanda.observer,
+            pytest.param(amanda.traceable, marks=never("a traceable routine is called when it is traced")),
+            amanda.differentiable,
+        ],
+    )
+    def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
+        super().test_marked_routines_are_accepted_and_run(sample, mark)
 
     @pytest.fixture
     def sample(self) -> Iterator[Sample]:

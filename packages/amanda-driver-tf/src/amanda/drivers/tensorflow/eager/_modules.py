@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
 from amanda.backend import Attributes, digest, when_imported
@@ -67,6 +67,18 @@ def name_within(outer: Any, inner: Any) -> str:
     """Attributes that lead from an object to another, or a layer's name where none do."""
     if inner is outer:
         return ""
+    try:
+        known = _names.get(outer)
+        if known is None:
+            known = _names[outer] = WeakKeyDictionary()
+        if inner not in known:
+            known[inner] = _found_within(outer, inner)
+        return known[inner]
+    except TypeError:  # an object that has no hash
+        return _found_within(outer, inner)
+
+
+def _found_within(outer: Any, inner: Any) -> str:
     waiting: list[tuple[str, Any]] = [("", outer)]
     seen: set[int] = {id(outer)}
     while waiting:
@@ -118,3 +130,5 @@ def _callable_modules(root: type) -> Iterator[type]:
 
 
 _not_modules: WeakSet[type] = WeakSet()
+_names: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+"""By the object that is called first: paths of those that it calls."""

@@ -1,6 +1,7 @@
 """Threads in which TensorFlow runs replicas: they are in the scope of the one that makes them."""
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,11 +29,8 @@ def follow_replicas(attributes: Attributes) -> None:
     @functools.wraps(run)
     def running(self: Any) -> None:
         activation = _activations.get(self)
-        if activation is None:
-            return run(self)
-        with in_force(activation):
+        with nullcontext() if activation is None else in_force(activation):
             run(self)
-        return None
 
     attributes.set(kind, "__init__", made)
     attributes.set(kind, "run", running)

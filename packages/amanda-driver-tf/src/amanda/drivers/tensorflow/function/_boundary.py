@@ -48,8 +48,8 @@ class _Thread(threading.local):
 class Boundary:
     """Stands where functions are called."""
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._copies = Copies(namespace)
+    def __init__(self, namespace: Namespace, budget: Callable[[], int]) -> None:
+        self._copies = Copies(namespace, budget)
         self._thread = _Thread()
 
     def enter(self, attributes: Attributes) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda.backend import Namespace, State
@@ -63,10 +64,15 @@ class Copy:
 
 
 class Copies:
-    """Makes copies, and finds those made before."""
+    """Makes copies, and finds those made before.
 
-    def __init__(self, namespace: Namespace) -> None:
+    budget: how many bytes observers may hold that run together.
+    """
+
+    def __init__(self, namespace: Namespace, budget: Callable[[], int]) -> None:
         self._namespace = namespace
+        self._budget = budget
+        self._lock = threading.RLock()
         self._identities = Identities()
 
     def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
@@ -78,14 +84,15 @@ class Copies:
             return None
         if not state.cache:
             return self._make(state, layer, atomic, args, trace)
-        kept = layer.rewrites.get(atomic)
-        if kept is None:
-            kept = layer.rewrites[atomic] = {}
-        copy = kept.get(state.autodiff)
+        copy: Copy | None = layer.rewrites.get(atomic, {}).get(state.autodiff)
         if copy is None:
-            copy = self._make(state, layer, atomic, args, trace)
-            if copy is not None:
-                kept[state.autodiff] = copy
+            with self._lock:
+                kept = layer.rewrites.setdefault(atomic, {})
+                copy = kept.get(state.autodiff)
+                if copy is None:
+                    copy = self._make(state, layer, atomic, args, trace)
+                    if copy is not None:
+                        kept[state.autodiff] = copy
         return copy
 
     def _make(
@@ -94,7 +101,7 @@ class Copies:
         function = function_of(atomic)
         if trace is None and "__backward_" in function.name:
             return None
-        rewriting = Rewriting(state, self._namespace, layer)
+        rewriting = Rewriting(state, self._namespace, layer, self._budget())
         rewriting.differentiated = parts(function.name)[0] != "inference"
         if trace is not None:
             rewriting.analysis.plans.update(trace.copy.plans)
@@ -106,16 +113,16 @@ class Copies:
             rewriting.origin = lambda op: self._origin(op, trace)
         body = body_of(
             function, self._identities.of(function.graph, function.name), args.__getitem__,
-            rewriting, parts(function.name)[0] == "forward",
+            rewriting, parts(function.name)[0] == "forward", backward=trace is not None,
         )  # fmt: skip
-        body.backward = trace is not None
         try:
             rewritten = rewrite(body, rewriting)
         except BaseException:
             rewriting.analysis.forget()
             raise
         copy = Copy(function, rewriting)
-        if "_XlaMustCompile" in function.definition.attr and function.definition.attr["_XlaMustCompile"].b:
+        compiled = function.definition.attr.get("_XlaMustCompile")
+        if rewritten.changed and compiled is not None and compiled.b:
             copy.reports.append(
                 (f"jit_compile of {parts(function.name)[1]}", "in a scope it runs without XLA")
             )

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import tensorflow as tf
 from amanda.backend import DRIVER_API, FRAMEWORK, SKIPPED, Attributes, Driver, Namespace, codes
 
 from .._requirements import check
+from ..graph import DEFAULT_BUDGET
 from ._boundary import Boundary
 from ._recording import forget_gradient_function, record_gradients
 
 
 class FunctionDriver(Driver):
-    """TensorFlow's functions: each is run as a copy with the routines in it."""
+    """TensorFlow's functions: each is run as a copy with the routines in it.
+
+    observer_bytes: how much memory the values may take that observers are given in one call.
+    """
 
     api = DRIVER_API
     framework = "tensorflow"
     modes = ("function",)
+    observer_bytes: ClassVar[int] = DEFAULT_BUDGET
 
     def __init__(self) -> None:
         self._attributes = Attributes()
-        self._boundary = Boundary(self.namespace)
+        self._boundary = Boundary(self.namespace, lambda: self.observer_bytes)
 
     @cached_property
     def namespace(self) -> Namespace:

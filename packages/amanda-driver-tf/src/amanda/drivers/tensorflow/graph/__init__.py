@@ -24,13 +24,14 @@ The caller runs `rewrite` in `context.eager_mode()` with instrumentation off, th
 """
 
 from ._backward import ForwardMap, records
-from ._body import Body, Rewriting, Rewritten, constant_value
+from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
 from ._functions import NUMBER, Function, body_of, copy_of, function_named, function_of
 from ._rewrite import rewrite
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
 from ._values import GraphTensors
 
 __all__ = [
+    "DEFAULT_BUDGET",
     "NUMBER",
     "Body",
     "Edge",

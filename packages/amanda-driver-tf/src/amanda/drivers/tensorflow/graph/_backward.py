@@ -39,6 +39,7 @@ class ForwardMap:
     forward_ops: those of the graph that was differentiated, by name; the graph's own by default.
     captured: of a placeholder, the tensor of the forward graph that it stands for; None for others.
     default: what operations of which nothing is known belong to: the call of a graph of gradients.
+    apart: whether the forward operations are in another graph.
     guessed: operations whose forward operation only names tell.
     """
 
@@ -48,6 +49,7 @@ class ForwardMap:
         forward_ops: Mapping[str, tf.Operation] | None = None,
         captured: Callable[[Any], Any] = lambda tensor: None,
         default: tf.Operation | None = None,
+        apart: bool = False,
     ) -> None:
         self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
         self._captured = captured
@@ -56,8 +58,9 @@ class ForwardMap:
         self._order = {op: i for i, op in enumerate(ops)}
         self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
         self._by_scope: dict[str, list[tf.Operation]] | None = None
+        own = {} if apart or default is not None else {op.name: op for op in ops}
         for op in ops:
-            found = records.get(op) or self._by_names(op) or default
+            found = self._recorded(op, own) or self._by_names(op) or default
             if found is not None and found is not op:
                 self._forward[op] = found
         self._add_sums(ops)
@@ -71,6 +74,15 @@ class ForwardMap:
                 break
             found = above
         return found
+
+    @staticmethod
+    def _recorded(op: tf.Operation, own: Mapping[str, tf.Operation]) -> tf.Operation | None:
+        """What was noted; in a copy that TensorFlow made of a graph, the copy's operation of that name."""
+        found = records.get(op)
+        if found is None or found.graph is op.graph:
+            return found
+        twin = own.get(found.name)
+        return found if twin is None or twin.type != found.type else twin
 
     def _by_names(self, op: tf.Operation) -> tf.Operation | None:
         match = _TAPE_SCOPE.match(op.name)

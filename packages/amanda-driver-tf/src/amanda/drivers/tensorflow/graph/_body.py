@@ -67,6 +67,7 @@ class Rewritten:
     outputs: for each of the body's outputs, how the copy names it as an input.
     inserted: the names of inserted nodes by the operation that they must run with, if it runs.
     removed: by the name of a replaced operation's node, the node that runs instead.
+    called: names of the nodes whose functions were edited.
     changed: whether anything was inserted; if not, the vanilla graph may run.
     """
 
@@ -75,6 +76,7 @@ class Rewritten:
     inserted: dict[str, list[str]]
     removed: dict[str, str]
     changed: bool
+    called: Sequence[str] = ()
 
 
 @dataclass

@@ -126,11 +126,13 @@ def body_of(
     apart: bool = False,
     forward_graph: Any = None,
     forward_call: tf.Operation | None = None,
+    backward: bool = False,
 ) -> Body:
     """The nodes of a function that run.
 
     read_argument: the present value of an argument, by position.
     forward_graph: the graph that this one has gradients of, where it does not capture its tensors.
+    backward: whether this is the backward function of another.
     forward_call: where this is called for the gradients of a call, that one.
     """
     definition, graph = function.definition, function.graph
@@ -140,7 +142,9 @@ def body_of(
     names = function.names
     everything = graph.get_operations()
     held = _captured(graph)
-    forward = ForwardMap(everything, _forward_operations(held, everything, forward_graph), held, forward_call)
+    forward = ForwardMap(
+        everything, _forward_operations(held, everything, forward_graph), held, forward_call, backward
+    )
     if rewriting is not None and forward.guessed:
         rewriting.report(
             f"the backward ops of {function.name}",
@@ -151,7 +155,7 @@ def body_of(
         nodes, syntax, NUMBER, identity, forward,
         [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
-        lambda name: function_named(name, graph), apart=apart,
+        lambda name: function_named(name, graph), apart=apart, backward=backward,
     )  # fmt: skip
 
 
@@ -217,8 +221,9 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, carries: bool = F
     for key, name in definition.control_ret.items():
         copy.control_ret[key] = rewritten.removed.get(name, name)
     inserted = dict.fromkeys(name for names in rewritten.inserted.values() for name in names)
+    inserted |= dict.fromkeys(rewritten.removed.get(name, name) for name in rewritten.called)
     for name in inserted:
-        key = name.replace("/", "_")
+        key = f"amanda_{name}".replace("/", "_")
         copy.control_ret[key] = name
         copy.signature.control_output.append(key)
     if carries:

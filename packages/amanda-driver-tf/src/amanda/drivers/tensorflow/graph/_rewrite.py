@@ -44,7 +44,7 @@ class _Rewriter:
         self.own: dict[tuple[str, Edge], str] = {}
         self.shared: dict[tuple[str, Edge], dict[int, str]] = {}
         self.removed: dict[str, str] = {}
-        self.called = False
+        self.called: list[str] = []
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
         if self.forward:
             rewriting.differentiated = True
@@ -69,7 +69,7 @@ class _Rewriter:
             elif not self.body.backward:
                 self._at_forward(op)
             if rewrite_calls(self.body, self.rewriting, op, rewrite):
-                self.called = True
+                self.called.append(self.body.node_name(op))
                 self._wait_for_forward_call(op)
                 self._inputs.pop(self.body.node_name(op), None)
         self.insertions.flush()
@@ -79,11 +79,13 @@ class _Rewriter:
             self._connect()
         nodes = [node for name, node in self.body.nodes.items() if name not in self.removed]
         outputs = [self._read_output(edge) for edge in self.body.outputs]
-        return Rewritten([*nodes, *made], outputs, self.insertions.inserted, self.removed, changed)
+        return Rewritten(
+            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, self.called
+        )
 
     def _wait_for_forward_call(self, op: tf.Operation) -> None:
         """Let a call of gradients come after the call that keeps what they need."""
-        forward = self._forward_name.get(self.body.node_name(op))
+        forward = self._forward_name.get(self.body.node_name(op), "")
         if forward in self.body.nodes:
             self.insertions.ahead.setdefault(self.body.node_name(op), []).append(
                 self.removed.get(forward, forward)
