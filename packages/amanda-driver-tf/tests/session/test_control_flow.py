@@ -107,3 +107,19 @@ def test_observers_in_loops_and_branches(graph, control_flow) -> None:
     same_in_scope(graph, [y, z], {x: 0.5}, tool, repeat=1)
     expected = [np.sin(0.5), np.sin(np.sin(0.5)), np.sin(np.sin(np.sin(0.5)))]
     assert sorted(tool.values, reverse=True) == pytest.approx(expected)  # iterations overlap
+
+
+def test_what_a_loop_ends_on_is_given_values(graph, control_flow) -> None:
+    """TensorFlow's loop optimizer fails where a predicate reads a later output of a node."""
+    tool = amanda.Tool()
+    counts = []
+
+    def analyse(context):
+        if context.get_op_type() == "Less":
+            context.insert_before_op(lambda *values: counts.append(len(values)))
+
+    tool.add_inst_for_op(analyse)
+    x = tf1.placeholder(tf.float32, [2])
+    y = tf1.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, tf.sin(v)), [tf.constant(0), x])[1]
+    same_in_scope(graph, [y, *tf.gradients(y, x)], {x: [0.5, 1.5]}, tool, repeat=1)
+    assert counts[:5] == [2] * 5

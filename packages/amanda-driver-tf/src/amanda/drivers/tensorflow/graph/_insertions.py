@@ -79,17 +79,16 @@ class Insertions:
             self.sources.setdefault(refs[k], (node.keeps, 0, k))
         for k, i in enumerate(out):
             side.refs[i] = self.output_of(name, k)
-            if k and where == "before" and any(one.dtype == tf.bool for one in op.outputs):
+            if k and where == "before" and _decides(op):
                 side.refs[i] = self._passed(name, k, gives_types[k])
             self.sources[side.refs[i]] = (node.keeps, 1, k)
 
     def _passed(self, name: str, index: int, kind: int) -> str:
-        """An output behind an Identity: where a loop ends is decided on it, perhaps.
-
-        TensorFlow's loop optimizer fails on a predicate that reads a later output of a node.
-        """
-        node = node_def_pb2.NodeDef(name=f"{name}/{index}", op="Identity", input=[self.output_of(name, index)])
+        """An output behind an operation that does nothing, and that TensorFlow does not take away."""
+        read = self.output_of(name, index)
+        node = node_def_pb2.NodeDef(name=f"{name}/{index}", op="EnsureShape", input=[read])
         node.attr["T"].type = kind
+        node.attr["shape"].shape.unknown_rank = True
         self.made.append(node)
         return self.output_of(node.name, 0)
 
@@ -202,7 +201,8 @@ class Insertions:
     ) -> str:
         """Make a node that calls a new slot; its name.
 
-        ahead: whether the operation waits for it, not the reverse.  waits: its control inputs.
+        ahead: whether the operation comes after it, not the reverse.  waits: its control inputs.
+        An operation that reads what the node gives need not wait for it, one without inputs stays as it is.
         """
         name = self.body.node_name(op)
         slot = self.rewriting.add(inserted)
@@ -212,7 +212,7 @@ class Insertions:
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
         self.inserted.setdefault(name, []).append(node.name)
-        if not instead and (refs or not ahead):  # an op without inputs stays as it is
+        if not instead and not (ahead and (gives or not refs or _decides(op))):
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
 
@@ -230,3 +230,11 @@ class Insertions:
             waits += [f"^{self.body.syntax.parse(text).node}" for text in inputs
                       if not text.startswith("^") and text not in refs]  # fmt: skip
         return list(dict.fromkeys(waits))
+
+
+def _decides(op: tf.Operation) -> bool:
+    """Whether a loop may end on an operation.
+
+    TensorFlow's loop optimizer fails where such an operation waits for others, or reads a later output.
+    """
+    return any(output.dtype == tf.bool for output in op.outputs)
