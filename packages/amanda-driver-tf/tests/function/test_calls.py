@@ -273,3 +273,28 @@ def test_a_loaded_model_is_instrumented(counting, tmp_path, loaded_in_scope) -> 
     np.testing.assert_array_equal(served, vanilla)
     assert counting.ran["MatMul"] == 2
     assert counting.ran["Relu"] == 4
+
+
+@pytest.mark.parametrize("traced_before", [True, False])
+def test_the_gradients_in_the_branches_of_a_condition_are_backward_ops(traced_before: bool) -> None:
+    weight, ran = tf.Variable(2.0), []
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = tf.cond(x > 0, lambda: tf.nn.relu(x * weight), lambda: tf.nn.sigmoid(x * weight))
+        return tape.gradient(y, weight)
+
+    tool = amanda.Tool()
+
+    def analysis(context) -> None:
+        kind = context.get_backward_op().type
+        context.insert_after_backward_op(lambda: ran.append(kind), grad_inputs=[])
+
+    tool.add_inst_for_op(analysis, backward=True)
+    if traced_before:
+        step(tf.constant(1.0))
+    with amanda.apply(tool):
+        for x in (1.0, -1.0):
+            step(tf.constant(x))
+    assert [ran.count(kind) for kind in ("ReluGrad", "SigmoidGrad")] == [1, 1]

@@ -31,7 +31,10 @@ class GradientEdges:
         for op in body.ops if forward else ():
             if op in forward:
                 self.groups.setdefault(forward[op], []).append(op)
-                entering = [i for i, one in enumerate(op.inputs) if self._is_gradient(one, forward[op])]
+                given = _is_given(op)
+                entering = [
+                    i for i, one in enumerate(op.inputs) if given or self._is_gradient(one, forward[op])
+                ]
                 if op.type == "ZerosLike":  # in the place of a gradient that nothing gives
                     self._entering[op] = []
                 elif entering:
@@ -159,6 +162,11 @@ class GradientEdges:
 def key(tensor: Any) -> tuple[tf.Operation, int]:
     """What tells a symbolic tensor from others."""
     return tensor.op, tensor.value_index
+
+
+def _is_given(op: tf.Operation) -> bool:
+    """Whether an operation is how `tf.gradients` takes a gradient it is given, as in branches of a cond."""
+    return op.type == "Identity" and op.name.rpartition("/")[2].startswith("grad_ys_")
 
 
 def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
