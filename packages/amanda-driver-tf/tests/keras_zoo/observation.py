@@ -12,8 +12,8 @@ import tensorflow as tf
 
 Facts = dict[str, Any]
 FRAMEWORKS = ("tensorflow", "keras", "tf_keras")
-OUTLIVE = {"Graph._as_graph_def", "Graph.new_operations"}
-"""What a graph that holds hidden nodes keeps wrapped, so that they stay hidden, for as long as it lives."""
+OUTLIVE = {"SymbolicTensor.consumers", "Operation._control_outputs"}
+"""What is replaced as long as a graph lives in which hidden nodes read the user's."""
 
 
 def differences(one: Facts, other: Facts) -> list[str]:
