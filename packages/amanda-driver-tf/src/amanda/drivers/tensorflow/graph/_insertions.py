@@ -88,7 +88,8 @@ class Insertions:
 
         TensorFlow's loop optimizer fails on a predicate that reads a later output of a node.
         """
-        node = node_def_pb2.NodeDef(name=f"{name}/{index}", op="Identity", input=[self.output_of(name, index)])
+        given = [self.output_of(name, index)]
+        node = node_def_pb2.NodeDef(name=f"{name}/{index}", op="Identity", input=given)
         node.attr["T"].type = kind
         self.made.append(node)
         return self.output_of(node.name, 0)
