@@ -166,7 +166,7 @@ def key(tensor: Any) -> tuple[tf.Operation, int]:
 
 def _is_given(op: tf.Operation) -> bool:
     """Whether an operation is how `tf.gradients` takes a gradient it is given, as in branches of a cond."""
-    return op.type == "Identity" and op.name.rpartition("/")[2].startswith("grad_ys_")
+    return op.type == "Identity" and str(op.name).rpartition("/")[2].startswith("grad_ys_")
 
 
 def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
