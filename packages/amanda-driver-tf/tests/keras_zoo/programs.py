@@ -109,7 +109,8 @@ class EagerProgram(Program):
             loss = weighted_sum(outputs)
         variables = self.model.trainable_variables
         gradients = tape.gradient(loss, [one.value for one in variables])
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        with tf.control_dependencies([outputs, loss, *gradients]):  # an update races with reads otherwise
+            self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         drawn = self.generator.normal([4]) + tf.random.uniform([4])
         return outputs, loss, [tf.convert_to_tensor(one) for one in gradients], drawn
 
