@@ -76,8 +76,10 @@ class Result(ABC):
         from rich.text import Text
 
         rows = self.rows()
-        table = Table(title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
         totals = self._totals(rows)
+        table = Table(
+            title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", show_footer=any(totals)
+        )
         for column, total in zip(self.columns, totals, strict=True):
             justify = "right" if column.total or column.number else "left"
             table.add_column(column.name, total, justify=justify, overflow="fold")  # type: ignore[arg-type]
