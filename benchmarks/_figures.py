@@ -32,7 +32,7 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
     """Every figure that there are measurements for."""
     for name, judge in {
         "ops": of_ops, "instructions": of_instructions, "steps": of_steps, "cache": of_cache,
-        "memory": of_memory, "startup": of_startup,
+        "graphs": of_graphs, "memory": of_memory, "startup": of_startup,
     }.items():  # fmt: skip
         if name in found and "missing" not in found[name]:
             yield from judge(found[name])
@@ -133,6 +133,50 @@ def of_cache(results: dict[str, Any]) -> Iterator[Figure]:
             met = "met" if worth.low >= 2 else "**not met**" if worth.high < 2 else "within the noise"
             measured = f"{worth.middle:.1f} x {span(worth, '.1f')}"
             yield Figure(f"pruning, cache off over on: {model}, {title}", "> 2 x", measured, met)
+
+
+def of_graphs(results: dict[str, Any]) -> Iterator[Figure]:
+    """Calls, steps, rewrites and the cache in sessions and functions of TensorFlow."""
+    for mode, most in (("session", 200), ("function", 50)):
+        for tool in GRAPH_HITS:
+            times = results["hits"][mode]
+            more = difference(times[tool], times["bare"])
+            measured = f"{more.middle:.0f} us {span(more, '.0f')}"
+            what = f"a call of a graph that was rewritten before, {mode}: {tool}"
+            yield Figure(what, f"<= {most} us", measured, verdict(more, most))
+    for tool, bound in {**dict.fromkeys(GRAPH_HITS, 1.02), **GRAPH_OBSERVERS}.items():
+        ratios = [
+            (quotient(step[tool], step["bare"]), f"{model}, {title}")
+            for model, found in results["steps"].items()
+            for title, step in found["passes"].items()
+            if bound > 1.02 or "BERT" not in model
+        ]
+        worst, name = max(ratios)
+        yield Figure(f"step: {tool}", f"<= {bound:.2f} x", f"{ratio(worst)} ({name})", verdict(worst, bound))
+    for mode, found in results["rewrites"].items():
+        what, runs = next(iter(found.items()))
+        took = median([run["seconds"] for run in runs])
+        measured = f"{took.middle:.1f} s ({runs[0]['actions']:,} actions on {runs[0]['ops']:,} ops)"
+        yield Figure(f"rewrite of {what}, {mode}", "<= 8 s", measured, verdict(took, 8))
+    yield cache_in_graphs(results["cache"])
+
+
+GRAPH_HITS = ("looks at every op", "one native routine")
+GRAPH_OBSERVERS = {"observer on convolutions and products": 1.15, "observer on every op": 1.35}
+
+
+def cache_in_graphs(models: dict[str, Any]) -> Figure:
+    """The mean over models, modes and passes of a pruning tool's step without the cache over one with it."""
+    each = [
+        quotient(times["cache off"], times["cache on"])
+        for passes in models.values()
+        for times in passes.values()
+    ]
+    mean = Estimate(*(sum(values) / len(values) for values in zip(*each, strict=True)))
+    most = max(one.middle for one in each)
+    met = "met" if mean.low >= 17.1 else "**not met**" if mean.high < 17.1 else "within the noise"
+    measured = f"{mean.middle:.1f} x {span(mean, '.1f')}, {most:.1f} x at most"
+    return Figure("pruning, cache off over on: graphs, mean", ">= 17.1 x", measured, met)
 
 
 def of_memory(results: dict[str, Any]) -> Iterator[Figure]:

@@ -48,6 +48,10 @@ def versions() -> dict[str, str]:
         "amanda-core",
         "amanda-driver-torch",
         "amanda-tools",
+        "tensorflow-cpu",
+        "keras",
+        "tf_keras",
+        "amanda-driver-tf",
     ):
         found[name] = metadata.version(name)
     found["torch"] = torch.__version__

@@ -51,6 +51,24 @@ PARAGRAPHS = {
         A tool that prunes by magnitude ([examples/pruning.py](../examples/pruning.py); for BERT the same
         for `linear`), in milliseconds of processor time of a step on one core:
     """,
+    "graphs": """
+        TensorFlow on one core, processor time of the whole process: `tf_keras` models in a session,
+        Keras 3 models in a tf.function. A tool that looks at every op inserts nothing, so the user's own
+        graph runs; one native routine is enough for an instrumented copy to run instead. An observer is
+        Python, called with the values of every execution.
+    """,
+    "hits": """
+        Microseconds of a call of a graph of ten operators: bare, then what each adds.
+    """,
+    "rewrites": """
+        What the first call under a new tool takes more than its second, in seconds: analysis of every op,
+        the copy of the graph with a Python routine before and after each, and TensorFlow's own work on
+        that copy. Chains are of one operator after the other.
+    """,
+    "graph cache": """
+        The same pruning with the cache on and off, in milliseconds of a step: without it, every call
+        analyses the graph and makes the copy anew.
+    """,
     "memory": """
         Bytes in use by all allocators, in MiB, more than without Amanda: after the import, after the
         first scope, between the forward and the backward pass of a third training step (all before it

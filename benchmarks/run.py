@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [NAME ...] [--quick] [--out FOLDER]
 
-Without names and flags: every benchmark, about a quarter of an hour, into docs/. Raw results go to
+Without names and flags: every benchmark, about half an hour, into docs/. Raw results go to
 FOLDER/benchmarks.json, and page.py makes the page from those. A part of the benchmarks, or a quick run,
 goes to build/bench unless told otherwise.
 """
@@ -23,7 +23,7 @@ from _machine import machine, versions
 from _measure import progress
 
 HERE = Path(__file__).parent
-NAMES = ("ops", "steps", "backward", "analysis", "cache", "startup", "memory", "instructions")
+NAMES = ("ops", "steps", "backward", "analysis", "cache", "graphs", "startup", "memory", "instructions")
 
 
 def main() -> None:

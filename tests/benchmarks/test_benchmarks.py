@@ -47,6 +47,19 @@ def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "benchmarks-ops.svg").read_text().count("<svg") == 1
 
 
+def test_a_quick_run_of_graphs_measures_sessions_and_functions(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "graphs", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["graphs"]
+    assert set(found["hits"]) == set(found["rewrites"]) == {"session", "function"}
+    for rewrites in found["rewrites"].values():
+        assert all(run["actions"] > run["ops"] > 0 for runs in rewrites.values() for run in runs)
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "step: observer on every op | <= 1.35 x" in text
+    assert "| 100 ops, session | 100 | 200 |" in text
+
+
 def test_the_committed_page_is_made_from_the_committed_results(page: ModuleType) -> None:
     results = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
     assert (ROOT / "docs" / "benchmarks.md").read_text() == page.text(results)

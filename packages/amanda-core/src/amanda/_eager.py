@@ -61,6 +61,10 @@ class Call(ABC):
         """The non-tensor arguments by name."""
         return {}
 
+    def parameters(self) -> Sequence[int]:
+        """Positions of the inputs that were read of a variable, where the input itself does not tell."""
+        return ()
+
     def op_type(self) -> str:
         """The framework's own name for what the op computes, one for all its spellings."""
         return str(getattr(self.op, "__name__", self.op))
@@ -112,6 +116,10 @@ class EagerExecution(TensorOps):
     @abstractmethod
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """An op's result as a list of outputs, and how to put such a list back into its form."""
+
+    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """The same for the result of this call, where its form is not all that counts."""
+        return self.flatten(outputs)
 
     @abstractmethod
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
@@ -237,6 +245,7 @@ class EagerExecution(TensorOps):
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
+            parameters=call.parameters(),
         )  # fmt: skip
         fresh: list[tuple[Layer, Hashable, Plan]] = []
         pairs: list[tuple[Layer, Plan]] = []
@@ -256,7 +265,7 @@ class EagerExecution(TensorOps):
             for one, own, plan in fresh:
                 one.plans.setdefault(op_id, {})[own] = plan
             self._keep(layer, op_id, key, Combined(pairs))
-            bind_to_subjects(op_id, [*subjects[:1], *self._identities(call.inputs)])
+            bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
         return result
 
@@ -289,7 +298,7 @@ class EagerExecution(TensorOps):
         else:
             with tracing as made:
                 outputs = self._compute(combined, call, inputs, told, run, saved)
-        values, rebuild = self.flatten(outputs)
+        values, rebuild = self.results(call, outputs)
         if facts is not None:
             facts.inputs, facts.outputs = list(inputs), list(values)
             for plan in fresh:
@@ -373,8 +382,9 @@ class EagerExecution(TensorOps):
             facts.dropped = False
         return facts
 
-    def _identities(self, inputs: Sequence[Any]) -> list[Any]:
-        return [value for value in spread(inputs) if isinstance(value, self.identity_types)]
+    def identities(self, call: Call) -> list[Any]:
+        """What the call was given that tells ops apart; its plan dies with any of them."""
+        return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
     def _keep(self, layer: Layer, op_id: int, key: Hashable, combined: Combined) -> None:
         known = layer.table.get(op_id)

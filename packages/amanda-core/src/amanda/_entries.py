@@ -51,8 +51,8 @@ class Entry:
 
     def load(self) -> Any:
         """The object. Raises PluginError, with the cause and the fix, where it fails to import."""
-        if isinstance(self._outcome, PluginError):
-            raise self._outcome.with_traceback(None)
+        if isinstance(self._outcome, PluginError):  # which is kept, so no frame may hang on it
+            raise PluginError(str(self._outcome)) from self._outcome.__cause__
         return self._outcome
 
     @cached_property
@@ -64,7 +64,7 @@ class Entry:
                 f"{self}: {self._point.value} fails to import ({type(error).__name__}: {error}); "
                 f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}"
             )
-            failure.__cause__ = error
+            failure.__cause__ = error.with_traceback(None)
             return failure
 
     def plugin(self, state: State, message: str = "") -> Plugin:

@@ -62,12 +62,14 @@ class CodeRegistry:
     def __init__(self, changed: Callable[[], None]) -> None:
         self._roots: dict[str, int] = {}
         self._codes: dict[CodeType, int] = {}
+        self._files: dict[str, int] = {}  # what the roots say of files that were met
         self._changed = changed
 
     def add_root(self, prefix: str, kind: int) -> None:
         """Code whose file name starts with `prefix` is of this kind; the longest prefix wins."""
         if self._roots.get(prefix) != kind:
             self._roots[prefix] = kind
+            self._files.clear()
             self._changed()
 
     def add_code(self, code: CodeType, kind: int) -> None:
@@ -79,8 +81,10 @@ class CodeRegistry:
     def kind(self, code: CodeType) -> int:
         """Flags of the kinds that code is of; 0 for the user's own."""
         name = code.co_filename
-        matching = max((root for root in self._roots if name.startswith(root)), key=len, default="")
-        return self._roots.get(matching, 0) | self._codes.get(code, 0)
+        if name not in self._files:
+            matching = max((root for root in self._roots if name.startswith(root)), key=len, default="")
+            self._files[name] = self._roots.get(matching, 0)
+        return self._files[name] | self._codes.get(code, 0)
 
     def describe(self, code: CodeType) -> tuple[int, int, bytes]:
         """What the interceptor keeps with a code object: hash, kind, first instructions."""

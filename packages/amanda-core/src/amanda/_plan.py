@@ -69,6 +69,7 @@ class Layer:
     """The tools of one scope, in order, above the layers of the scopes around it.
 
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
+    rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
     """
 
     def __init__(self, tools: Sequence[Tool], parent: Layer | None) -> None:
@@ -84,6 +85,7 @@ class Layer:
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.table = interceptor.PlanTable()
+        self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         _mortality.layers.add(self)
 
     def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
@@ -154,22 +156,29 @@ class _Mortality:
     def __init__(self) -> None:
         self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
         self.ops: dict[int, set[int]] = {}
+        self.subjects: dict[int, set[int]] = {}  # the same by op id, so that the living let go of the dead's
 
     def bind(self, op_id: int, subjects: Iterable[Any]) -> None:
         """Let plans under an op id die with any of the subjects."""
         for subject in subjects:
-            self.ops.setdefault(interceptor.ordinal(subject), set()).add(op_id)
+            ordinal = interceptor.ordinal(subject)
+            self.ops.setdefault(ordinal, set()).add(op_id)
+            self.subjects.setdefault(op_id, set()).add(ordinal)
 
     def forget_all(self, tool: Tool) -> None:
         """Forget every plan that a tool has a part in."""
         for layer in list(self.layers):
             if any(one is tool for one in layer.applied):
                 layer.plans.clear()
+                layer.rewrites.clear()
                 layer.table.clear()
 
     def on_death(self, ordinal: int) -> None:
         """Forget the plans that belonged to an object that died."""
         for op_id in self.ops.pop(ordinal, ()):
+            for other in self.subjects.pop(op_id, ()):
+                if other in self.ops:
+                    self.ops[other].discard(op_id)
             for layer in list(self.layers):
                 layer.forget(op_id)
 

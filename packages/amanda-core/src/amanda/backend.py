@@ -14,14 +14,15 @@ from typing import ClassVar
 from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
+from amanda._graph import Execution, GraphAnalysis, Inserted
 from amanda._imports import when_imported
 from amanda._interrupts import uninterrupted
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
-from amanda._routine import Saved
+from amanda._routine import Saved, TensorOps
 from amanda._source import codes
 from amanda._state import State, in_force
 from amanda.action import Action, ActionType, InstrumentationPoint
-from amanda.context import OpContext
+from amanda.context import OpContext, OpFacts
 from amanda.namespace import Namespace
 
 __all__ = [
@@ -36,11 +37,16 @@ __all__ = [
     "Call",
     "Driver",
     "EagerDriver",
+    "Execution",
+    "GraphAnalysis",
+    "Inserted",
     "InstrumentationPoint",
     "Namespace",
     "OpContext",
+    "OpFacts",
     "Saved",
     "State",
+    "TensorOps",
     "Trace",
     "codes",
     "digest",

@@ -38,6 +38,7 @@ class OpFacts:
     dropped: bool = False
     read_value: Callable[[Any], Any] = field(default=lambda value: value)
     op_type: str = ""
+    parameters: Sequence[int] = ()
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -49,7 +50,7 @@ class OpFacts:
         return OpFacts(
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
-            read_value=self.read_value, op_type=self.op_type,
+            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters,
         )  # fmt: skip
 
     @property
@@ -142,6 +143,13 @@ class OpContext(dict[str, Any]):
     def get_attrs(self) -> dict[str, Any]:
         """The op's non-tensor arguments by name."""
         return dict(self._facts.attributes or {})
+
+    def get_parameters(self) -> tuple[int, ...]:
+        """Positions of the inputs that were read of a variable, where the input itself does not tell.
+
+        TensorFlow's eager mode gives an op the tensor that a variable held; PyTorch gives the parameter.
+        """
+        return tuple(self._facts.parameters)
 
     def get_value(self, index: int | str) -> Any:
         """The present value of an input, also where `get_inputs` is symbolic."""

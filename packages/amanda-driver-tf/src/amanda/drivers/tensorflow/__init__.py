@@ -1,5 +1,20 @@
-"""Amanda's driver for TensorFlow: registered, and serving no mode yet."""
+"""Amanda's driver for TensorFlow: one class for each mode, which can fail alone."""
 
-from amanda.drivers.tensorflow._driver import TensorFlowDriver
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TensorFlowDriver"]
+if TYPE_CHECKING:
+    from amanda.drivers.tensorflow.eager import TensorFlowEagerDriver
+    from amanda.drivers.tensorflow.function import FunctionDriver
+    from amanda.drivers.tensorflow.session import GraphDriver
+
+__all__ = ["FunctionDriver", "GraphDriver", "TensorFlowEagerDriver"]
+
+_HOMES = {"FunctionDriver": "function", "GraphDriver": "session", "TensorFlowEagerDriver": "eager"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,285 @@
+"""Ops of a graph: their analysis before it runs, and the routines that a rewritten copy of it calls.
+
+A driver brings every op of a graph to a `GraphAnalysis`, rewrites a copy of the graph so that it calls
+back at the places where there are actions, and makes an `Execution` for each time that the copy runs:
+its number travels through the graph, so that graphs of one structure share one copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda._notes import explained
+from amanda._plan import BackwardPlan, Combined, Plan, bind_to_subjects, only_replacement
+from amanda._routine import TensorOps, run_replacement, run_routine, spread
+from amanda.action import InstrumentationPoint
+from amanda.context import OpContext
+from amanda.errors import RoutineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amanda._plan import Layer
+    from amanda._state import State
+    from amanda.action import Action
+    from amanda.context import OpFacts
+
+
+class GraphAnalysis:
+    """The analysis of the ops of one graph, and of graphs that belong to it, by the layers of a state.
+
+    plans: for each op id that has been met, the plans of the layers.
+    """
+
+    def __init__(self, state: State, ops: TensorOps, layer: Layer | None = None) -> None:
+        chosen = layer or state.layer
+        assert chosen is not None
+        self.state = state
+        self.layer = chosen
+        self.ops = ops
+        self.plans: dict[int, list[tuple[Layer, Plan]]] = {}
+        self._facts: list[OpFacts] = []
+
+    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Combined:
+        """Bring an op whose outputs are known beforehand, as symbols."""
+        inputs = facts.inputs or []
+        pairs: list[tuple[Layer, Plan]] = []
+        fresh: list[Plan] = []
+        inherited: OpContext | None = None
+        for one in self.layer.chain:
+            key = one.key(self.ops, inputs)
+            plan = one.plans.get(facts.op_id, {}).get(key) if self.state.cache else None
+            if plan is None:
+                context = OpContext(facts, one.analyse, inherited)
+                plan = Plan(context)
+                plan.add(context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP))
+                fresh.append(plan)
+                if self.state.cache:
+                    one.plans.setdefault(facts.op_id, {})[key] = plan
+            inherited = plan.context
+            pairs.append((one, plan))
+        facts.outputs = list(outputs)
+        for plan in fresh:
+            plan.add(plan.context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP))
+        self.plans[facts.op_id] = pairs
+        self._facts.append(facts)
+        return Combined(pairs)
+
+    def absent(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
+        """Bring an op that does not run itself, though backward ops of it do: no forward analysis."""
+        facts.outputs = list(outputs)
+        pairs = [(one, Plan(OpContext(facts, one.analyse))) for one in self.layer.chain]
+        self.plans[facts.op_id] = pairs
+        self._facts.append(facts)
+
+    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> BackwardPlan:
+        """Bring a backward op of an op that was brought before; `facts` are those `at_backward`."""
+        backward_id = facts.backward_op_id
+        assert backward_id is not None
+        plans: list[BackwardPlan] = []
+        fresh: list[tuple[BackwardPlan, OpContext]] = []
+        for layer, plan in self.plans.get(facts.op_id, ()):
+            if not layer.wants_backward:
+                continue
+            known = plan.backward.get(backward_id)
+            if known is None:
+                known = plan.backward[backward_id] = BackwardPlan()
+                context = OpContext(facts, layer.analyse, plan.context)
+                known.add(context.trigger_callback(InstrumentationPoint.BEFORE_BACKWARD_OP))
+                fresh.append((known, context))
+            plans.append(known)
+        facts.grad_inputs = list(grad_inputs)
+        for known, context in fresh:
+            known.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
+        self._facts.append(facts)
+        return _merged(plans)
+
+    def finish(self, graph: Any = None) -> None:
+        """Let go of every symbol that the contexts know; let the plans die with the graph."""
+        if graph is not None:
+            for facts in self._facts:
+                bind_to_subjects(facts.op_id, [graph])
+        for facts in self._facts:
+            facts.drop_values()
+            facts.read_value = _itself
+        self._facts.clear()
+
+    def forget(self) -> None:
+        """Drop the plans made so far, which an exception left incomplete."""
+        for op_id, pairs in self.plans.items():
+            for layer, _ in pairs:
+                layer.forget(op_id)
+        self.finish()
+
+
+def _merged(plans: Iterable[BackwardPlan]) -> BackwardPlan:
+    plans = list(plans)
+    merged = BackwardPlan()
+    for plan in plans:
+        merged.before += plan.before
+        merged.after += plan.after
+    merged.replace = only_replacement(plan.replace for plan in plans)
+    return merged
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class Inserted:
+    """Routines that run at one place of a rewritten graph, one after another.
+
+    given: position of each value that the place is given; the others of the op stay out of sight.
+    count: how many values the op has there.
+    gives: positions of the values that it gives back, in order.
+    sizes: for each given value that is a list, its length; None for a single tensor.
+    wanted: of a replaced backward op, positions of the gradients that something reads.
+    """
+
+    __slots__ = ("actions", "count", "facts", "given", "gives", "sizes", "wanted")
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        facts: OpFacts,
+        count: int,
+        given: Sequence[int],
+        sizes: Sequence[int | None],
+        gives: Sequence[int],
+        wanted: Sequence[int] = (),
+    ) -> None:
+        self.actions = tuple(actions)
+        self.facts = facts
+        self.count = count
+        self.given = tuple(given)
+        self.sizes = tuple(sizes)
+        self.gives = tuple(gives)
+        self.wanted = tuple(wanted)
+
+    def values(self, flat: Sequence[Any]) -> list[Any]:
+        """The op's values from the flat tensors that the graph hands over."""
+        values: list[Any] = [None] * self.count
+        tensors = iter(flat)
+        for position, size in zip(self.given, self.sizes, strict=True):
+            values[position] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
+        return values
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """The flat tensors that go back into the graph."""
+        run = execution.runs.setdefault(self.facts.op_id, {})
+        values = self.values(flat)
+        if self.actions and self.actions[0].type.is_replacement:
+            return self._replaced(self.actions[0], execution, values, run)
+        actions = [action for action in self.actions if execution.runs_action(action)]
+        return self.apply(actions, values, execution.ops, execution.state, run)
+
+    def apply(
+        self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
+    ) -> list[Any]:
+        """Call routines on values; the flat tensors that the place gives back."""
+        for action in actions:
+            values = run_routine(ops, action, values, self.facts, run, state)
+        return spread(values[position] for position in self.gives)
+
+    def _replaced(
+        self, action: Action, execution: Execution, values: list[Any], run: dict[str, Any]
+    ) -> list[Any]:
+        result = run_replacement(execution.ops, action, values, self.facts, run)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        wanted = list(self.wanted)
+        if len(self.gives) == 1 and len(results) != 1:
+            return results  # one output that is a list
+        if len(results) == len(self.gives):
+            return spread(results)
+        if wanted and len(results) == len(wanted):
+            placed: list[Any] = [None] * len(self.gives)
+            for position, value in zip(wanted, results, strict=True):
+                placed[position] = value
+            return placed
+        what = "gradients" if action.type.is_backward else "outputs"
+        with explained(self.facts, action.tool, str(action)):
+            raise RoutineError(
+                f"{action} returned {len(results)} {what}; {self.facts.name} gives {len(self.gives)}"
+            )
+
+
+class Execution:
+    """One run of a rewritten graph: the routines it calls, what they hand on, and their first exception.
+
+    table: what runs at which slot.
+    runs: by forward op id, what its routines hand on from forward to backward.
+    stores: values that a forward pass keeps for its backward pass, by the place that kept them; in a loop
+    one for each time round, which are asked for in reverse.
+    """
+
+    _numbers = count(1)
+    _running: dict[int, Execution] = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        state: State,
+        ops: TensorOps,
+        table: Mapping[int, Inserted],
+        runs: dict[int, dict[str, Any]] | None = None,
+        every: bool = True,
+        stores: dict[Hashable, list[Any]] | None = None,
+    ) -> None:
+        self.number = next(self._numbers)
+        self.state = state
+        self.ops = ops
+        self.table = table
+        self.runs: dict[int, dict[str, Any]] = {} if runs is None else runs
+        self.stores: dict[Hashable, list[Any]] = {} if stores is None else stores
+        self._left: dict[Any, int] = {}
+        self.error: BaseException | None = None
+        self._every = every
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, number: int) -> Execution:
+        """The execution under way that has this number."""
+        return cls._running[number]
+
+    def keep(self, place: Hashable, entry: Any) -> None:
+        """Keep something for the backward pass."""
+        self.stores.setdefault(place, []).append(entry)
+
+    def kept(self, place: Hashable, reader: Any) -> Any:
+        """What a place has kept: to each reader the last first, then those before it."""
+        entries = self.stores[place]
+        left = self._left[reader] = max(self._left.get(reader, len(entries)) - 1, 0)
+        return entries[left]
+
+    def runs_action(self, action: Action) -> bool:
+        """Whether a scope with the action's tool is open for this execution."""
+        return self._every or self.state.is_open(action.tool)
+
+    @contextmanager
+    def under_way(self) -> Iterator[Execution]:
+        """Let the graph call back; the first exception of a routine is raised as itself."""
+        self._running[self.number] = self
+        try:
+            yield self
+        except BaseException:
+            if self.error is None:
+                raise
+        finally:
+            del self._running[self.number]
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error from error.__cause__
+
+    def call(self, slot: int, flat: Sequence[Any]) -> list[Any]:
+        """What the graph calls at a slot."""
+        try:
+            with interceptor.Suspension():
+                return self.table[slot].run(self, flat)
+        except BaseException as error:
+            with self._lock:
+                self.error = self.error or error
+            raise

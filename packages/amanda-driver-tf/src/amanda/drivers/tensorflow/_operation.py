@@ -1,0 +1,59 @@
+"""What `get_op` gives in every mode: TensorFlow's operation by type and name."""
+
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+
+class Operation:
+    """One operation: equal to another that stands for the same one, whatever its mode.
+
+    type: TensorFlow's name of what it computes ("Conv2D").  name: the node's name, or the type where
+    there is no node.  __name__: the type.
+    """
+
+    __slots__ = ("__name__", "__weakref__", "_attributes", "_graph_op", "_key", "name", "type")
+
+    def __init__(
+        self,
+        type: str,
+        name: str = "",
+        graph_op: Any = None,
+        key: Hashable = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.type = type
+        self.name = name or type
+        self.__name__ = type
+        self._graph_op = None if graph_op is None else weakref.ref(graph_op)
+        self._key = (type, self.name, key)
+        self._attributes = attributes
+
+    @property
+    def graph_op(self) -> Any:
+        """The `tf.Operation`, as long as its graph lives; None in eager mode."""
+        return None if self._graph_op is None else self._graph_op()
+
+    def get_attr(self, name: str) -> Any:
+        """An attribute of a graph's operation, or of a backward op.
+
+        Raises ValueError where it has none of that name, or where there is no graph any more.
+        """
+        if self._attributes is not None and name in self._attributes:
+            return self._attributes[name]
+        graph_op = self.graph_op
+        if graph_op is None:
+            raise ValueError(f"{self!r} has no attribute {name!r} here; a forward op's are in get_attrs()")
+        return graph_op.get_attr(name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operation) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        return self.type
+
+    def __repr__(self) -> str:
+        return f"<{self.type} {self.name!r}>" if self.name != self.type else f"<{self.type}>"

@@ -1,0 +1,119 @@
+"""What of TensorFlow each mode leans on beyond its public names; looked up once per process."""
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from operator import attrgetter
+
+import tensorflow as tf
+from amanda.errors import DriverError
+
+TESTED_VERSIONS = ("2.16", "2.17", "2.18", "2.19", "2.20", "2.21")
+
+_ROOT = "tensorflow.python"
+_ENGINE = (
+    "eager.context:Context.add_function_def",
+    "eager.context:Context.get_function_def",
+    "eager.context:eager_mode",
+    "eager.record:stop_recording",
+    "framework.function_def_to_graph:function_def_to_graph",
+    "framework.op_def_registry:get",
+    "ops.script_ops:EagerFunc",
+    "ops.script_ops:_py_funcs.insert",
+)
+_SESSION = (
+    "_Callable.__call__",
+    "_call_tf_sessionprun",
+    "_call_tf_sessionrun",
+    "_do_call",
+    "_extend_graph",
+    "_make_callable_from_options",
+)
+_IMPORT = (
+    "GraphImportGraphDefWithResults",
+    "ImportGraphDefOptionsAddInputMapping",
+    "ImportGraphDefOptionsAddReturnOperation",
+    "ImportGraphDefOptionsRemapControlDependency",
+    "ImportGraphDefOptionsSetValidateColocationConstraints",
+    "ImportGraphDefResultsReturnOperations",
+    "OperationName",
+    "Output",
+)
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "graph": (
+        *_ENGINE,
+        *(f"client.session:BaseSession.{name}" for name in _SESSION),
+        *(f"client.pywrap_tf_session:TF_{name}" for name in _IMPORT),
+        "framework.c_api_util:ScopedTFImportGraphDefOptions",
+        "framework.c_api_util:ScopedTFImportGraphDefResults",
+        "framework.ops:Graph._as_graph_def",
+        "framework.ops:Graph._c_graph",
+        "framework.ops:Graph._mutation_lock",
+        "framework.ops:Graph.new_operations",
+        "framework.ops:Operation._control_outputs",
+        "framework.ops:SymbolicTensor.consumers",
+    ),
+    "function": (
+        *_ENGINE,
+        "eager.context:Context.call_function",
+        "eager.execute:record_gradient",
+        "eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
+        "eager.polymorphic_function.concrete_function:_TapeGradientFunctions._wrap_backward_function",
+        "framework.ops:Graph._create_op_internal",
+        "framework.ops:Graph._original_op",
+    ),
+    "eager": (
+        "eager.backprop:_gradient_function",
+        "eager.core:_FallbackException",
+        "eager.execute:execute",
+        "eager.execute:quick_execute",
+        "eager.execute:record_gradient",
+        "eager.forwardprop:_jvp_dispatch",
+        "eager.imperative_grad:imperative_grad",
+        "eager.record:record_operation",
+        "framework.op_def_registry:get",
+        "framework.ops:EagerTensor._datatype_enum",
+        "framework.ops:EagerTensor._id",
+        "framework.ops:EagerTensor._rank",
+        "framework.ops:get_name_scope",
+        "ops.custom_gradient:recompute_grad",
+        "pywrap_tfe:TFE_Py_FastPathExecute",
+        "pywrap_tfe:TFE_Py_RecordGradient",
+        "pywrap_tfe:TFE_Py_RegisterGradientFunction",
+        "pywrap_tfe:TFE_Py_RegisterJVPFunction",
+        "pywrap_tfe:TFE_Py_TapeSetIsEmpty",
+        "pywrap_tfe:TFE_Py_TapeSetIsStopped",
+        "pywrap_tfe:TFE_Py_TapeSetRecordOperation",
+        "pywrap_tfe:TFE_Py_TapeSetRestartOnThread",
+        "pywrap_tfe:TFE_Py_TapeSetShouldRecordBackprop",
+        "pywrap_tfe:TFE_Py_TapeSetStopOnThread",
+    ),
+}
+"""For each mode, module below `tensorflow.python` and attribute: without one of these it is off."""
+
+
+@cache
+def missing(mode: str) -> tuple[str, ...]:
+    """The names of a mode's table that this TensorFlow lacks."""
+    return tuple(name for name in REQUIRED[mode] if not _is_there(name))
+
+
+def check(mode: str) -> None:
+    """Raises DriverError, which names what is missing, where the mode cannot be served."""
+    lacking = missing(mode)
+    if lacking:
+        raise DriverError(
+            f"tensorflow {tf.__version__} lacks {', '.join(lacking)}, without which {mode} mode cannot be "
+            f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow "
+            f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}: "
+            f'pip install "tensorflow=={TESTED_VERSIONS[-1]}.*", or a newer driver'
+        )
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        attrgetter(path)(import_module(f"{_ROOT}.{module}"))
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""Calls of modules and layers: regions of the program, and a layer's path in its model."""
+
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import tensorflow as tf
+from amanda.backend import Attributes, digest, when_imported
+from amanda.interceptor import Enclosure
+
+LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
+
+
+class Modules:
+    """Encloses calls while the driver is attached."""
+
+    def __init__(self) -> None:
+        self._leave: list[Any] = []
+        self._attributes = Attributes()
+
+    def enter(self) -> None:
+        """Let each call of a module or layer be a region: the ops in it belong to that object."""
+        for module, name in LAYERS:
+            self._leave.append(when_imported(module, partial(self._enclose_layer, module, name)))
+        for kind in _callable_modules(tf.Module):
+            self._enclose(kind)
+
+        def enclosed(kind: Any, /, **kwargs: Any) -> None:
+            super(tf.Module, kind).__init_subclass__(**kwargs)
+            if isinstance(vars(kind).get("__call__"), types.FunctionType):
+                self._enclose(kind)
+
+        self._attributes.set(tf.Module, "__init_subclass__", classmethod(enclosed))
+
+    def leave(self) -> None:
+        """Give the classes their own calls back."""
+        while self._leave:
+            self._leave.pop()()
+        self._attributes.restore()
+
+    def _enclose_layer(self, module: str, name: str) -> None:
+        kind = getattr(sys.modules[module], name, None)
+        if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
+            self._enclose(kind)
+
+    def _enclose(self, kind: type) -> None:
+        self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], place_within))
+
+
+def module_path(subjects: Sequence[Any]) -> str:
+    """Path of the last object from the first: "layer1.conv"."""
+    parts = [name_within(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
+    return ".".join(part for part in parts if part)
+
+
+def place_within(outer: Any, inner: Any) -> tuple[int, bool]:
+    """Hash of an object's path in the one that calls it; one made for this call lies there by its type."""
+    name = name_within(outer, inner)
+    return digest(name), not name.startswith("(")
+
+
+def name_within(outer: Any, inner: Any) -> str:
+    """Attributes that lead from an object to another, or a layer's name where none do."""
+    if inner is outer:
+        return ""
+    try:
+        known = _names.get(outer)
+        if known is None:
+            known = _names[outer] = WeakKeyDictionary()
+        if inner not in known:
+            known[inner] = _found_within(outer, inner)
+        return known[inner]
+    except TypeError:  # an object that has no hash
+        return _found_within(outer, inner)
+
+
+def _found_within(outer: Any, inner: Any) -> str:
+    waiting: list[tuple[str, Any]] = [("", outer)]
+    seen: set[int] = {id(outer)}
+    while waiting:
+        path, holder = waiting.pop(0)
+        for name, value in _parts(holder):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            here = f"{path}.{name}" if path else name
+            if value is inner:
+                return here
+            waiting.append((here, value))
+    layers = getattr(outer, "layers", None)
+    if isinstance(layers, list) and any(one is inner for one in layers):
+        return str(inner.name)
+    return f"({type(inner).__name__})"
+
+
+def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
+        if name.startswith("_"):
+            continue
+        if _is_module(value):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{i}", one) for i, one in enumerate(value) if _is_module(one))
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{key}", one) for key, one in value.items() if _is_module(one))
+
+
+def _is_module(value: Any) -> bool:
+    kinds = (getattr(sys.modules.get(module), name, tf.Module) for module, name in LAYERS)
+    return isinstance(value, (tf.Module, *kinds))
+
+
+def _callable_modules(root: type) -> Iterator[type]:
+    """Classes below one with a call of their own; those of tf_keras are enclosed at their root."""
+    waiting: list[type] = [root]
+    one: type
+    while waiting:
+        for one in type.__subclasses__(waiting.pop()):
+            if one not in _not_modules:
+                if one.__module__.startswith(("keras.", "tf_keras.")):
+                    _not_modules.add(one)
+                    continue
+                waiting.append(one)
+                if isinstance(vars(one).get("__call__"), types.FunctionType):
+                    yield one
+
+
+_not_modules: WeakSet[type] = WeakSet()
+_names: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+"""By the object that is called first: paths of those that it calls."""

@@ -1,0 +1,134 @@
+"""What TensorFlow's registry says of an op: its inputs, its outputs and how many tensors each has."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework.ops import EagerTensor
+
+from .._operation import Operation
+
+FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
+"""Ops that call a function: the function's own driver has them."""
+
+
+class Schema:
+    """One type of op.
+
+    count: how many inputs it has.  takes_variable: whether one of them is a variable's handle.
+    has_functions: whether it takes functions, which run in native code.
+    """
+
+    def __init__(self, op_def: Any) -> None:
+        self.type: str = op_def.name
+        self.op = Operation(self.type)
+        self.inputs = tuple(op_def.input_arg)
+        self.outputs = tuple(op_def.output_arg)
+        self.names = tuple(arg.name for arg in self.inputs)
+        self.count = len(self.inputs)
+        self.takes_variable = any(arg.type == tf.resource.as_datatype_enum for arg in self.inputs)
+        self.has_functions = any(attr.type in ("func", "list(func)") for attr in op_def.attr)
+        self.lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)
+        self._has_lists = any(self.lists)
+        self._output_lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.outputs)
+        self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
+
+    def type_of(self, index: int, inputs: Sequence[Any]) -> int:
+        """The element type that TensorFlow gives a number at this input; 0 where another way decides.
+
+        It is the op's own, or that of a tensor of the same type among the inputs, or a default.
+        """
+        arg = self.inputs[index]
+        if arg.type:
+            return int(arg.type)
+        for other, value in zip(self.inputs, inputs, strict=True):
+            if other.type_attr == arg.type_attr:
+                for one in value if isinstance(value, (list, tuple)) else (value,):
+                    if one.__class__ is EagerTensor:
+                        return int(one._datatype_enum())
+        return int(self._types.get(arg.type_attr, 0))
+
+    def grouped_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
+        """A flat list of tensors as the op's inputs: a list-of-tensors argument is one."""
+        return _grouped(self.inputs, tensors, attributes) if self._has_lists else list(tensors)
+
+    def output_form(
+        self, result: Any, attributes: Callable[[], dict[str, Any]]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's result as a list of outputs, and how to put such a list back into its form."""
+        if isinstance(result, EagerTensor):
+            return [result], _only
+        if result is None:
+            return [], _nothing
+        if not any(self._output_lists):
+            return list(result), list
+        if len(self.outputs) == 1:
+            return [list(result)], _only
+        if any(isinstance(one, (list, tuple)) for one in result):
+            return list(result), list
+        return self.grouped_outputs(result, attributes), flattened
+
+    def grouped_outputs(self, tensors: Sequence[Any], attributes: Callable[[], dict[str, Any]]) -> list[Any]:
+        """A flat list of tensors as the op's outputs: one that is a list of tensors is one."""
+        return _grouped(self.outputs, tensors, attributes()) if any(self._output_lists) else list(tensors)
+
+    def inferred(self, inputs: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The attributes that follow from the inputs: types as `tf.DType`, and numbers of tensors."""
+        found: dict[str, Any] = {}
+        for arg, value in zip(self.inputs, inputs, strict=True):
+            tensors = value if isinstance(value, (list, tuple)) else (value,)
+            if arg.number_attr:
+                found[arg.number_attr] = len(tensors)
+            if arg.type_list_attr:
+                found[arg.type_list_attr] = [one.dtype for one in tensors]
+            elif arg.type_attr and tensors:
+                found[arg.type_attr] = tensors[0].dtype
+        return {name: value for name, value in found.items() if name not in given}
+
+
+class Schemas(dict[str, Schema | None]):
+    """Schemas by type of op; None for a function's name and for what calls functions."""
+
+    def __missing__(self, type: str) -> Schema | None:
+        op_def = None if type in FUNCTION_CALLS else op_def_registry.get(type)
+        schema = None if op_def is None else Schema(op_def)
+        if op_def is not None or type in FUNCTION_CALLS:
+            self[type] = schema  # functions come and go
+        return schema
+
+
+def flattened(values: Sequence[Any]) -> list[Any]:
+    """Values, each list among them as its elements; a hot path."""
+    for value in values:
+        kind = value.__class__
+        if kind is list or kind is tuple:
+            break
+    else:
+        return list(values)
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
+    return flat
+
+
+def _grouped(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
+    grouped: list[Any] = []
+    position = 0
+    for arg in args:
+        if arg.number_attr or arg.type_list_attr:
+            size = attributes[arg.number_attr] if arg.number_attr else len(attributes[arg.type_list_attr])
+            grouped.append(list(tensors[position : position + size]))
+            position += size
+        else:
+            grouped.append(tensors[position])
+            position += 1
+    return grouped
+
+
+def _only(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _nothing(values: list[Any]) -> None:
+    return None

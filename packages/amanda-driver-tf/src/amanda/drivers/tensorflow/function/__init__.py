@@ -1,0 +1,5 @@
+"""Function mode: what tf.function, Keras and loaded SavedModels run."""
+
+from ._driver import FunctionDriver
+
+__all__ = ["FunctionDriver"]

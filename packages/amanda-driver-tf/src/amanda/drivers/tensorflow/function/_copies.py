@@ -1,0 +1,140 @@
+"""Instrumented copies of functions, kept as long as the function and the tools live."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda.backend import Namespace, State
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function
+
+from ..graph import Function, Rewriting, body_of, copy_of, function_of, rewrite
+from ..graph._facts import facts_of
+from ._identities import Identities, parts
+
+if TYPE_CHECKING:
+    from ._boundary import Trace
+
+
+class Copy:
+    """An instrumented copy of one function for one layer of tools.
+
+    name: the runtime's name of the copy; None where nothing is inserted.
+    forward: whether a backward function may be called for its calls.
+    table: what runs at which slot.  reports: what could not be instrumented.
+    ids: of the forward operations, as long as their graph lives.
+    """
+
+    def __init__(self, function: Function, rewriting: Rewriting) -> None:
+        self.name: bytes | None = None
+        self.table = rewriting.table
+        self.layer = rewriting.analysis.layer
+        self.plans = rewriting.analysis.plans
+        self.kept = rewriting.kept
+        self.shared = rewriting.shared
+        self.taped = rewriting.taped
+        self.reports = list(rewriting.reports)
+        self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        for op, (op_id, _) in rewriting.ids.items():
+            self.ids[op] = op_id
+        self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        for op, graphs in rewriting.callees.items():
+            self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
+        self._vanilla = function.name
+        self.forward = parts(function.name)[0] == "forward"
+        self._handles: list[Any] = []
+
+    def add(self, definitions: Sequence[Any]) -> None:
+        """Register the copy, which comes last, and the functions that it calls."""
+        current = context.context()
+        for definition in definitions:
+            name = definition.signature.name.encode()
+            if not current.has_function(name):
+                current.add_function_def(definition)
+            self._handles.append(atomic_function.AtomicFunction(name, current, None))
+            self.name = name
+
+    def in_vanilla_terms(self, error: Any) -> None:
+        """Let an error of an operation name the function that the user knows."""
+        if self.name is not None:
+            error._message = error._message.replace(self.name.decode(), self._vanilla)
+
+
+class Copies:
+    """Makes copies, and finds those made before.
+
+    budget: how many bytes observers may hold that run together.
+    """
+
+    def __init__(self, namespace: Namespace, budget: Callable[[], int]) -> None:
+        self._namespace = namespace
+        self._budget = budget
+        self._lock = threading.RLock()
+        self._identities = Identities()
+
+    def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
+        """The copy of a function for the tools in force; None where it is left as it is."""
+        layer = state.layer if trace is None else trace.layer
+        if layer is None:
+            return None
+        if trace is not None and not any(state.is_open(tool) for tool in layer.applied):
+            return None
+        if not state.cache:
+            return self._make(state, layer, atomic, args, trace)
+        copy: Copy | None = layer.rewrites.get(atomic, {}).get(state.autodiff)
+        if copy is None:
+            with self._lock:
+                kept = layer.rewrites.setdefault(atomic, {})
+                copy = kept.get(state.autodiff)
+                if copy is None:
+                    copy = self._make(state, layer, atomic, args, trace)
+                    if copy is not None:
+                        kept[state.autodiff] = copy
+        return copy
+
+    def _make(
+        self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None
+    ) -> Copy | None:
+        function = function_of(atomic)
+        if trace is None and "__backward_" in function.name:
+            return None
+        rewriting = Rewriting(state, self._namespace, layer, self._budget())
+        rewriting.differentiated = parts(function.name)[0] != "inference"
+        if trace is not None:
+            rewriting.analysis.plans.update(trace.copy.plans)
+            rewriting.kept.update(trace.copy.kept)
+            rewriting.shared.update(trace.copy.shared)
+            rewriting.taped.update(trace.copy.taped)
+            for op, graphs in trace.copy.callees.items():
+                rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
+            rewriting.origin = lambda op: self._origin(op, trace)
+        body = body_of(
+            function, self._identities.of(function.graph, function.name), args.__getitem__,
+            rewriting, parts(function.name)[0] == "forward", backward=trace is not None,
+        )  # fmt: skip
+        try:
+            rewritten = rewrite(body, rewriting)
+        except BaseException:
+            rewriting.analysis.forget()
+            raise
+        copy = Copy(function, rewriting)
+        compiled = function.definition.attr.get("_XlaMustCompile")
+        if rewritten.changed and compiled is not None and compiled.b:
+            copy.reports.append(
+                (f"jit_compile of {parts(function.name)[1]}", "in a scope it runs without XLA")
+            )
+        rewriting.analysis.finish(function.graph)
+        if rewritten.changed:
+            copy.add([*rewriting.library, copy_of(function.definition, rewritten, body)])
+        return copy
+
+    def _origin(self, op: Any, trace: Trace) -> Any:
+        op_id = trace.copy.ids.get(op)
+        if op_id is None:
+            return None
+        facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor)
+        facts.outputs = outputs
+        return op_id, facts

@@ -1,0 +1,155 @@
+"""Which forward operation a gradient operation belongs to: by records, else by names."""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_GRADIENT_SCOPE = re.compile(r"(?:^|/)gradients(?:_\d+)?/")
+_OF_ONE = re.compile(r"_grad(?:_\d+)?(?:/|$)")
+_TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
+
+
+class _Records:
+    """Forward operations of gradient operations, noted when TensorFlow made those."""
+
+    def __init__(self) -> None:
+        self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+    def note(self, op: tf.Operation, forward: tf.Operation) -> None:
+        """Hear that `op` was made to compute a gradient of `forward`."""
+        if op is not forward and op not in self._forward:
+            self._forward[op] = weakref.ref(forward)
+
+    def get(self, op: tf.Operation) -> tf.Operation | None:
+        """The forward operation; None where none was noted."""
+        known = self._forward.get(op)
+        return op._original_op if known is None else known()
+
+
+records = _Records()
+
+
+class ForwardMap:
+    """The forward operation of each gradient operation of a graph.
+
+    ops: the graph's operations, in order.
+    forward_ops: those of the graph that was differentiated, by name; the graph's own by default.
+    captured: of a placeholder, the tensor of the forward graph that it stands for; None for others.
+    default: what operations of which nothing is known belong to: the call of a graph of gradients.
+    apart: whether the forward operations are in another graph.
+    guessed: operations whose forward operation only names tell.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[tf.Operation],
+        forward_ops: Mapping[str, tf.Operation] | None = None,
+        captured: Callable[[Any], Any] = lambda tensor: None,
+        default: tf.Operation | None = None,
+        apart: bool = False,
+    ) -> None:
+        self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
+        self._captured = captured
+        self.guessed: list[tf.Operation] = []
+        self._forward: dict[tf.Operation, tf.Operation] = {}
+        self._order = {op: i for i, op in enumerate(ops)}
+        self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
+        self._by_scope: dict[str, list[tf.Operation]] | None = None
+        own = {} if apart or default is not None else {op.name: op for op in ops}
+        for op in ops:
+            found = self._recorded(op, own) or self._by_names(op) or default
+            if found is not None and found is not op:
+                self._forward[op] = found
+        self._add_sums(ops)
+
+    def __call__(self, op: tf.Operation) -> tf.Operation | None:
+        """The forward operation; of gradients of gradients the first one."""
+        found = self._forward.get(op)
+        for _ in range(16):
+            above = None if found is None else self._forward.get(found) or records.get(found)
+            if above is None:
+                break
+            found = above
+        return found
+
+    @staticmethod
+    def _recorded(op: tf.Operation, own: Mapping[str, tf.Operation]) -> tf.Operation | None:
+        """What was noted; in a copy that TensorFlow made of a graph, the copy's operation of that name."""
+        found = records.get(op)
+        if found is None or found.graph is op.graph:
+            return found
+        twin = own.get(found.name)
+        return found if twin is None or twin.type != found.type else twin
+
+    def _by_names(self, op: tf.Operation) -> tf.Operation | None:
+        match = _TAPE_SCOPE.match(op.name)
+        found = self._by_scope_of_gradients(op)
+        if found is None and match is not None:
+            found = self._as_what_it_reads(op) or self._by_structure(op, match.group(1) or "")
+        if found is not None:
+            self.guessed.append(op)
+        return found
+
+    def _by_scope_of_gradients(self, op: tf.Operation) -> tf.Operation | None:
+        """The operation whose name, with "_grad", is the scope; scopes of gradients may be in one another."""
+        for scope in reversed(list(_GRADIENT_SCOPE.finditer(op.name))):
+            for end in reversed(list(_OF_ONE.finditer(op.name, scope.end()))):
+                found = self._by_name.get(op.name[scope.end() : end.start()])
+                if found is not None:
+                    return found
+        return None
+
+    def _as_what_it_reads(self, op: tf.Operation) -> tf.Operation | None:
+        """The operation of a factor that was computed from its tensors alone, such as cos for sin."""
+        for tensor in op.inputs:
+            found = self._forward.get(tensor.op)
+            if found is not None and len(tensor.op.inputs) > 0:
+                own = {_key(one) for one in (*found.inputs, *found.outputs)}
+                if all(self._key_of(one) in own for one in tensor.op.inputs):
+                    return found
+        return None
+
+    def _key_of(self, tensor: Any) -> tuple[Any, int]:
+        held = self._captured(tensor)
+        return _key(tensor if held is None else held)
+
+    def _by_structure(self, op: tf.Operation, scope: str) -> tf.Operation | None:
+        """The operation of that name scope which shares most tensors with the gradient operation."""
+        reads = {self._key_of(tensor) for tensor in op.inputs}
+        best: tuple[int, tf.Operation | None] = (0, None)
+        for candidate in self._in_scope(scope):
+            shared = sum(_key(one) in reads for one in (*candidate.inputs, *candidate.outputs))
+            score = 2 * shared + 3 * op.type.startswith(candidate.type)
+            if score >= max(best[0], 1):
+                best = (score, candidate)
+        return best[1]
+
+    def _in_scope(self, scope: str) -> list[tf.Operation]:
+        if self._by_scope is None:
+            self._by_scope = {}
+            for name, op in self._by_name.items():
+                if "gradient_tape/" not in name:
+                    self._by_scope.setdefault(name.rpartition("/")[0], []).append(op)
+                    self._by_scope.setdefault(name, []).append(op)
+        return self._by_scope.get(scope, [])
+
+    def _add_sums(self, ops: Iterable[tf.Operation]) -> None:
+        """Map sums of gradients to the operation whose output they are the gradient of."""
+        sums = [op for op in ops if op.type == "AddN" and op not in self._forward]
+        if not sums:
+            return
+        for op in self._order:
+            for tensor in op.inputs:
+                self._consumers.setdefault(tensor.op, []).append(op)
+        for op in sums:
+            made = [self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward]
+            if len(made) == len(op.inputs):
+                readers = [self._forward[one] for one in self._consumers.get(op, ()) if one in self._forward]
+                self._forward[op] = readers[0] if readers else made[0]
+
+
+def _key(tensor: Any) -> tuple[Any, int]:
+    return (tensor.op, tensor.value_index)

@@ -1,0 +1,162 @@
+"""What a mode hands to the engine, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from amanda.backend import GraphAnalysis, Inserted, Namespace, State, digest
+from tensorflow.python.framework import tensor_util
+
+from ._values import GraphTensors
+
+if TYPE_CHECKING:
+    from amanda._plan import Layer
+
+    from ._syntax import Edge, Syntax
+
+DEFAULT_BUDGET = 64 << 20
+
+
+@dataclass
+class Body:
+    """The nodes of one graph or function that run.
+
+    ops: the operations, in order.
+    nodes: by name, a NodeDef of each operation: copies, which the engine edits.
+    syntax: how the inputs of these NodeDefs name tensors.
+    number: the input that carries the execution's number.
+    identity: 64 bits that name the graph, the same in every process.
+    forward_of: the forward operation of a gradient operation; None for others.
+    outputs: the tensors that are fetched or returned.
+    captured: of a placeholder's output, the forward graph's tensor that it stands for; None for others.
+    node_name: the name in `nodes`, or the argument, of an operation.
+    read_value: the present value of a symbolic tensor.
+    functions: the body of a function that a node calls, by its name; None where it is out of reach.
+    number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
+    on whether routines are ahead of it.
+    backward: whether all operations belong to a backward pass, also those of no forward operation.
+    apart: whether gradient operations of these operations may be in other graphs.
+    alone: whether routines at an operation may not be packed with those of others.
+    """
+
+    ops: Sequence[tf.Operation]
+    nodes: Mapping[str, Any]
+    syntax: Syntax
+    number: str
+    identity: int
+    forward_of: Callable[[tf.Operation], tf.Operation | None] = lambda op: None
+    outputs: Sequence[Edge] = ()
+    captured: Callable[[Any], Any] = lambda tensor: None
+    node_name: Callable[[tf.Operation], str] = lambda op: str(op.name)
+    read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
+    functions: Callable[[str], Any] = lambda name: None
+    number_at: Callable[[tf.Operation, bool], str] | None = None
+    backward: bool = False
+    apart: bool = False
+    alone: Callable[[tf.Operation], bool] = lambda op: False
+
+
+@dataclass
+class Rewritten:
+    """An edited body.
+
+    nodes: all nodes, those inserted last.
+    outputs: for each of the body's outputs, how the copy names it as an input.
+    inserted: the names of inserted nodes by the operation that they must run with, if it runs.
+    removed: by the name of a replaced operation's node, the node that runs instead.
+    called: names of the nodes whose functions were edited.
+    changed: whether anything was inserted; if not, the vanilla graph may run.
+    """
+
+    nodes: list[Any]
+    outputs: list[str]
+    inserted: dict[str, list[str]]
+    removed: dict[str, str]
+    changed: bool
+    called: Sequence[str] = ()
+
+
+@dataclass
+class Taped:
+    """A place where routines take part in autodiff.
+
+    side: "before", "instead" or "after" the operation.  place: the name that it keeps its values under.
+    node: the body that it is in, by its number, and its name there.
+    given, gave: flat positions of these values on the operation's side.
+    """
+
+    side: str
+    place: Any
+    node: tuple[int, str]
+    given: list[int]
+    gave: list[int]
+
+
+@dataclass
+class Rewriting:
+    """One rewrite of a graph with the functions it calls: analysis, slots, functions made.
+
+    table: what runs at which slot: for an `Execution`.
+    library: FunctionDefs that the copy calls.
+    differentiated: whether gradients are computed, here or in a graph that is rewritten later: then
+    routines keep what the backward pass needs.
+    kept: where what the backward operations of an op read instead of a tensor is kept: by op id, name and
+    index of the tensor, the place, its side and position.
+    shared: the same where an op is given a tensor several times, by position; None where it is read as it is.
+    taped: the places where routines of an op take part in autodiff, by op id.
+    callees: graphs of the functions that a forward operation calls, by the operation and place.
+    ids: op ids and facts of the forward operations that were analysed.
+    origin: the same of forward operations of another graph, which was rewritten before; None of others.
+    """
+
+    state: State
+    namespace: Namespace
+    layer: Layer | None = None
+    budget: int = DEFAULT_BUDGET
+    table: dict[int, Any] = field(default_factory=dict)
+    library: list[Any] = field(default_factory=list)
+    ids: dict[tf.Operation, Any] = field(default_factory=dict)
+    callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
+    reports: list[tuple[str, str]] = field(default_factory=list)
+    differentiated: bool = False
+    kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
+    shared: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
+    taped: dict[int, list[Taped]] = field(default_factory=dict)
+    origin: Callable[[tf.Operation], Any] = lambda op: None
+
+    def __post_init__(self) -> None:
+        self.analysis = GraphAnalysis(self.state, GraphTensors(), self.layer)
+
+    def add(self, inserted: Inserted | Any) -> int:
+        """The slot of routines."""
+        slot = len(self.table)
+        self.table[slot] = inserted
+        return slot
+
+    def known(self, op: tf.Operation) -> Any:
+        """Op id and facts of a forward operation that was analysed; None of others."""
+        if op not in self.ids:
+            found = self.origin(op)
+            if found is None:
+                return None
+            self.ids[op] = found
+        return self.ids[op]
+
+    def report(self, what: str, reason: str) -> None:
+        """Note what could not be instrumented, to be told at every execution."""
+        if (what, reason) not in self.reports:
+            self.reports.append((what, reason))
+
+
+def op_id(body: Body, name: str) -> int:
+    """Id of an operation of a body."""
+    return digest(body.identity, name)
+
+
+def constant_value(tensor: Any) -> Any:
+    """The value of a tensor that a constant makes; the symbol itself where it is no constant."""
+    value = tensor_util.constant_value(tensor)
+    return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)

@@ -1,0 +1,98 @@
+"""Operations that call functions: the functions are rewritten too, and take the execution's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import digest
+
+from ._body import Body, Rewriting, Rewritten, op_id
+from ._functions import body_of, copy_of
+from ._slots import INT64
+
+_STATEFUL = {
+    "PartitionedCall": "StatefulPartitionedCall",
+    "StatefulPartitionedCall": "StatefulPartitionedCall",
+    "StatelessIf": "If",
+    "If": "If",
+    "StatelessWhile": "While",
+    "While": "While",
+    "StatelessCase": "Case",
+    "Case": "Case",
+}
+_FIRST_ARGUMENT = {"If": 1, "Case": 1}
+
+Rewrite = Callable[[Body, Rewriting], Rewritten]
+
+
+def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: Rewrite) -> bool:
+    """Rewrite what an operation calls; whether anything was inserted there."""
+    name = body.node_name(op)
+    node = body.nodes[name]
+    kind = _STATEFUL.get(node.op)
+    callees = _callees(node)
+    if not callees:
+        return False
+    if kind is None:
+        rewriting.report(f"functions that {node.op} calls", "they run out of the graph's reach")
+        return False
+    offset = _FIRST_ARGUMENT.get(kind, 0)
+
+    def read_argument(position: int) -> Any:
+        given = list(op.inputs)
+        return body.read_value(given[position + offset]) if position + offset < len(given) else None
+
+    found = []
+    for place, reference in callees:
+        function = body.functions(reference.name)
+        if function is None:
+            rewriting.report(f"function {reference.name}", "its definition is out of reach")
+            return False
+        identity = digest(op_id(body, op.name), place)
+        forward = body.forward_of(op)
+        inner = body_of(
+            function, identity, read_argument, rewriting, rewriting.differentiated,
+            rewriting.callees.get(forward, {}).get(place), forward,
+        )  # fmt: skip
+        rewriting.callees.setdefault(op, {})[place] = function.graph
+        found.append((place, reference, function, inner, rewrite(inner, rewriting)))
+    if not any(rewritten.changed for *_, rewritten in found):
+        return False
+    for place, reference, function, inner, rewritten in found:
+        carries = kind == "While" and place == "body"
+        copy = copy_of(function.definition, rewritten, inner, carries)
+        rewriting.library.append(copy)
+        reference.name = copy.signature.name
+    _give_number(node, kind, body.number_at(op, True) if body.number_at else body.number)
+    if hasattr(body.syntax, "forget"):
+        body.syntax.forget(name)
+    return True
+
+
+def _callees(node: Any) -> list[tuple[str, Any]]:
+    """References to functions among a node's attributes, with the place of each."""
+    found: list[tuple[str, Any]] = []
+    for key in sorted(node.attr):
+        value = node.attr[key]
+        kind = value.WhichOneof("value")
+        if kind == "func" and value.func.name:
+            found.append((key, value.func))
+        elif kind == "list":
+            found += [(f"{key}{i}", one) for i, one in enumerate(value.list.func)]
+    return found
+
+
+def _give_number(node: Any, kind: str, number: str) -> None:
+    """Let a call take the number as its last argument, and be one that TensorFlow leaves in place."""
+    node.op = kind
+    inputs = list(node.input)
+    end = next((i for i, text in enumerate(inputs) if text.startswith("^")), len(inputs))
+    inputs.insert(end, number)
+    del node.input[:]
+    node.input.extend(inputs)
+    node.attr["T" if kind == "While" else "Tin"].list.type.append(INT64)
+    if kind == "While" and node.attr["output_shapes"].list.shape:
+        node.attr["output_shapes"].list.shape.add()
+    node.attr.pop("_XlaMustCompile", None)

@@ -1,0 +1,123 @@
+"""What tools are told of an operation of a graph."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+import tensorflow as tf
+from amanda.backend import Namespace, OpFacts
+from tensorflow.python.framework import dtypes, tensor_util
+
+from .._operation import Operation
+from ._syntax import input_sizes, op_def, output_sizes
+
+_SITE = Path(tf.__file__).parent.parent
+_FRAMEWORK = (
+    f"{_SITE / 'tensorflow'}/",
+    f"{_SITE / 'keras'}/",
+    f"{_SITE / 'tf_keras'}/",
+    f"{Path(__file__).parent.parent}/",
+)
+
+
+def facts_of(
+    op: tf.Operation,
+    op_id: int,
+    namespace: Namespace,
+    read_value: Callable[[Any], Any],
+    node: Any = None,
+) -> tuple[OpFacts, list[Any]]:
+    """Facts of an operation with its symbolic inputs, and its outputs.
+
+    node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
+    functions that it differentiates.
+    """
+    node = op.node_def if node is None else node
+    layout = input_sizes(node)
+    scope, _, _ = op.name.rpartition("/")
+    facts = OpFacts(
+        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
+        grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node), scope=scope,
+        source=source(op), read_value=read_value, op_type=op.type,
+    )  # fmt: skip
+    return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
+
+
+def inputs_of(op: tf.Operation, node: Any) -> list[Any]:
+    """The symbolic inputs that a NodeDef of an operation has."""
+    return list(op.inputs)[: sum(not text.startswith("^") for text in node.input)]
+
+
+def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
+    """The symbolic outputs that a NodeDef of an operation has."""
+    total = sum(1 if size is None else size for _, size in output_sizes(node))
+    return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
+
+
+def grouped(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
+    """Flat tensors as values: single ones, and lists of the sizes given."""
+    if sum(1 if size is None else size for size in sizes) != len(flat):
+        return list(flat)
+    tensors = iter(flat)
+    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for size in sizes]
+
+
+def source(op: tf.Operation) -> str:
+    """ "file:line" of the user's line that made an operation; "" where TensorFlow does not know it."""
+    try:
+        frames = op.traceback
+        count = len(frames)
+    except Exception:  # an operation without one
+        return ""
+    for i in range(count - 1, -1, -1):  # a frame is made when it is asked for
+        frame = frames[i]
+        if not frame.filename.startswith(_FRAMEWORK):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+class Attributes(Mapping[str, Any]):
+    """A node's attributes, in Python's terms when they are asked for."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._node.attr:
+            raise KeyError(name)
+        return python_value(self._node.attr[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._node.attr if not name.startswith("_"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def python_value(attribute: Any) -> Any:
+    """An attribute as Python has it: a dtype, a shape, an array, text, a number, or a list of those."""
+    kind = attribute.WhichOneof("value")
+    if kind is None:
+        return None
+    value = getattr(attribute, kind)
+    if kind == "list":
+        fields = [(field.name, items) for field, items in value.ListFields()]
+        return [_single(name, one) for name, items in fields for one in items]
+    return _single(kind, value)
+
+
+def _single(kind: str, value: Any) -> Any:
+    if kind == "type":
+        return dtypes.as_dtype(value)
+    if kind == "shape":
+        return tf.TensorShape(value)
+    if kind == "tensor":
+        return tensor_util.MakeNdarray(value)
+    if kind == "s":
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return MessageToDict(value) if kind == "func" else value

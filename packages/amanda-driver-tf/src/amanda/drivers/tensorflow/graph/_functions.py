@@ -1,0 +1,236 @@
+"""Functions of the runtime: their definitions, the graphs they were traced in, and edited copies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import digest
+from tensorflow.core.framework import function_pb2, op_def_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
+
+from ._backward import ForwardMap
+from ._body import Body, Rewriting, Rewritten
+from ._slots import INT64
+from ._syntax import FunctionSyntax, op_def
+
+NUMBER = "amanda_number"
+
+
+class Function:
+    """A function that a graph calls: its definition, and a FuncGraph whose operations are its nodes.
+
+    names: of the graph's operations, the names that the definition has for them.
+    """
+
+    def __init__(self, definition: Any, graph: Any) -> None:
+        self.definition = definition
+        self.graph = graph
+        arguments = [arg.name for arg in definition.signature.input_arg]
+        names = _node_names(graph, definition) or {}
+        inputs = {tensor.op.name: name for tensor, name in zip(graph.inputs, arguments, strict=False)}
+        self.arguments = arguments
+        self.names: dict[str, str] = {**names, **inputs}
+
+    @property
+    def name(self) -> str:
+        """The runtime's name of it."""
+        return str(self.definition.signature.name)
+
+
+class _Graphs:
+    """Graphs made of definitions of functions whose own graph is gone or has changed."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def of(self, atomic: Any, definition: Any) -> Any:
+        """The graph that a function was traced in, where TensorFlow still has it, else one made anew."""
+        own = atomic._cached_graph
+        if own is not None and _node_names(own, definition) is not None:
+            return own
+        made = self._made.get(atomic)
+        if made is None:
+            made = self._made[atomic] = atomic_function.to_func_graph(atomic)
+        return made
+
+
+_graphs = _Graphs()
+
+
+def function_of(atomic: Any) -> Function:
+    """A function of the runtime by TensorFlow's handle of it."""
+    definition = atomic.definition
+    return Function(definition, _graphs.of(atomic, definition))
+
+
+def function_named(name: str, graph: Any) -> Function | None:
+    """A function by the name that a node of a graph calls it by; None where it is out of reach."""
+    found = graph._functions.get(name)
+    if found is not None and hasattr(found, "_cached_graph"):
+        return function_of(found)
+    current = context.context()
+    if found is None and not current.has_function(name):
+        return None
+    definition = current.get_function_def(name) if found is None else getattr(found, "definition", None)
+    if definition is None:
+        return None
+    with ops.Graph().as_default():
+        return Function(definition, function_def_to_graph.function_def_to_graph(definition))
+
+
+def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
+    """What a definition calls the operations of its graph; None where it is not of this graph.
+
+    Operations that are named like an argument or a result got another name, and those that were made
+    since then come last.
+    """
+    held = {tensor.op for tensor in graph.inputs}
+    operations = [op for op in graph.get_operations() if op not in held]
+    if len(graph.inputs) < len(definition.signature.input_arg) or len(operations) < len(definition.node_def):
+        return None
+    names: dict[str, str] = {}
+    for node, op in zip(definition.node_def, operations, strict=False):
+        if node.op != op.type or not node.name.startswith(op.name):
+            return None
+        names[op.name] = node.name
+    return names
+
+
+def executed(definition: Any) -> set[str]:
+    """Names of the nodes that run when a function is called."""
+    nodes = {node.name: node for node in definition.node_def}
+    waiting = [text.partition(":")[0] for text in definition.ret.values()]
+    waiting += definition.control_ret.values()
+    waiting += [node.name for node in definition.node_def
+                if (known := op_def(node.op)) is not None and known.is_stateful]  # fmt: skip
+    reached: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in reached or name not in nodes:
+            continue
+        reached.add(name)
+        waiting += [text.removeprefix("^").partition(":")[0] for text in nodes[name].input]
+    return reached
+
+
+def body_of(
+    function: Function,
+    identity: int,
+    read_argument: Callable[[int], Any],
+    rewriting: Rewriting | None = None,
+    apart: bool = False,
+    forward_graph: Any = None,
+    forward_call: tf.Operation | None = None,
+    backward: bool = False,
+) -> Body:
+    """The nodes of a function that run.
+
+    read_argument: the present value of an argument, by position.
+    forward_graph: the graph that this one has gradients of, where it does not capture its tensors.
+    backward: whether this is the backward function of another.
+    forward_call: where this is called for the gradients of a call, that one.
+    """
+    definition, graph = function.definition, function.graph
+    run = executed(definition)
+    nodes = {node.name: node for node in definition.node_def if node.name in run}
+    syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
+    names = function.names
+    everything = graph.get_operations()
+    held = _captured(graph)
+    forward = ForwardMap(
+        everything, _forward_operations(held, everything, forward_graph), held, forward_call, backward
+    )
+    if rewriting is not None and forward.guessed:
+        rewriting.report(
+            f"the backward ops of {function.name}",
+            "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
+        )
+    return Body(
+        [op for op in everything if names.get(op.name) in nodes],
+        nodes, syntax, NUMBER, identity, forward,
+        [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
+        held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
+        lambda name: function_named(name, graph), apart=apart, backward=backward,
+    )  # fmt: skip
+
+
+def _captured(graph: Any) -> Callable[[Any], Any]:
+    """For a placeholder of a graph, the symbol of another graph that it stands for."""
+    externals = {
+        (internal.op, internal.value_index): external
+        for external, internal in getattr(graph, "captures", ())
+        if not isinstance(external, ops.EagerTensor)
+    }
+    return lambda tensor: externals.get((tensor.op, tensor.value_index))
+
+
+def _forward_operations(
+    captured: Callable[[Any], Any], everything: Sequence[tf.Operation], graph: Any
+) -> Mapping[str, tf.Operation] | None:
+    """The operations of the graph that this one captures tensors of; None where it captures none."""
+    for op in everything:
+        held = captured(op.outputs[0]) if op.type == "Placeholder" and op.outputs else None
+        if held is not None and graph is None:
+            graph = held.graph
+    return None if graph is None else {one.name: one for one in graph.get_operations()}
+
+
+class _Reading:
+    """Present values of a function's symbols: constants, arguments, variables."""
+
+    def __init__(self, graph: Any, read_argument: Callable[[int], Any]) -> None:
+        self._read_argument = read_argument
+        self._positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
+
+    def __call__(self, tensor: Any) -> Any:
+        op = tensor.op
+        if op.name in self._positions and op.type == "Placeholder":
+            value = self._read_argument(self._positions[op.name])
+            return tensor if value is None else value
+        if op.type in ("Identity", "Cast", "ReadVariableOp"):
+            value = self(op.inputs[0])
+            if not isinstance(value, ops.EagerTensor):
+                return tensor
+            if op.type == "ReadVariableOp":
+                return tf.raw_ops.ReadVariableOp(resource=value, dtype=tensor.dtype)
+            return tf.cast(value, tensor.dtype)
+        value = tensor_util.constant_value(tensor)
+        return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
+
+
+def copy_of(definition: Any, rewritten: Rewritten, body: Body, carries: bool = False) -> Any:
+    """A FunctionDef of an edited body, which takes the execution's number as its last argument.
+
+    Its name tells its content, so that equal copies are one function.
+    carries: whether it gives the number back as its last output.
+    """
+    copy = function_pb2.FunctionDef()
+    copy.CopyFrom(definition)
+    del copy.node_def[:]
+    copy.node_def.extend(rewritten.nodes)
+    for attribute in ("_XlaMustCompile", "_xla_compile_id"):
+        copy.attr.pop(attribute, None)
+    copy.signature.input_arg.append(op_def_pb2.OpDef.ArgDef(name=NUMBER, type=INT64))
+    for argument, text in zip(definition.signature.output_arg, rewritten.outputs, strict=True):
+        copy.ret[argument.name] = text
+    for key, name in definition.control_ret.items():
+        copy.control_ret[key] = rewritten.removed.get(name, name)
+    inserted = dict.fromkeys(name for names in rewritten.inserted.values() for name in names)
+    inserted |= dict.fromkeys(rewritten.removed.get(name, name) for name in rewritten.called)
+    for name in inserted:
+        key = f"amanda_{name}".replace("/", "_")
+        copy.control_ret[key] = name
+        copy.signature.control_output.append(key)
+    if carries:
+        copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
+        copy.ret[f"{NUMBER}_out"] = NUMBER
+    if inserted:
+        copy.signature.is_stateful = True
+    content = digest(copy.SerializeToString(deterministic=True))
+    copy.signature.name = f"{definition.signature.name}_amanda_{content:016x}"
+    return copy

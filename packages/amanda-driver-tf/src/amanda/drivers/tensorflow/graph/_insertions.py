@@ -1,0 +1,240 @@
+"""Nodes that call routines, put between an operation's values and what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import Action, OpFacts
+from tensorflow.core.framework import node_def_pb2
+
+from ._body import Body, Rewriting, Taped
+from ._side import Side, enum, is_plain, nbytes
+from ._slots import Node, Packed, py_func
+from ._traced import Traced, traced
+
+
+class Insertions:
+    """The nodes inserted into one body.
+
+    made: those nodes.  inserted: their names by the operation that they run with.
+    ahead, behind: names of those that an operation waits for, or that wait for it.
+    sources: where the values are kept that an inserted node gives, by how they are written.
+    """
+
+    def __init__(self, body: Body, rewriting: Rewriting) -> None:
+        self.body = body
+        self.rewriting = rewriting
+        self.made: list[Any] = []
+        self.inserted: dict[str, list[str]] = {}
+        self.behind: dict[str, list[str]] = {}
+        self.ahead: dict[str, list[str]] = {}
+        self.sources: dict[str, tuple[Any, int, int]] = {}
+        self._places: dict[int, int] = {}
+        self._pack: list[tuple[Node, list[str], list[int], str]] = []
+        self._packed_bytes = 0
+
+    def insert_all(
+        self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
+    ) -> None:
+        """Put routines at a side, those that follow one another in one node.
+
+        where: "before" or "after" the operation.
+        """
+        for (observing, *_), group in groupby(actions, self._kind):
+            if observing:
+                self._observe(op, list(group), side, facts, where)
+            else:
+                self._insert(op, list(group), side, facts, where)
+
+    def _kind(self, action: Action) -> tuple[bool, bool, bool]:
+        return action.observer, self.takes_part(action), action.traceable
+
+    def takes_part(self, action: Action) -> bool:
+        """Whether a routine takes part in autodiff."""
+        return action.differentiable or self.rewriting.state.autodiff
+
+    def _insert(
+        self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
+    ) -> None:
+        positions = side.selected([action.select for action in actions])
+        if side.count == 0 and facts.backward_op is not None:
+            return
+        gives = side.changeable(positions)
+        given, out = side.flat(positions), side.flat(gives)
+        node = Node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], gives)
+        node.dtypes = [side.tensors[i].dtype.base_dtype for i in out]
+        self._let_keep(node, facts, where, given, out, self.takes_part(actions[0]))
+        refs = [side.refs[i] for i in given]
+        types = [enum(side.tensors[i]) for i in given]
+        inline = None if node.keeps else traced(node, [side.tensors[i] for i in given], self.rewriting)
+        gives_types = [enum(side.tensors[i]) for i in out]
+        if inline is not None and gives_types:
+            name = self._inline(op, inline, refs, gives_types, where == "before")
+        else:
+            name = self.add(op, node, refs, types, gives_types, where == "before")
+        for k in range(len(given)):
+            self.sources.setdefault(refs[k], (node.keeps, 0, k))
+        for k, i in enumerate(out):
+            side.refs[i] = self.output_of(name, k)
+            if k and where == "before" and _decides(op):
+                side.refs[i] = self._passed(name, k, gives_types[k])
+            self.sources[side.refs[i]] = (node.keeps, 1, k)
+
+    def _passed(self, name: str, index: int, kind: int) -> str:
+        """An output behind an operation that does nothing, and that TensorFlow does not take away."""
+        read = self.output_of(name, index)
+        node = node_def_pb2.NodeDef(name=f"{name}/{index}", op="EnsureShape", input=[read])
+        node.attr["T"].type = kind
+        node.attr["shape"].shape.unknown_rank = True
+        self.made.append(node)
+        return self.output_of(node.name, 0)
+
+    def _inline(
+        self, op: tf.Operation, routine: Traced, refs: Sequence[str], gives: Sequence[int], ahead: bool
+    ) -> str:
+        """Make a node that calls a traced routine; its name."""
+        self.rewriting.library += routine.definitions
+        name = f"amanda/traced{len(self.made)}"
+        waits = self._waits(self.body.node_name(op), refs) if ahead and not refs else []
+        routine.written = "" if self.body.syntax.dead_values else ":output:0"
+        self.made += routine.call(name, refs, waits, gives)
+        return name
+
+    def _let_keep(
+        self, node: Node, facts: OpFacts, where: str, given: list[int], gave: list[int], takes_part: bool
+    ) -> None:
+        node.keeps, node.taped = None, False
+        wanted = takes_part or self.body.apart
+        if not (wanted and self.rewriting.differentiated) or facts.backward_op is not None:
+            return
+        count = self._places[facts.op_id] = self._places.get(facts.op_id, 0) + 1
+        node.keeps, node.taped = (facts.op_id, where, count), takes_part
+        if takes_part:
+            name = f"amanda/{len(self.rewriting.table)}"  # that of the node which is made next
+            taped = Taped(where, node.keeps, (self.body.identity, name), given, gave)
+            self.rewriting.taped.setdefault(facts.op_id, []).append(taped)
+
+    def _observe(
+        self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
+    ) -> None:
+        """Let routines see values without a part in what computes them."""
+        positions = side.selected([action.select for action in actions])
+        if side.count == 0 and facts.backward_op is not None:
+            return
+        flat = side.flat(positions)
+        node = Node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], ())
+        node.dtypes, node.keeps, node.taped = (), None, False
+        refs, types = [side.refs[i] for i in flat], [enum(side.tensors[i]) for i in flat]
+        if self.body.alone(op):
+            self.add(op, node, refs, types, (), where == "before")
+            return
+        size = sum(nbytes(side.tensors[i]) for i in flat)
+        if self._pack and self._packed_bytes + size > self.rewriting.budget:
+            self.flush()
+        self._pack.append((node, refs, types, self.body.node_name(op)))
+        self._packed_bytes += size
+
+    def flush(self) -> None:
+        """Make one node of the observers that have gathered."""
+        if not self._pack:
+            return
+        slot = self.rewriting.add(Packed([(node, len(refs)) for node, refs, _, _ in self._pack]))
+        refs = [ref for _, refs, _, _ in self._pack for ref in refs]
+        types = [one for _, _, types, _ in self._pack for one in types]
+        names = list(dict.fromkeys(name for *_, name in self._pack))
+        waits = [f"^{name}" for name in names]
+        node = py_func(f"amanda/{slot}", slot, [self.body.number, *refs, *waits], types, ())
+        self.made.append(node)
+        for name in names:
+            self.inserted.setdefault(name, []).append(node.name)
+        self._pack, self._packed_bytes = [], 0
+
+    def replace(
+        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
+    ) -> str | None:
+        """Let a routine compute what the operation would have; the node's name, None where it cannot."""
+        if not all(is_plain(tensor) for tensor in outputs.tensors):
+            self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
+            return None
+        positions = inputs.selected([None])
+        flat = inputs.flat(positions)
+        sizes = [inputs.sizes[i] for i in positions]
+        node = Node([action], facts, inputs.count, positions, sizes, range(outputs.count))
+        node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
+        self._let_keep(node, facts, "instead", flat, list(range(len(outputs.refs))), True)
+        name = self.add(
+            op, node, [inputs.refs[i] for i in flat], [enum(inputs.tensors[i]) for i in flat],
+            [enum(tensor) for tensor in outputs.tensors], ahead=True, instead=True,
+        )  # fmt: skip
+        outputs.refs = [self.output_of(name, i) for i in range(len(outputs.refs))]
+        for i, ref in enumerate(outputs.refs):
+            self.sources[ref] = (node.keeps, 1, i)
+        return name
+
+    def replace_gradients(
+        self, op: tf.Operation, action: Action, entering: Side, leaving: Side, facts: OpFacts
+    ) -> None:
+        """Let a routine compute the gradients that leave a backward operation."""
+        gives = [i for i, tensor in enumerate(leaving.tensors) if is_plain(tensor)]
+        positions = range(entering.count)
+        node = Node([action], facts, entering.count, positions, entering.sizes, gives, gives)
+        node.dtypes = [leaving.tensors[i].dtype for i in gives]
+        node.keeps, node.taped = None, False
+        types = [enum(tensor) for tensor in entering.tensors]
+        name = self.add(op, node, entering.refs, types, [enum(leaving.tensors[i]) for i in gives], False)
+        for k, i in enumerate(gives):
+            leaving.refs[i] = self.output_of(name, k)
+
+    def add(
+        self,
+        op: tf.Operation,
+        inserted: Any,
+        refs: Sequence[str],
+        given: Sequence[int],
+        gives: Sequence[int],
+        ahead: bool,
+        instead: bool = False,
+        waits: Sequence[str] | None = None,
+    ) -> str:
+        """Make a node that calls a new slot; its name.
+
+        ahead: whether the operation comes after it, not the reverse.  waits: its control inputs.
+        An operation that reads what the node gives need not wait for it, one without inputs stays as it is.
+        """
+        name = self.body.node_name(op)
+        slot = self.rewriting.add(inserted)
+        number = self.body.number_at(op, ahead) if self.body.number_at else self.body.number
+        if waits is None:
+            waits = self._waits(name, refs) if ahead else [f"^{name}"]
+        node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
+        self.made.append(node)
+        self.inserted.setdefault(name, []).append(node.name)
+        if not instead and not (ahead and (gives or not refs or _decides(op))):
+            (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
+        return str(node.name)
+
+    def output_of(self, name: str, index: int) -> str:
+        """How an output of an inserted node is written as an input."""
+        if self.body.syntax.dead_values:
+            return f"{name}:{index}" if index else name
+        return f"{name}:output:{index}"
+
+    def _waits(self, name: str, refs: Sequence[str]) -> list[str]:
+        """Control inputs of what runs before an operation: it runs after the same nodes, if it runs."""
+        inputs = self.body.nodes[name].input
+        waits = [text for text in inputs if text.startswith("^")]
+        if self.body.syntax.dead_values:
+            waits += [f"^{self.body.syntax.parse(text).node}" for text in inputs
+                      if not text.startswith("^") and text not in refs]  # fmt: skip
+        return list(dict.fromkeys(waits))
+
+
+def _decides(op: tf.Operation) -> bool:
+    """Whether a loop may end on an operation.
+
+    TensorFlow's loop optimizer fails where such an operation waits for others, or reads a later output.
+    """
+    return any(output.dtype == tf.bool for output in op.outputs)

@@ -1,0 +1,105 @@
+"""Gradients through routines that take part in autodiff, in the backward operations of their op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ._body import Rewriting, Taped
+from ._gradients import GradientEdges, is_differentiable, key
+from ._insertions import Insertions
+from ._side import enum
+from ._slots import Pullback
+
+Read = Callable[[tf.Operation, int], str]
+
+
+class Pullbacks:
+    """Pullbacks inserted into one body.
+
+    entered: for each forward operation, by position of an output, its gradient and how that is read.
+    """
+
+    def __init__(self, rewriting: Rewriting, insertions: Insertions, edges: GradientEdges) -> None:
+        self._rewriting = rewriting
+        self._insertions = insertions
+        self._edges = edges
+        self._entered: dict[tf.Operation, dict[int, tuple[Any, str]]] = {}
+        self._pulled: dict[Any, str] = {}
+
+    def at_outputs(
+        self, op: tf.Operation, forward: tf.Operation, forward_id: int, read: Read
+    ) -> dict[int, str]:
+        """What a backward operation reads instead of the gradients of its forward operation's outputs."""
+        taped = self._rewriting.taped.get(forward_id)
+        changed: dict[int, str] = {}
+        for i in self._edges.from_outside(op) if taped else ():
+            tensor = op.inputs[i]
+            position = self._output_of(forward, tensor)
+            if position is None:
+                continue
+            ref = self._pulled.get((forward, key(tensor)))
+            if ref is None:
+                ref = read(op, i)
+                for one in reversed([one for one in taped or () if one.side == "after"]):
+                    pulled = self._pull(op, one, {position: (tensor, ref)}, {position: tensor})
+                    ref = pulled.get(position, ref)
+                self._pulled[forward, key(tensor)] = ref
+            self._entered.setdefault(forward, {})[position] = (tensor, ref)
+            if ref != read(op, i):
+                changed[i] = ref
+        return changed
+
+    def at_inputs(
+        self, op: tf.Operation, forward: tf.Operation, forward_id: int, write: Callable[[Any], str]
+    ) -> list[tuple[Any, str]]:
+        """After the last backward operation: gradients of the inputs, and what is read instead of them."""
+        taped = self._rewriting.taped.get(forward_id, [])
+        before = [one for one in taped if one.side == "before"]
+        instead = [one for one in taped if one.side == "instead"]
+        if not before and not instead:
+            return []
+        gradients = self._edges.of_inputs(forward)
+        refs = {i: (tensor, write(tensor)) for i, tensor in gradients.items()}
+        for one in instead:
+            pulled = self._pull(op, one, self._entered.get(forward, {}), gradients)
+            refs = {i: (gradients[i], ref) for i, ref in pulled.items()}
+        for one in reversed(before):
+            pulled = self._pull(op, one, refs, gradients)
+            refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
+        return [(tensor, ref) for tensor, ref in refs.values() if ref != write(tensor)]
+
+    def _pull(
+        self, op: tf.Operation, taped: Taped, entering: dict[int, tuple[Any, str]], wanted: dict[int, Any]
+    ) -> dict[int, str]:
+        """Gradients of what a place was given, by position; from those of what it gave."""
+        outputs = [(k, *entering[i]) for k, i in enumerate(taped.gave) if i in entering]
+        inputs = [(k, i) for k, i in enumerate(taped.given) if i in wanted]
+        if not outputs or not inputs:
+            return {}
+        pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs])
+        identity, made = taped.node
+        waits = [f"^{made}"] if identity == self._insertions.body.identity else []
+        name = self._insertions.add(
+            op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
+            [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True, waits=waits,
+        )  # fmt: skip
+        return {i: self._insertions.output_of(name, k) for k, (_, i) in enumerate(inputs)}
+
+    def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:
+        """Position of the output that a gradient is of."""
+        entered = self._entered.get(forward, {})
+        outputs: Sequence[Any] = forward.outputs
+        for i, output in enumerate(outputs):
+            known = entered.get(i)
+            if known is not None and key(known[0]) == key(gradient):
+                return i
+            if (
+                known is None
+                and is_differentiable(output)
+                and (len(outputs) == 1 or gradient.shape.is_compatible_with(output.shape))
+            ):
+                return i
+        return None

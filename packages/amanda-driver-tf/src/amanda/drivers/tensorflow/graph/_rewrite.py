@@ -1,0 +1,280 @@
+"""Analysis of a body's operations in order, and the edits of its nodes that their actions ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import OpFacts, digest
+
+from .._operation import Operation
+from ._body import Body, Rewriting, Rewritten, op_id
+from ._calls import rewrite_calls
+from ._facts import facts_of, inputs_of, outputs_of
+from ._flow import FLOW, at_flow
+from ._gradients import GradientEdges
+from ._insertions import Insertions
+from ._pullbacks import Pullbacks
+from ._side import Side, enum
+from ._slots import Recalled
+from ._syntax import Edge, input_sizes, output_sizes, references
+
+
+def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
+    """Analyse every operation of a body and edit its nodes; the functions that they call too."""
+    return _Rewriter(body, rewriting).run()
+
+
+class _Rewriter:
+    """The edits of one body.
+
+    edges: inputs, by node and flat position, that read something else than all others do.
+    tensors: what all others read instead of a tensor.
+    shared: the same for a tensor that an operation reads several times, by position.
+    own: what the gradient operations of an operation read instead of a tensor, and itself where it
+    is as it was.
+    """
+
+    def __init__(self, body: Body, rewriting: Rewriting) -> None:
+        self.body = body
+        self.rewriting = rewriting
+        self.insertions = Insertions(body, rewriting)
+        self.edges: dict[tuple[str, int], str] = {}
+        self.tensors: dict[Edge, str] = {}
+        self.own: dict[tuple[str, Edge], str] = {}
+        self.shared: dict[tuple[str, Edge], dict[int, str]] = {}
+        self.removed: dict[str, str] = {}
+        self.called: list[str] = []
+        self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
+        if self.forward:
+            rewriting.differentiated = True
+        self.gradients = GradientEdges(body, self.forward)
+        self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
+        self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
+        self._recalled: dict[Any, str] = {}
+        self._inputs: dict[str, list[Edge]] = {}
+        self._by_name = {body.node_name(op): op for op in self.forward}
+        self._forward_name = {
+            body.node_name(op): body.node_name(found)
+            for op, found in self.forward.items()
+            if found.graph is op.graph
+        }
+
+    def run(self) -> Rewritten:
+        """The edited body."""
+        for op in self.body.ops:
+            forward = self.forward.get(op)
+            if forward is not None:
+                self._at_backward(op, forward)
+            elif not self.body.backward:
+                self._at_forward(op)
+            if rewrite_calls(self.body, self.rewriting, op, rewrite):
+                self.called.append(self.body.node_name(op))
+                self._wait_for_forward_call(op)
+                self._inputs.pop(self.body.node_name(op), None)
+        self.insertions.flush()
+        made = self.insertions.made
+        changed = bool(made or self.called)
+        if changed:
+            self._connect()
+        nodes = [node for name, node in self.body.nodes.items() if name not in self.removed]
+        outputs = [self._read_output(edge) for edge in self.body.outputs]
+        return Rewritten(
+            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, self.called
+        )
+
+    def _wait_for_forward_call(self, op: tf.Operation) -> None:
+        """Let a call of gradients come after the call that keeps what they need."""
+        forward = self._forward_name.get(self.body.node_name(op), "")
+        if forward in self.body.nodes:
+            self.insertions.ahead.setdefault(self.body.node_name(op), []).append(
+                self.removed.get(forward, forward)
+            )
+
+    # ---- operations ----
+
+    def _at_forward(self, op: tf.Operation) -> None:
+        node = self.body.nodes[self.body.node_name(op)]
+        identity = op_id(self.body, op.name)
+        facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value, node)
+        combined = self.rewriting.analysis.forward(facts, outputs)
+        self.rewriting.ids[op] = (identity, facts)
+        if not combined.forward:
+            return
+        inputs, side = self._input_side(op, node), self._output_side(op, node)
+        flow = self.body.syntax.dead_values and op.type in FLOW
+        if flow:
+            at_flow(self.insertions, op, combined, inputs, side, facts)
+        else:
+            self.insertions.insert_all(op, combined.before, inputs, facts, "before")
+        edges = self._edges(node)
+        for i in inputs.changed():
+            self.edges[node.name, i] = inputs.refs[i]
+            self._let_own_read(op, identity, edges[i], inputs.tensors[i], inputs.refs[i])
+            if edges.count(edges[i]) > 1:
+                self._share(op, identity, edges, inputs, edges[i])
+        first = list(side.before)
+        if not flow:
+            if combined.replace is not None:
+                instead = self.insertions.replace(op, combined.replace, inputs, side, facts)
+                self.removed |= {} if instead is None else {node.name: instead}
+                first = list(side.refs)
+            self.insertions.insert_all(op, combined.after, side, facts, "after")
+        for i in side.changed():
+            edge = Edge(node.name, i)
+            self.tensors[edge] = side.refs[i]
+            self._let_own_read(op, identity, edge, side.tensors[i], first[i])
+
+    def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
+        """Tell apart what gradient operations read of a tensor that their operation reads twice."""
+        positions = [i for i, one in enumerate(edges) if one == edge]
+        changed = inputs.changed()
+        sources = self.insertions.sources
+        self.shared[self.body.node_name(op), edge] = {i: inputs.refs[i] for i in positions}
+        tensor = inputs.tensors[positions[0]]
+        kept = {i: sources.get(inputs.refs[i]) if i in changed else None for i in positions}
+        self.rewriting.shared[identity, tensor.op.name, tensor.value_index] = {
+            i: source if source is not None and source[0] is not None else None for i, source in kept.items()
+        }
+
+    def _let_own_read(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
+        """Let the gradient operations of an operation read something else instead of a tensor."""
+        self.own.setdefault((self.body.node_name(op), edge), ref)
+        source = self.insertions.sources.get(ref)
+        if source is not None and source[0] is not None:
+            self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
+
+    def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
+        node = self.body.nodes[self.body.node_name(op)]
+        forward_id, forward_facts = self.rewriting.known(forward) or self._not_run(forward)
+        entering = self.gradients.entering(op)
+        self._recall(op, node, forward_id, entering)
+        pulled = self.pullbacks.at_outputs(op, forward, forward_id, self._read_at)
+        for i, ref in pulled.items():
+            self.edges[node.name, i] = ref
+        if self._wants_backward:
+            self._analyse_backward(op, node, forward_id, forward_facts)
+        if self.gradients.groups[forward][-1] is op:
+            for tensor, ref in self.pullbacks.at_inputs(op, forward, forward_id, self._read_tensor):
+                self.tensors[self._edge(tensor)] = ref
+
+    def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
+        backward_id = digest(forward_id, self.body.identity, op.name)
+        facts = forward.at_backward(Operation(op.type, op.name, op), backward_id, True)
+        entering = self.gradients.entering(op)
+        outputs = outputs_of(op, node)
+        leaving = [i for i in self.gradients.leaving(op) if i < len(outputs)]
+        facts.grad_outputs = [op.inputs[i] for i in entering]
+        plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in leaving])
+        if not plan:
+            return
+        before = Side(
+            [self._read_at(op, i) for i in entering], facts.grad_outputs, [None] * len(entering)
+        )  # fmt: skip
+        edges = [Edge(node.name, i) for i in leaving]
+        refs = [self.body.syntax.write(edge) for edge in edges]
+        after = Side(refs, [outputs[i] for i in leaving], [None] * len(leaving))
+        if self.body.syntax.dead_values and op.type in FLOW:
+            at_flow(self.insertions, op, plan, before, after, facts)
+        else:
+            self.insertions.insert_all(op, plan.before, before, facts, "before")
+            if plan.replace is not None and leaving:
+                self.insertions.replace_gradients(op, plan.replace, before, after, facts)
+            self.insertions.insert_all(op, plan.after, after, facts, "after")
+        for i in before.changed():
+            self.edges[node.name, entering[i]] = before.refs[i]
+        for i in after.changed():
+            self.tensors[edges[i]] = after.refs[i]
+
+    def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
+        """Id and facts of a forward operation that does not run, though backward operations of it do."""
+        identity = op_id(self.body, op.name)
+        facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value)
+        self.rewriting.analysis.absent(facts, outputs)
+        self.rewriting.ids[op] = (identity, facts)
+        return identity, facts
+
+    def _recall(self, op: tf.Operation, node: Any, forward_id: int, entering: list[int]) -> None:
+        """Let an operation read what its forward operation has, where that is in another graph."""
+        for i, tensor in enumerate(inputs_of(op, node)):
+            held = None if i in entering else self.body.captured(tensor)
+            if held is None:
+                continue
+            known = (forward_id, held.op.name, held.value_index)
+            source = self.rewriting.kept.get(known)
+            shared = self.rewriting.shared.get(known)
+            if shared is not None:
+                source = shared[self.gradients.read_as(op, i, list(shared))]
+            if source is None:
+                continue
+            if source not in self._recalled:
+                name = self.insertions.add(op, Recalled(*source), (), (), [enum(tensor)], ahead=True)
+                self._recalled[source] = self.insertions.output_of(name, 0)
+            self.edges[node.name, i] = self._recalled[source]
+
+    # ---- edges ----
+
+    def _edges(self, node: Any) -> list[Edge]:
+        known = self._inputs.get(node.name)
+        if known is None:
+            parse = self.body.syntax.parse
+            known = [parse(text) for text in node.input if not text.startswith("^")]
+            self._inputs[node.name] = known
+        return known
+
+    def _edge(self, tensor: Any) -> Edge:
+        return Edge(self.body.node_name(tensor.op), tensor.value_index)
+
+    def _input_side(self, op: tf.Operation, node: Any) -> Side:
+        refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
+        return Side(refs, inputs_of(op, node), [size for _, size in input_sizes(node)], references(node))
+
+    def _output_side(self, op: tf.Operation, node: Any) -> Side:
+        outputs = outputs_of(op, node)
+        refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
+        return Side(refs, outputs, [size for _, size in output_sizes(node)], references(node, outputs=True))
+
+    def _read(self, name: str, index: int, edge: Edge) -> str:
+        """What an input reads now."""
+        found = self.edges.get((name, index))
+        if found is not None:
+            return found
+        forward = self._forward_name.get(name)
+        if forward is not None and (forward, edge) in self.own:
+            shared = self.shared.get((forward, edge))
+            if shared is None:
+                return self.own[forward, edge]
+            return shared[self.gradients.read_as(self._by_name[name], index, list(shared))]
+        return self._read_output(edge)
+
+    def _read_at(self, op: tf.Operation, index: int) -> str:
+        node = self.body.nodes[self.body.node_name(op)]
+        return self._read(node.name, index, self._edges(node)[index])
+
+    def _read_output(self, edge: Edge) -> str:
+        found = self.tensors.get(edge)
+        return self.body.syntax.write(edge) if found is None else found
+
+    def _read_tensor(self, tensor: Any) -> str:
+        return self._read_output(self._edge(tensor))
+
+    def _connect(self) -> None:
+        """Let every input read what it shall, and wait for what was put ahead of its node."""
+        for name, node in self.body.nodes.items():
+            if name in self.removed:
+                continue
+            controls = [text[1:] for text in node.input if text.startswith("^")]
+            refs = [self._read(name, i, edge) for i, edge in enumerate(self._edges(node))]
+            waits = [after for one in controls for after in self._behind(one)]
+            waits += self.insertions.ahead.get(name, [])
+            texts = [*refs, *dict.fromkeys(f"^{one}" for one in waits)]
+            if list(node.input) != texts:
+                del node.input[:]
+                node.input.extend(texts)
+        for node in self.insertions.made:
+            for i, text in enumerate(node.input):
+                if text.startswith("^") and text[1:] in self.removed:
+                    node.input[i] = f"^{self.removed[text[1:]]}"
+
+    def _behind(self, name: str) -> list[str]:
+        return [self.removed.get(name, name), *self.insertions.behind.get(name, ())]

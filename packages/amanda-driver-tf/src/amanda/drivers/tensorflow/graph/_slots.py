@@ -1,0 +1,168 @@
+"""The Python functions behind EagerPyFunc nodes: one for each slot, for all graphs of the process."""
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import Execution, Inserted
+from tensorflow.core.framework import attr_value_pb2, node_def_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context, record
+from tensorflow.python.ops import script_ops
+
+
+class Slot(script_ops.EagerFunc):  # type: ignore[misc]
+    """Calls what an execution has at one slot; the execution's number is the first tensor."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
+        """Run the routines on eager tensors, with no tape recording."""
+        with context.eager_mode(), record.stop_recording():
+            outputs = Execution.of(int(args[0])).call(self.index, args[1:])
+            return [_on(device, one) for one in outputs] if device is not None else outputs
+
+
+def _on(device: Any, value: Any) -> Any:
+    with tf.device(device):
+        return script_ops._maybe_copy_to_context_device(value, device)
+
+
+class _Slots:
+    """Slots that have been made, in order, with the tokens that TensorFlow knows them by."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[Slot, bytes]] = []
+        self._lock = threading.Lock()
+
+    def token(self, index: int) -> bytes:
+        """What an EagerPyFunc node names a slot by."""
+        with self._lock:
+            while len(self._slots) <= index:
+                slot = Slot(len(self._slots))
+                self._slots.append((slot, script_ops._py_funcs.insert(slot).encode()))
+        return self._slots[index][1]
+
+
+_slots = _Slots()
+
+
+class Node(Inserted):
+    """Routines at one place, whose results have the types that the graph has there.
+
+    keeps: under what name it keeps its values for a backward pass; None where it does not.
+    taped: whether the way from what it is given to what it gives back is differentiated.
+    """
+
+    __slots__ = ("dtypes", "keeps", "taped")
+
+    dtypes: Sequence[Any]
+    keeps: Hashable
+    taped: bool
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """The flat tensors that go back into the graph, each of its type."""
+        tape = tf.GradientTape(persistent=True) if self.taped else None
+        if tape is None:
+            results = self._results(execution, flat)
+        else:
+            with _recording(), tape:
+                for tensor in flat:
+                    tape.watch(tensor)
+                results = self._results(execution, flat)
+        if self.keeps is not None:
+            execution.keep(self.keeps, (list(flat), results, tape))
+        return results
+
+    def _results(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        results = super().run(execution, flat)
+        return [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+
+
+class Recalled:
+    """Gives a tensor that a place kept in the forward pass: of what it was given, or of what it gave."""
+
+    def __init__(self, place: Hashable, side: int, index: int) -> None:
+        self.place = place
+        self.side = side
+        self.index = index
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """That tensor."""
+        return [execution.kept(self.place, self)[self.side][self.index]]
+
+
+class Pullback:
+    """Takes gradients of what a place gave to gradients of what it was given.
+
+    outputs, inputs: positions among those of the place.
+    """
+
+    def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+        self.place = place
+        self.outputs = tuple(outputs)
+        self.inputs = tuple(inputs)
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """The vector-Jacobian products."""
+        given, gave, tape = execution.kept(self.place, self)
+        gradients: list[Any] = tape.gradient(
+            [gave[i] for i in self.outputs], [given[i] for i in self.inputs], list(flat),
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )  # fmt: skip
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Let tapes record within, where they do not."""
+    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+class Packed:
+    """Observers of several places, which run together; they give nothing back."""
+
+    def __init__(self, members: Sequence[tuple[Inserted, int]]) -> None:
+        self.members = tuple(members)
+
+    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+        """Hand each place its tensors."""
+        first = 0
+        for member, count in self.members:
+            member.run(execution, flat[first : first + count])
+            first += count
+        return []
+
+
+def _typed(value: Any, dtype: Any) -> Any:
+    if isinstance(value, tf.Tensor) and value.dtype == dtype:
+        return value
+    if isinstance(value, tf.Tensor) or getattr(value, "dtype", None) is not None:
+        return tf.cast(value, dtype)
+    return tf.convert_to_tensor(value, dtype)
+
+
+def py_func(name: str, slot: int, inputs: Sequence[str], given: Sequence[int], gives: Sequence[int]) -> Any:
+    """A node that calls a slot.
+
+    inputs: the number's name, the values', and control inputs.  given, gives: enums of the values' types.
+    """
+    node = node_def_pb2.NodeDef(name=name, op="EagerPyFunc", input=inputs)
+    node.attr["token"].s = _slots.token(slot)
+    node.attr["is_async"].b = False
+    node.attr["Tin"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=[INT64, *given]))
+    node.attr["Tout"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(gives)))
+    return node
+
+
+INT64 = tf.int64.as_datatype_enum

@@ -1,0 +1,153 @@
+"""Where runs of sessions begin: every way that leads from Python into the runtime."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from amanda import interceptor
+from amanda.backend import Attributes, Execution, State
+from tensorflow.python.client.session import BaseSession
+from tensorflow.python.framework import errors_impl
+
+from ._callables import Callables
+from ._cone import Request
+from ._run import Route, endpoint, request_of
+
+Prepare = Callable[[Any, Request, State], "tuple[Route, Execution] | None"]
+
+
+class Boundary:
+    """Sends the runs of sessions to what `prepare` has put beside the user's nodes."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+        self._attributes = Attributes()
+        self._callables = Callables(self)
+        self._partial: WeakKeyDictionary[Any, dict[str, _PartialRun]] = WeakKeyDictionary()
+        self._local = threading.local()
+
+    def attach(self) -> None:
+        """Take the place of the methods through which sessions run."""
+        made = BaseSession._Callable
+        for holder, name, stand_in in (
+            (BaseSession, "_call_tf_sessionrun", self._run),
+            (BaseSession, "_call_tf_sessionprun", self._run_partly),
+            (BaseSession, "_do_call", self._do_call),
+            (BaseSession, "_make_callable_from_options", self._callables.make),
+            (made, "__call__", self._callables.call),
+        ):
+            self._attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
+
+    def detach(self) -> None:
+        """Put the methods back."""
+        self._attributes.restore()
+
+    def prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
+        """What stands for a run; None where nothing is instrumented."""
+        prepared = self._prepare(session, request, state)
+        if prepared is not None:
+            session._extend_graph()
+        return prepared
+
+    def _run(
+        self, run: Any, session: Any, options: Any, feeds: Any, fetches: Any, targets: Any, metadata: Any
+    ) -> Any:
+        activation = interceptor.active()
+        prepared = activation and self.prepared(
+            session, request_of(feeds, fetches, targets), activation.state
+        )
+        if not prepared:
+            return run(session, options, feeds, fetches, targets, metadata)
+        route, execution = prepared
+        feeds = route.feeds(feeds, execution.number)
+        with self.under_way(route, execution):
+            return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
+
+    @contextmanager
+    def under_way(self, route: Route, execution: Execution) -> Iterator[None]:
+        """Context around a run: errors of routines as themselves, others in the user's names."""
+        told: BaseException | None = None
+        try:
+            with execution.under_way():
+                try:
+                    yield
+                except errors_impl.OpError as error:
+                    error._message = error.message.replace(route.prefix, "")
+                    told = error
+                    raise
+        except errors_impl.OpError as error:
+            if error is not told and getattr(self._local, "called", False):
+                self._local.own = error
+            raise
+
+    def _do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
+        if function.__name__ == "_setup_fn":
+            return self._set_up(call, session, function, *args)
+        outer = getattr(self._local, "called", False)
+        self._local.called, self._local.own = True, None
+        try:
+            return call(session, function, *args)
+        except errors_impl.OpError:
+            own = self._local.own
+            if own is None:
+                raise
+        finally:
+            self._local.called, self._local.own = outer, None
+        raise own  # the session would have made another of it
+
+    # ---- partial runs ----
+
+    def _set_up(
+        self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
+    ) -> Any:
+        activation = interceptor.active()
+        prepared = activation and self.prepared(
+            session, request_of(feeds, fetches, targets), activation.state
+        )
+        if not prepared:
+            return call(session, function, c_session, feeds, fetches, targets)
+        route, execution = prepared
+        handle = call(
+            session, function, c_session, route.all_feeds(feeds), route.fetches(fetches),
+            route.targets(targets),
+        )  # fmt: skip
+        self._partial.setdefault(session, {})[handle] = _PartialRun(route, execution, fetches)
+        return handle
+
+    def _run_partly(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
+        partial = self._partial.get(session, {}).get(handle)
+        if partial is None:
+            return run(session, handle, feeds, fetches)
+        feeds = partial.route.feeds(feeds, None if partial.begun else partial.execution.number)
+        with self.under_way(partial.route, partial.execution):
+            result = run(session, handle, feeds, partial.route.fetches(fetches))
+        partial.begun = True
+        partial.left -= {endpoint(output) for output in fetches}
+        if not partial.left:
+            del self._partial[session][handle]
+        return result
+
+
+class _PartialRun:
+    """A run that is fed and fetched in several steps; left: what has not been fetched."""
+
+    def __init__(self, route: Route, execution: Execution, fetches: Any) -> None:
+        self.route = route
+        self.execution = execution
+        self.begun = False
+        self.left = {endpoint(output) for output in fetches}
+
+
+def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gives the original to a stand-in, before its own arguments."""
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return stand_in(original, *args, **kwargs)
+
+    return method

@@ -1,0 +1,73 @@
+"""Random operations whose copies draw from the originals, since the generator is in the kernel of those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import tensorflow as tf
+from amanda.backend import Execution
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client import pywrap_tf_session as c_api
+from tensorflow.python.framework import op_def_registry
+
+from ..graph._slots import py_func
+
+_OPTIONS = config_pb2.RunOptions(inter_op_thread_pool=-1).SerializeToString()
+"""Run on the thread that asks: no other may be free to run a run within a run."""
+
+
+class SessionExecution(Execution):
+    """An execution that knows its session."""
+
+    session: ref[Any]
+
+
+class Draw:
+    """Runs an operation of the user's graph on values that the copy gives."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def run(self, execution: Any, values: Sequence[Any]) -> list[Any]:
+        """The operation's outputs."""
+        session = execution.session()
+        op = session.graph.get_operation_by_name(self._name)
+        feeds = {
+            tensor._as_tf_output(): value.numpy() for tensor, value in zip(op.inputs, values, strict=True)
+        }
+        fetches = [tensor._as_tf_output() for tensor in op.outputs]
+        options = c_api.TF_NewBufferFromString(_OPTIONS)
+        try:
+            drawn = c_api.TF_SessionRun_wrapper(session._session, options, feeds, fetches, [], None)
+        finally:
+            c_api.TF_DeleteBuffer(options)
+        return [tf.constant(one, tensor.dtype) for one, tensor in zip(drawn, op.outputs, strict=True)]
+
+
+def can_draw(op: Any) -> bool:
+    """Whether an operation can be run apart, on values for all its inputs."""
+    plain = all(
+        tensor.dtype not in (tf.resource, tf.variant) and not tensor.dtype._is_ref_dtype
+        for tensor in (*op.inputs, *op.outputs)
+    )
+    return plain and bool(op.inputs) and not op.control_inputs
+
+
+def drawing(node: Any, op: Any, slot: int, number: str) -> Any:
+    """The node that stands for a copy: it reads the same, and has the same name and outputs."""
+    given = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.inputs]
+    gives = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.outputs]
+    return py_func(node.name, slot, [number, *node.input], given, gives)
+
+
+def draws(functions: Sequence[Any]) -> list[str]:
+    """Names of the nodes of functions whose kernels hold generators."""
+    found = []
+    for function in functions:
+        for node in function.node_def:
+            definition = op_def_registry.get(node.op)
+            if definition is not None and definition.is_stateful and "seed2" in node.attr:
+                found.append(f"{node.name} ({node.op})")
+    return found

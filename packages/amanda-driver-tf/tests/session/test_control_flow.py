@@ -1,0 +1,125 @@
+"""Control flow of both versions runs in a scope as it does outside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import amanda
+
+tf1 = tf.compat.v1
+
+
+@pytest.fixture(params=["version 1", "version 2"])
+def control_flow(request):
+    before = tf1.control_flow_v2_enabled()
+    (tf1.enable_control_flow_v2 if request.param == "version 2" else tf1.disable_control_flow_v2)()
+    yield request.param
+    (tf1.enable_control_flow_v2 if before else tf1.disable_control_flow_v2)()
+
+
+def same_in_scope(graph, fetches, feeds, tool, repeat=2):
+    with tf1.Session(graph=graph) as session:
+        vanilla = session.run(fetches, feeds)
+        with amanda.apply(tool):
+            for _ in range(repeat):
+                inside = session.run(fetches, feeds)
+                np.testing.assert_equal(inside, vanilla)
+        np.testing.assert_equal(session.run(fetches, feeds), vanilla)
+    return vanilla
+
+
+@pytest.mark.parametrize("predicate", [True, False])
+def test_a_conditional_takes_the_same_branch(graph, everywhere, control_flow, predicate) -> None:
+    p = tf1.placeholder(tf.bool, [])
+    x = tf1.placeholder(tf.float32, [2])
+    y = tf1.cond(p, lambda: tf.exp(x) + 1.0, lambda: tf.sin(x) * tf.constant(3.0))
+    (grad,) = tf.gradients(y, x)
+    same_in_scope(graph, [y, grad, y + 1.0], {p: predicate, x: [0.5, 1.5]}, everywhere)
+    assert any("Exp" in name or "Sin" in name for name in everywhere.ran), everywhere.ran
+
+
+def test_a_loop_runs_its_routines_in_every_iteration(graph, everywhere, control_flow) -> None:
+    x = tf1.placeholder(tf.float32, [2])
+    w = tf.constant([2.0, 3.0])
+    _, y = tf1.while_loop(lambda i, _: i < 5, lambda i, v: (i + 1, tf.sin(v * w)), [tf.constant(0), x])
+    same_in_scope(graph, y, {x: [0.5, 1.5]}, everywhere, repeat=1)
+    assert any(count == 5 and name.endswith("Sin") for name, count in everywhere.ran.items()), everywhere.ran
+
+
+def test_gradients_go_through_a_loop(graph, everywhere, control_flow) -> None:
+    x = tf1.placeholder(tf.float32, [2])
+    w = tf1.get_variable("w", initializer=[2.0, 3.0], use_resource=True)
+    _, y = tf1.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, tf.sin(v * w)), [tf.constant(0), x])
+    grads = tf.gradients(tf.reduce_sum(y), [x, w])
+    with tf1.Session(graph=graph) as session:
+        session.run(tf1.global_variables_initializer())
+        vanilla = session.run([y, *grads], {x: [0.5, 1.5]})
+        with amanda.apply(everywhere):
+            inside = session.run([y, *grads], {x: [0.5, 1.5]})
+    np.testing.assert_equal(inside, vanilla)
+
+
+def test_a_loop_in_a_conditional(graph, everywhere, control_flow) -> None:
+    p = tf1.placeholder(tf.bool, [])
+    x = tf1.placeholder(tf.float32, [2])
+
+    def loop():
+        return tf1.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, v * 2.0 + x), [tf.constant(0), x])[1]
+
+    y = tf1.cond(p, loop, lambda: x)
+    for predicate in (True, False):
+        same_in_scope(graph, y, {p: predicate, x: [0.5, 1.5]}, everywhere)
+
+
+def test_a_conditional_in_nested_loops(graph, everywhere, control_flow) -> None:
+    x = tf1.placeholder(tf.float32, [])
+
+    def inner(i, v):
+        return i + 1, tf1.cond(tf.equal(i % 2, 0), lambda: v + x, lambda: v * 1.5)
+
+    def outer(i, v):
+        return i + 1, tf1.while_loop(lambda j, _: j < 3, inner, [tf.constant(0), v])[1]
+
+    y = tf1.while_loop(lambda i, _: i < 2, outer, [tf.constant(0), x])[1]
+    same_in_scope(graph, y, {x: 0.5}, everywhere)
+
+
+def test_observers_in_loops_and_branches(graph, control_flow) -> None:
+    class Seen(amanda.Tool):
+        def __init__(self):
+            self.values = []
+            self.add_inst_for_op(self.analyse, require_outputs=True)
+
+        def analyse(self, context):
+            if context.get_op_type() == "Sin":
+                context.insert_after_op(self.see)
+
+        @amanda.observer
+        def see(self, value):
+            self.values.append(float(value))
+
+    tool = Seen()
+    x = tf1.placeholder(tf.float32, [])
+    y = tf1.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, tf.sin(v)), [tf.constant(0), x])[1]
+    z = tf1.cond(x > 0, lambda: tf.cos(x), lambda: tf.sin(x))
+    same_in_scope(graph, [y, z], {x: 0.5}, tool, repeat=1)
+    expected = [np.sin(0.5), np.sin(np.sin(0.5)), np.sin(np.sin(np.sin(0.5)))]
+    assert sorted(tool.values, reverse=True) == pytest.approx(expected)  # iterations overlap
+
+
+def test_what_a_loop_ends_on_is_given_values(graph, control_flow) -> None:
+    """TensorFlow's loop optimizer fails where a predicate reads a later output of a node."""
+    tool = amanda.Tool()
+    counts = []
+
+    def analyse(context):
+        if context.get_op_type() == "Less":
+            context.insert_before_op(lambda *values: counts.append(len(values)))
+
+    tool.add_inst_for_op(analyse)
+    x = tf1.placeholder(tf.float32, [2])
+    y = tf1.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, tf.sin(v)), [tf.constant(0), x])[1]
+    same_in_scope(graph, [y, *tf.gradients(y, x)], {x: [0.5, 1.5]}, tool, repeat=1)
+    assert counts[:5] == [2] * 5

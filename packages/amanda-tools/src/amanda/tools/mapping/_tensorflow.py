@@ -1,0 +1,178 @@
+"""TensorFlow's half of StandardMapping; the types of operations are the same in every mode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from amanda import AmandaError, OpContext
+from amanda.tools.mapping._tensorflow_names import IN_PLACE, WORDS
+
+_CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
+_SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
+_AXES = {"2": "HW", "3": "DHW"}
+_READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
+_PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch"})
+
+
+def standard(context: OpContext) -> None:
+    """Write every key of StandardMapping for an op of TensorFlow."""
+    if "shape" not in context:
+        _describe_op(context)
+    _describe_backward_op(context)
+
+
+def shape(value: Any) -> tuple[int | None, ...] | None:
+    """Extents of a tensor; None for one of unknown rank."""
+    extents = getattr(value, "shape", None)
+    if extents is None or getattr(extents, "rank", 0) is None:
+        return None
+    return tuple(extents)
+
+
+def dtype(value: Any) -> str | None:
+    """Name of a tensor's element type."""
+    kind = getattr(value, "dtype", None)
+    return None if kind is None else str(getattr(kind, "name", kind))
+
+
+# ---- the forward op ----
+
+
+def _describe_op(context: OpContext) -> None:
+    name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
+    kind = WORDS.get(name, name)
+    if name in ("GatherV2", "Gather") and is_parameter(context, inputs, 0):
+        kind = "embedding"
+    weight = weight_index(context, kind, inputs)
+    context["type"] = kind
+    context["in_place"] = name in IN_PLACE
+    context["weight_index"] = weight
+    context["layout"] = _text(attributes.get("data_format")) if _SPATIAL.fullmatch(kind) else None
+    context["weight_layout"] = None if weight is None else weight_layout(kind, weight, inputs, attributes)
+    context["shape"] = shape
+    context["dtype"] = dtype
+
+
+def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
+    """Where the weight is: by the op's schema; in a product, the factor that is a variable's value."""
+    if kind == "matmul":
+        factors = [i for i in (0, 1) if is_parameter(context, inputs, i)]
+        return factors[0] if len(factors) == 1 else None
+    if _CONVOLUTION.fullmatch(kind) or kind == "batch_norm":
+        return 1
+    return 0 if kind == "embedding" else None
+
+
+def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
+    """Whether an input was read of a variable, also through a cast."""
+    if index in context.get_parameters():
+        return True
+    seen, value = 0, inputs[index]
+    while seen < 8:
+        try:
+            op = value.op
+        except AttributeError:  # an eager tensor has none
+            return False
+        if op.type in _READS:
+            return True
+        if op.type not in _PASSES or not op.inputs:
+            return False
+        seen, value = seen + 1, op.inputs[0]
+    return False
+
+
+def weight_layout(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> str | None:
+    """Axes of the weight: O out, I in; M of a depthwise convolution how many come of one in."""
+    if kind == "matmul":
+        extents = shape(inputs[weight])
+        if extents is None or len(extents) != 2:
+            return None
+        names = (("transpose_a", "adj_x"), ("transpose_b", "adj_y"))[weight]
+        turned = any(bool(attributes.get(name)) for name in names)
+        return "OI" if turned == (weight == 1) else "IO"
+    convolution = _CONVOLUTION.fullmatch(kind)
+    if convolution is None:
+        return None
+    channels = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}[convolution[1]]
+    return _AXES[convolution[2]] + channels
+
+
+def _text(value: Any) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+# ---- the backward op ----
+
+
+def _describe_backward_op(context: OpContext) -> None:
+    if context.is_forward():
+        context["backward_type"] = context["weight_grad_index"] = None
+        return
+    name, kind = context.get_backward_op().__name__, context["type"]
+    context["backward_type"] = backward_type(name, kind)
+    context["weight_grad_index"] = _weight_grad_index(context, name)
+
+
+_OWN = re.compile(r".*(?:Grad|Backprop)(?:V\d|Input|Filter|InputV\d|FilterV\d|WithArgmax)?(?:V\d)?")
+
+
+def backward_type(name: str, kind: str) -> str:
+    """The word for an operation in the gradient of an op of type `kind`.
+
+    What computes the op's own gradient has the op's word, e.g. "conv2d_backward"; a part of it has the
+    word of its own: "sum_backward" in the backward of add.  "accumulate_grad" adds gradients up.
+    """
+    if name == "AddN":
+        return "accumulate_grad"
+    word = WORDS.get(name, name)
+    return f"{kind if word == kind or _OWN.fullmatch(name) else word}_backward"
+
+
+_WEIGHT_GRAD = {
+    "conv2d": {"Conv2DBackpropFilter": 0, "Conv2DBackpropFilterV2": 0},
+    "conv3d": {"Conv3DBackpropFilter": 0, "Conv3DBackpropFilterV2": 0},
+    "depthwise_conv2d": {"DepthwiseConv2dNativeBackpropFilter": 0},
+    "conv_transpose2d": {"Conv2DBackpropFilter": 0, "Conv2DBackpropFilterV2": 0},
+    "conv_transpose3d": {"Conv3DBackpropFilter": 0, "Conv3DBackpropFilterV2": 0},
+    "batch_norm": {"FusedBatchNormGrad": 1, "FusedBatchNormGradV2": 1, "FusedBatchNormGradV3": 1},
+}
+"""Of an op's word: which operation gives the weight's gradient, and in which place."""
+
+
+def _weight_grad_index(context: OpContext, name: str) -> int | None:
+    kind, weight = context["type"], context["weight_index"]
+    if weight is None:
+        return None
+    if kind == "matmul":
+        index = 0 if WORDS.get(name) == "matmul" and _is_of_factor(context, weight) else None
+    else:
+        index = _WEIGHT_GRAD.get(kind, {}).get(name)
+    grads = context.get_grad_inputs()
+    if index is None or grads is None:
+        return index
+    try:
+        extents = shape(context.get_inputs()[weight])
+    except AmandaError:
+        return index
+    made = index < len(grads) and grads[index] is not None
+    return index if made and _agree(shape(grads[index]), extents) else None
+
+
+def _is_of_factor(context: OpContext, weight: int) -> bool:
+    """Whether a product in the gradient of a product is the gradient of this factor: TensorFlow marks it."""
+    for name in (("grad_a", "grad_x"), ("grad_b", "grad_y"))[weight]:
+        try:
+            return bool(context.get_backward_op().get_attr(name))
+        except (AttributeError, ValueError):
+            continue
+    return True
+
+
+def _agree(one: Sequence[int | None] | None, other: Sequence[int | None] | None) -> bool:
+    if one is None or other is None:
+        return True
+    return len(one) == len(other) and all(
+        None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True)
+    )
