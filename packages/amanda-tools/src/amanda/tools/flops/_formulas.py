@@ -29,7 +29,8 @@ def transposed_convolution(op: Shapes) -> Cost:
     """Every input element is added to its group's output channels under the kernel."""
     weight = op.inputs[op.weight if op.weight is not None else 1]
     axes = op.weight_layout or "IO"
-    data = next(shape for i, shape in enumerate(op.inputs) if shape is not None and i != op.weight)
+    # TensorFlow gives the extents of the result first.
+    data = next(one for i, one in enumerate(op.inputs) if one is not None and i != op.weight and len(one) > 2)
     return Cost.of_macs(prod(data) * prod(weight) // weight[axes.index("I")], _bias(op, 2))
 
 

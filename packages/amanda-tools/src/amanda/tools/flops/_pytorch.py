@@ -13,7 +13,7 @@ from amanda.tools.flops._formulas import STEPS
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `phase`, `parameters` and `backward_macs`."""
+    """Write `phase`, `parameters` and `backward_macs` in PyTorch's terms."""
     if context.is_backward():
         return
     from torch.nn import Parameter
