@@ -8,6 +8,7 @@ import tensorflow as tf
 from acting import inserting
 
 import amanda
+from amanda.drivers.tensorflow.function import FunctionDriver
 
 MASK = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], "f4")
 inside = pytest.mark.parametrize("inside", [True, False], ids=["tape inside", "tape outside"])
@@ -280,3 +281,37 @@ def test_gradients_in_called_functions_and_loops(inside, function, after, differ
     with amanda.apply(inserting("insert_after_op" if after else "insert_before_op", "Tanh", routine)):
         found = compute(x)
     np.testing.assert_allclose(found, by_hand(), rtol=1e-5)
+
+
+def test_observers_run_in_the_order_of_their_ops_also_where_they_are_called_apart(monkeypatch) -> None:
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)
+    seen: list[tuple[str, int]] = []
+    tool = amanda.Tool()
+
+    def watch(when: str, number: int):
+        return amanda.observer(lambda *_: seen.append((when, number)))
+
+    def before(context) -> None:
+        if context.get_op().type == "Relu":
+            context["number"] = len(numbers)
+            numbers.append(len(numbers))
+            context.insert_before_op(watch("before", context["number"]))
+
+    def after(context) -> None:
+        if context.get_op().type == "Relu":
+            context.insert_after_op(watch("after", context["number"]))
+
+    numbers: list[int] = []
+    tool.add_inst_for_op(before)
+    tool.add_inst_for_op(after, require_outputs=True)
+
+    @tf.function
+    def chain(x):
+        for _ in range(20):
+            x = tf.nn.relu(x)
+        return x
+
+    with amanda.apply(tool):
+        for _ in range(5):
+            chain(tf.ones((4, 4)))
+    assert seen == [(when, number) for number in range(20) for when in ("before", "after")] * 5

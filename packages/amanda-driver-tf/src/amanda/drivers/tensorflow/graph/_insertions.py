@@ -35,6 +35,7 @@ class Insertions:
         self._places: dict[int, int] = {}
         self._pack: list[tuple[Node, list[str], list[int], str]] = []
         self._packed_bytes = 0
+        self._flushed: list[str] = []
 
     def insert_all(
         self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
@@ -145,12 +146,12 @@ class Insertions:
         refs = [ref for _, refs, _, _ in self._pack for ref in refs]
         types = [one for _, _, types, _ in self._pack for one in types]
         names = list(dict.fromkeys(name for *_, name in self._pack))
-        waits = [f"^{name}" for name in names]
+        waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
         node = py_func(f"amanda/{slot}", slot, [self.body.number, *refs, *waits], types, ())
         self.made.append(node)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
-        self._pack, self._packed_bytes = [], 0
+        self._pack, self._packed_bytes, self._flushed = [], 0, [node.name]
 
     def replace(
         self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
