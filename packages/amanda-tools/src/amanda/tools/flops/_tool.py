@@ -114,6 +114,8 @@ class FlopsTool(amanda.Tool):
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         place = Place("backward", kind, context.get_scope(), context.get_source())
+        if "cost" not in context:
+            context["cost"] = self._cost_of_absent(context)
         if context["cost"] is _AT_EXECUTION:
             found = _Found(place, (kind, kind), context["shape"])
             context.insert_after_backward_op(self._count_gradients, found=found)
@@ -125,13 +127,20 @@ class FlopsTool(amanda.Tool):
         self._places.append(place)
         context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
 
+    def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
+        """What an op costs that does not run, though its backward ops do: nobody asks for its value."""
+        shapes = _shapes(context, context.get_inputs(), context.get_outputs() or [])
+        if not all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
+            return None
+        return self._cost((context.get_op_type(), context["type"]), shapes, context.get_source())
+
     def _backward_cost(self, context: amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
         forward = kind.removesuffix("_backward")
         if kind in self._custom:
             return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
         if context["cost"] is None and forward == context["type"]:
             return None
-        if forward == "scaled_dot_product_attention" and context["cost"]:
+        if forward == "scaled_dot_product_attention":
             return _attention_backward(context)
         if forward in _CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
@@ -191,7 +200,7 @@ def _attention_backward(context: amanda.OpContext) -> Cost:
 
 def roles(context: amanda.OpContext) -> None:
     """Write `phase`, `parameters` and `backward_macs`, as far as every framework tells them."""
-    if context.is_forward():
+    if "phase" not in context:
         context["phase"] = "forward"
         weight = context["weight_index"]
         context["parameters"] = 0 if weight is None else _size(context["shape"](context.get_inputs()[weight]))
