@@ -26,7 +26,8 @@ DISTRIBUTIONS = [
 BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
-MODELS = ("transformers", "pillow", "rich")
+MODELS = ("transformers", "pillow")
+TOOLS = ("autoray", "pandas", "rich")
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 # What else these want is large, and not needed.
@@ -87,7 +88,7 @@ def development(session: nox.Session) -> Environment:
     # Torch by its exact version and before all else: a range would bring the build with CUDA.
     environment.install("torch==2.13.0")
     environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
-    environment.install(*BUILD, *TENSORFLOW, *MODELS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
+    environment.install(*BUILD, *TENSORFLOW, *MODELS, *TOOLS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     environment.install("--no-build-isolation", *editable)
     stamp.write_text(made_from)

@@ -1,0 +1,70 @@
+"""What an op costs, and what formulas read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Cost(NamedTuple):
+    """Multiply-accumulates of convolutions, matrix products and attention; all floating-point operations.
+
+    A multiply-accumulate is two operations, and those are in `flops` too.
+    """
+
+    macs: int = 0
+    flops: int = 0
+
+    @classmethod
+    def of_macs(cls, macs: int, more: int = 0) -> Cost:
+        """So many multiply-accumulates, and `more` operations besides."""
+        return cls(macs, 2 * macs + more)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """One execution of an op, without its values.
+
+    type: the word of StandardMapping.  inputs, outputs: for each value a shape, a list of shapes where it
+    is a list of tensors, or None where it is none.  values: the inputs that are no tensors, as they are.
+    weight, weight_layout: index of the weight among the inputs, and its axes.
+    """
+
+    type: str
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    values: Sequence[Any] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    weight: int | None = None
+    weight_layout: str | None = None
+
+    @property
+    def out(self) -> Shape:
+        """Shape of the first output."""
+        first = tensors(self.outputs)
+        return first[0] if first else ()
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
+        everything = tensors([*self.inputs, *self.outputs])
+        lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
+        return max([prod(shape) for shape in everything] + [sum(map(prod, one)) for one in lists], default=0)
+
+
+Formula = Callable[[Shapes], Cost]
+
+
+def tensors(values: Iterable[Any]) -> list[Shape]:
+    """The shapes among values, those in lists too."""
+    found: list[Shape] = []
+    for value in values:
+        if isinstance(value, list):
+            found += value
+        elif value is not None:
+            found.append(value)
+    return found

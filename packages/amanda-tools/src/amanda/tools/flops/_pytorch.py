@@ -1,0 +1,105 @@
+"""What the standard words leave open for PyTorch: phases, parameters, and which gradients are products."""
+
+from __future__ import annotations
+
+import re
+import sys
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.tools.flops._cost import Cost, Formula, Shapes
+from amanda.tools.flops._formulas import STEPS
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write `phase`, `parameters` and `backward_macs` in PyTorch's terms."""
+    if context.is_backward():
+        return
+    from torch.nn import Parameter
+
+    context["phase"] = "optimizer" if _in_optimizer() else "forward"
+    inputs = [
+        one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value])
+    ]
+    owned = [one for one in inputs if isinstance(one, Parameter)] if context["phase"] == "forward" else []
+    context["parameters"] = sum(one.numel() for one in owned)
+    context["backward_macs"] = _backward_macs
+
+
+def _in_optimizer() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if "/torch/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2)}
+_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+
+
+def _backward_macs(context: amanda.OpContext) -> int:
+    """Of a node whose gradients are products: as many as make each gradient that it gives."""
+    grads = context.get_grad_inputs() or []
+    product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
+    if product is None:
+        forward = context.get("cost")
+        given = sum(grad is not None for grad in grads[:2])
+        return given * (forward.macs if forward else 0)
+    first, second = _FACTORS.get(product[1].lower(), (0, 1))
+    entering = tuple((context.get_grad_outputs() or [])[0].shape)
+    left, right = (grads[i] if i < len(grads) else None for i in (first, second))
+    size = prod(entering)
+    macs = 0
+    if left is not None:
+        macs += size * (left.shape[-1] if left.dim() else 1)
+    if right is not None:
+        macs += size * (right.shape[-2] if right.dim() > 1 else right.shape[-1] if right.dim() else 1)
+    return macs
+
+
+def encoder_layer(op: Shapes) -> Cost:
+    """`torch._transformer_encoder_layer_fwd`: projections, attention, two linear layers, two norms."""
+    src = op.inputs[0]
+    batch, length, width = src if len(src) == 3 else (1, *src)
+    macs, tokens = 0, batch * length
+    for weight in [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]:
+        if weight not in ((batch, length), (length, length)):
+            macs += tokens * prod(weight)
+    macs += 2 * tokens * length * width
+    return Cost.of_macs(macs, tokens * width * (2 * STEPS["layer_norm"] + 2))
+
+
+def attention_layer(op: Shapes) -> Cost:
+    """`torch._native_multi_head_attention`: projections and attention."""
+    query, key, width = op.inputs[0], op.inputs[1], op.inputs[0][-1]
+    tokens = prod(query[:-1])
+    weights = [shape for shape in op.inputs[3:] if shape is not None and len(shape) == 2 and width in shape]
+    projected = sum(prod(shape) for shape in weights[:2])
+    return Cost.of_macs(tokens * projected + 2 * tokens * key[-2] * width)
+
+
+def foreach(op: Shapes) -> Cost:
+    """One operation for each element of a list of tensors."""
+    return Cost(0, sum(map(prod, next((one for one in op.inputs if isinstance(one, list)), []))))
+
+
+def fused_optimizer(op: Shapes) -> Cost:
+    """A fused update: about a dozen operations for each parameter."""
+    return Cost(0, 12 * foreach(op).flops)
+
+
+_FOREACH = """
+    abs add addcdiv addcmul copy div erf exp lerp log max maximum minimum mul neg norm pow reciprocal
+    round rsqrt sign sqrt sub zero
+""".split()
+
+FORMULAS: dict[str, Formula] = {
+    "_transformer_encoder_layer_fwd": encoder_layer,
+    "_native_multi_head_attention": attention_layer,
+    **{f"_foreach_{word}{end}": foreach for word in _FOREACH for end in ("", "_")},
+    **{f"_fused_{word}_": fused_optimizer for word in ("adam", "adamw", "sgd", "adagrad")},
+}
+"""Formulas by ATen's names."""

@@ -1,0 +1,132 @@
+"""What was counted: a row for each op, or for each module, type or phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Column, Result, amount, shortened
+
+KEYS = ("phase", "type", "module", "source")
+
+
+@dataclass
+class Place:
+    """One op, forward or backward, with shapes that stayed the same.
+
+    calls: how often it was executed.  macs, flops: of one execution; None where no formula knows.
+    parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    calls: int = 0
+    macs: int | None = 0
+    flops: int | None = 0
+    parameters: int = 0
+    bytes: int = 0
+
+
+_columns = (
+    Column("calls", show="{:,}".format, total=True),
+    Column("MACs", show=amount, total=True),
+    Column("FLOPs", show=amount, total=True),
+    Column("parameters", show=amount, number=True),
+    Column("bytes", show=partial(amount, unit="B"), total=True),
+    Column("FLOPs/byte", show="{:.2f}".format, number=True),
+)
+
+
+class FlopsResult(Result):
+    """FLOPs and their like of everything that was executed.
+
+    places: what was counted, each op apart.  by: the keys of a row, of `KEYS`.
+    """
+
+    name: ClassVar[str] = "flops"
+
+    def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
+        self.places = [place for place in places if place.calls]
+        self._by = tuple(by)
+        keys = (Column(key, show=partial(shortened, width=44)) for key in self._by)
+        self.columns = (*keys, *_columns)  # type: ignore[misc]
+        self.title = f"FLOPs by {', '.join(self._by)}" if self._by != KEYS else "FLOPs"
+
+    def by(self, *keys: str) -> FlopsResult:
+        """The same with a row for each value of these keys: "phase", "type", "module", "source".
+
+        Raises AmandaError for another key.
+        """
+        unknown = [key for key in keys if key not in KEYS]
+        if unknown or not keys:
+            raise AmandaError(
+                f"FLOPs are told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
+            )
+        return FlopsResult(self.places, keys)
+
+    def total(self, what: str = "flops", phase: str | None = None) -> int:
+        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all."""
+        if what not in ("macs", "flops", "bytes", "calls"):
+            raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
+        chosen = [place for place in self.places if phase in (None, place.phase)]
+        return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
+
+    @property
+    def unsupported(self) -> Mapping[str, int]:
+        """Types of ops that no formula knows, with their calls."""
+        found: dict[str, int] = {}
+        for place in self.places:
+            if place.flops is None:
+                found[place.type] = found.get(place.type, 0) + place.calls
+        return found
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Rows by their keys, those with most FLOPs first."""
+        groups: dict[tuple[str, ...], list[Place]] = {}
+        for place in self.places:
+            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
+        rows = [(*key, *_sums(places)) for key, places in groups.items()]
+        flops = len(self._by) + 2
+        return sorted(rows, key=lambda row: -(row[flops] or 0))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Totals, what was not counted, and each op."""
+        phases = dict.fromkeys(place.phase for place in self.places)
+        totals = {
+            phase: {what: self.total(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
+        }
+        names = [one.name for one in fields(Place)]
+        places = [{name: getattr(place, name) for name in names} for place in self.places]
+        return {"totals": totals, "unsupported": dict(self.unsupported), "by": self._by, "places": places}
+
+    def notes(self) -> Sequence[str]:
+        """The convention, and the share of what no formula knows."""
+        notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
+        missing = self.unsupported
+        if missing:
+            share = 100 * sum(missing.values()) / max(self.total("calls"), 1)
+            listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(missing.items()))
+            notes.append(f"No formula for {share:.1f} % of the calls, which count as 0: {listed}.")
+        return notes
+
+
+def _sums(places: Sequence[Place]) -> tuple[Any, ...]:
+    calls = sum(place.calls for place in places)
+    known = [place for place in places if place.flops is not None]
+    macs = sum((place.macs or 0) * place.calls for place in known) if known else None
+    flops = sum((place.flops or 0) * place.calls for place in known) if known else None
+    moved = sum(place.bytes * place.calls for place in places)
+    held = {(place.module, place.source, place.type): place.parameters for place in places}
+    return (
+        calls,
+        macs,
+        flops,
+        sum(held.values()),
+        moved,
+        flops / moved if flops is not None and moved else None,
+    )

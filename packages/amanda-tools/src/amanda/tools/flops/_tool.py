@@ -1,0 +1,256 @@
+"""The tool: a cost for each op and its backward ops, counted at each execution."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.tools.flops import _pytorch, _tensorflow
+from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
+from amanda.tools.flops._formulas import FORMULAS, MOVES, no_cost
+from amanda.tools.flops._result import FlopsResult, Place
+from amanda.tools.mapping import MappingTool, StandardMapping
+
+_AT_EXECUTION: Any = object()
+"""The cost of an op whose shapes are not known at analysis."""
+
+logger = logging.getLogger("amanda")
+
+_FORMULAS = {**FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS}
+_MOVES = MOVES | _tensorflow.MOVES
+_CONTRACTIONS = frozenset(
+    {"linear", "matmul", "addmm", "addmv", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+     "conv_transpose2d", "conv_transpose3d", "depthwise_conv2d", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+)  # fmt: skip
+"""Ops each of whose gradients takes as many multiply-accumulates as the op itself."""
+
+
+@dataclass
+class _Found:
+    """An op whose shapes are known at execution alone, and a place for each that it was executed with."""
+
+    place: Place
+    names: tuple[str, str]
+    shape: Callable[[Any], Any]
+    places: dict[str, Place] = field(default_factory=dict)
+
+
+class FlopsTool(amanda.Tool):
+    """Counts what is executed in its scopes; `result` tells, `clear` starts anew.
+
+    formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
+    before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
+    the gradients that enter and leave it.  Shapes decide, so an op is analysed once for each.
+    """
+
+    def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
+        super().__init__()
+        self._custom = dict(formulas or {})
+        self._places: list[Place] = []
+        self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
+        self.add_inst_for_op(self._look_at_inputs)
+        self.add_inst_for_op(self._forward, require_outputs=True, guard="shape")
+        self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
+
+    @property
+    def result(self) -> FlopsResult:
+        """What was executed so far."""
+        return FlopsResult(self._places)
+
+    def clear(self) -> None:
+        """Forget what was executed; what was analysed stays."""
+        for place in self._places:
+            place.calls = 0
+
+    # ---- analysis ----
+
+    def _look_at_inputs(self, context: amanda.OpContext) -> None:
+        shape = context["shape"]
+        if not all(_is_known(_shape_of(value, shape)) for value in context.get_inputs()):
+            context.insert_before_op(self._note_inputs, shape=shape)
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        outputs = context.get_outputs() or []
+        shapes = _shapes(context, context.get_inputs(), outputs)
+        kind = context["type"]
+        place = Place(context["phase"], kind, context.get_scope(), context.get_source())
+        place.parameters = context["parameters"]
+        names = (context.get_op_type(), kind)
+        if all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
+            self._fill(place, names, shapes, _bytes(context, [*context.get_inputs(), *outputs]))
+            self._places.append(place)
+            context["cost"] = None if place.flops is None else Cost(place.macs or 0, place.flops)
+            context.insert_after_op(self._count, outputs=[], place=place)
+            return
+        context["cost"] = _AT_EXECUTION
+        found = _Found(place, names, context["shape"])
+        context.insert_after_op(self._count_shapes, found=found, shapes=shapes)
+
+    def _fill(self, place: Place, names: tuple[str, str], shapes: Shapes, moved: int) -> None:
+        """Write what one execution costs."""
+        cost = self._cost(names, shapes, place.source)
+        place.macs, place.flops = cost or (None, None)
+        place.bytes = 0 if names[0] in _MOVES or (names[1] in _MOVES and names[1] != "cat") else moved
+
+    def _cost(self, names: tuple[str, str], shapes: Shapes, source: str) -> Cost | None:
+        custom = next((self._custom[name] for name in names if name in self._custom), None)
+        if custom is not None:
+            return custom(shapes)
+        formula = next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
+        if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+            formula = no_cost  # what its functions compute is in no op
+        if formula is None:
+            return None
+        try:
+            return formula(shapes)
+        except Exception as error:  # an unusual call is not worth the user's program
+            logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
+            return None
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        kind = context["backward_type"]
+        place = Place("backward", kind, context.get_scope(), context.get_source())
+        if "cost" not in context:
+            context["cost"] = self._cost_of_absent(context)
+        if context["cost"] is _AT_EXECUTION:
+            found = _Found(place, (kind, kind), context["shape"])
+            context.insert_after_backward_op(self._count_gradients, found=found)
+            return
+        grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
+        entering = [grad for grad in context.get_grad_outputs() or [] if grad is not None]
+        place.macs, place.flops = self._backward_cost(context, kind, grads) or (None, None)
+        place.bytes = _bytes(context, [*entering, *grads])
+        self._places.append(place)
+        context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
+
+    def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
+        """What an op costs that does not run, though its backward ops do: nobody asks for its value."""
+        shapes = _shapes(context, context.get_inputs(), context.get_outputs() or [])
+        if not all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
+            return None
+        return self._cost((context.get_op_type(), context["type"]), shapes, context.get_source())
+
+    def _backward_cost(self, context: amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
+        forward = kind.removesuffix("_backward")
+        if kind in self._custom:
+            return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
+        if context["cost"] is None and forward == context["type"]:
+            return None
+        if forward == "scaled_dot_product_attention":
+            return _attention_backward(context)
+        if forward in _CONTRACTIONS:
+            return Cost.of_macs(context["backward_macs"](context))
+        if forward in _MOVES or forward == "accumulate_grad":
+            return Cost()
+        shape = context["shape"]
+        return Cost(0, sum(_size(shape(grad)) for grad in grads))
+
+    # ---- execution ----
+
+    @staticmethod
+    @amanda.observer
+    def _note_inputs(*inputs: Any, shape: Any, run: dict[str, Any]) -> None:
+        run["shapes"] = [_shape_of(value, shape) for value in inputs]
+
+    @amanda.observer
+    def _count_shapes(self, *outputs: Any, found: _Found, shapes: Shapes, run: dict[str, Any]) -> None:
+        inputs = run.pop("shapes", shapes.inputs)
+        made = [_shape_of(value, found.shape) for value in outputs]
+        place = self._same(found, str((inputs, made)))
+        if not place.calls:
+            known = replace(shapes, inputs=inputs, outputs=made)
+            self._fill(place, found.names, known, 4 * sum(map(_size, tensors([*inputs, *made]))))
+        place.calls += 1
+        run["macs"] = place.macs or 0
+
+    @amanda.observer
+    def _count_gradients(self, *grads: Any, found: _Found, run: dict[str, Any]) -> None:
+        made = tensors(_shape_of(grad, found.shape) for grad in grads)
+        macs, elements = run.get("macs", 0), sum(map(_size, made))
+        place = self._same(found, str((macs, made)))
+        forward = place.type.removesuffix("_backward")
+        if forward in _CONTRACTIONS:
+            place.macs, place.flops = Cost.of_macs(len(made) * macs)
+        else:
+            place.flops = 0 if forward in _MOVES or forward == "accumulate_grad" else elements
+        place.bytes = 4 * elements
+        place.calls += 1
+
+    def _same(self, found: _Found, key: str) -> Place:
+        """The place that stands for executions of an op with these shapes."""
+        if key not in found.places:
+            found.places[key] = replace(found.place)
+            self._places.append(found.places[key])
+        return found.places[key]
+
+    @staticmethod
+    def _count(place: Place) -> None:
+        place.calls += 1
+
+
+def _attention_backward(context: amanda.OpContext) -> Cost:
+    """The scores once more, then the gradients of values, scores, queries and keys."""
+    q, k, v = (context["shape"](one) for one in context.get_inputs()[:3])
+    return Cost.of_macs(prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]), prod(q[:-1]) * k[-2] * 6)
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write `phase`, `parameters` and `backward_macs`, as far as every framework tells them."""
+    if "phase" not in context:
+        context["phase"] = "forward"
+        weight = context["weight_index"]
+        context["parameters"] = 0 if weight is None else _size(context["shape"](context.get_inputs()[weight]))
+        context["backward_macs"] = _macs_of_each_gradient
+
+
+def _macs_of_each_gradient(context: amanda.OpContext) -> int:
+    """As many as the op takes, for each gradient that a backward op gives."""
+    given = sum(grad is not None for grad in context.get_grad_inputs() or [])
+    return given * (context["cost"].macs if context["cost"] else 0)
+
+
+def _shapes(context: amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]) -> Shapes:
+    shape = context["shape"]
+    read = [_shape_of(value, shape) for value in inputs]
+    return Shapes(
+        context["type"], read, [_shape_of(value, shape) for value in outputs],
+        [value for value, known in zip(inputs, read, strict=True) if known is None],
+        context.get_attrs(), context["weight_index"], context["weight_layout"],
+    )  # fmt: skip
+
+
+def _shape_of(value: Any, shape: Any) -> Any:
+    if isinstance(value, (list, tuple)) and any(shape(one) is not None for one in value):
+        return [shape(one) for one in value if shape(one) is not None]
+    return shape(value)
+
+
+def _is_known(shape: Any) -> bool:
+    """Whether every extent is; in graphs some are known at execution alone."""
+    return all(None not in one for one in tensors([shape]))
+
+
+def _size(shape: Any) -> int:
+    return 0 if shape is None or None in shape else prod(shape)
+
+
+def _bytes(context: amanda.OpContext, values: Sequence[Any]) -> int:
+    """Bytes of tensors, also of those in lists."""
+    total = 0
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            total += _bytes(context, value)
+        elif (extents := context["shape"](value)) is not None and None not in extents:
+            total += prod(extents) * _WIDTHS.get(context["dtype"](value), 4)
+    return total
+
+
+_WIDTHS = {
+    "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2,
+    "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip

@@ -1,0 +1,13 @@
+"""Which op makes the first NaN or Inf, forward or backward, and from what.
+
+finder = NanTool()
+with amanda.apply(finder):
+    model(x).sum().backward()
+print(finder.result)
+"""
+
+from amanda.tools.nan._result import Finding, NanResult
+from amanda.tools.nan._summary import Summary
+from amanda.tools.nan._tool import NanTool, NotFiniteError
+
+__all__ = ["Finding", "NanResult", "NanTool", "NotFiniteError", "Summary"]

@@ -1,0 +1,14 @@
+"""What tools give: results that print as a table and go to pandas, JSON, CSV and HTML.
+
+class Counts(Result):
+    name, version = "counts", 1
+    columns = (Column("op"), Column("calls", total=True))
+
+    def rows(self):
+        return [("conv2d", 53), ("relu", 49)]
+"""
+
+from amanda.tools.results._result import Column, Result
+from amanda.tools.results._text import amount, shortened
+
+__all__ = ["Column", "Result", "amount", "shortened"]

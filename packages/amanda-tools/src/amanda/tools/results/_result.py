@@ -1,0 +1,177 @@
+"""A result: rows under columns, and every form in which people want them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from amanda.errors import AmandaError
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.table import Table
+
+ROWS_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    name: as in files and data frames.  show: how a value is written in a table.
+    total: whether the values of all rows are added up below them.  number: aligned to the right.
+    """
+
+    name: str
+    show: Callable[[Any], str] = str
+    total: bool = False
+    number: bool = False
+
+
+class Result(ABC):
+    """Rows of plain values, with what is to be said about them.
+
+    name, version: of the schema of its files.  title: above the table.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    columns: ClassVar[Sequence[Column]]
+    title: str = ""
+
+    @abstractmethod
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """The rows, each with a value for every column."""
+
+    def notes(self) -> Sequence[str]:
+        """Sentences below the table: conventions, and what is not in it."""
+        return ()
+
+    def facts(self) -> Mapping[str, Any]:
+        """What files have besides the rows."""
+        return {}
+
+    # ---- for people ----
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = StringIO()
+        console = Console(file=text, width=160, color_system=None, legacy_windows=False)
+        console.print(self.__rich__())
+        for note in self.notes():
+            console.print(note, highlight=False, markup=False)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def __rich__(self) -> Table:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = self.rows()
+        totals = self._totals(rows)
+        table = Table(
+            title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", show_footer=any(totals)
+        )
+        for column, total in zip(self.columns, totals, strict=True):
+            justify = "right" if column.total or column.number else "left"
+            table.add_column(column.name, total, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        for row in rows[:ROWS_SHOWN]:
+            table.add_row(*(Text(shown) for shown in self._shown(row)))
+        if len(rows) > ROWS_SHOWN:
+            table.add_row(f"… {len(rows) - ROWS_SHOWN} more")
+        return table
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        head = "".join(f"<th>{escape(column.name)}</th>" for column in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(shown)}</td>" for shown in self._shown(row)) + "</tr>"
+            for row in rows
+        )
+        foot = "".join(f"<th>{escape(total)}</th>" for total in self._totals(rows))
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes())
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        return (
+            f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+            f"<tfoot><tr>{foot}</tr></tfoot></table>{notes}"
+        )
+
+    def _shown(self, row: Sequence[Any]) -> list[str]:
+        return [
+            "" if value is None else column.show(value)
+            for column, value in zip(self.columns, row, strict=True)
+        ]
+
+    def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
+        sums = [
+            column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
+            for i, column in enumerate(self.columns)
+        ]
+        if any(sums) and not sums[0]:
+            sums[0] = "total"
+        return sums
+
+    # ---- for programs ----
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The rows as a data frame, a column for each of `columns`."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise AmandaError('to_pandas needs pandas: pip install "amanda-tools[pandas]"') from error
+        return pandas.DataFrame(list(self.rows()), columns=[column.name for column in self.columns])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Schema and version, facts, and each row as an object of its columns."""
+        names = [column.name for column in self.columns]
+        return {
+            "schema": f"amanda.{self.name}",
+            "version": self.version,
+            **self.facts(),
+            "rows": [dict(zip(names, row, strict=True)) for row in self.rows()],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_csv(self) -> str:
+        """The rows as comma-separated values, with the columns' names first."""
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([column.name for column in self.columns])
+        writer.writerows(self.rows())
+        return text.getvalue()
+
+    def to_html(self) -> str:
+        """The table as a page of its own."""
+        title = escape(self.title or self.name)
+        return (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
+            f"<body>{self._repr_html_()}</body></html>\n"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write a file in the form that its suffix names.
+
+        Raises AmandaError for a suffix that names none; then nothing is written.
+        """
+        path = Path(path)
+        forms = self._forms()
+        if path.suffix not in forms:
+            known = ", ".join(sorted(forms))
+            raise AmandaError(f"{path} has no suffix of a form in which {self.name} can be saved: {known}")
+        text = forms[path.suffix]()
+        path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+        return path
+
+    def _forms(self) -> dict[str, Callable[[], str]]:
+        return {".json": self.to_json, ".csv": self.to_csv, ".html": self.to_html, ".txt": self.__str__}

@@ -1,0 +1,204 @@
+"""FLOPs: against closed formulas, against torch's own counter where that is right, and where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.flops import Cost, FlopsTool, Shapes
+
+
+def counted(program: Callable[[], Any], tool: FlopsTool | None = None) -> FlopsTool:
+    tool = tool or FlopsTool()
+    with amanda.apply(tool):
+        program()
+    return tool
+
+
+def macs(program: Callable[[], Any], phase: str | None = None) -> int:
+    return counted(program).result.total("macs", phase)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(shape, requires_grad=True)
+
+
+PRODUCTS = {
+    "linear": (lambda: F.linear(rand(5, 3), rand(7, 3), rand(7)), 5 * 3 * 7),
+    "linear, three axes": (lambda: F.linear(rand(2, 5, 3), rand(7, 3)), 2 * 5 * 3 * 7),
+    "matmul": (lambda: rand(4, 5, 3) @ rand(4, 3, 7), 4 * 5 * 3 * 7),
+    "matmul with a vector": (lambda: rand(5, 3) @ rand(3), 5 * 3),
+    "vector by matrix": (lambda: rand(3) @ rand(3, 5), 5 * 3),
+    "dot": (lambda: rand(3) @ rand(3), 3),
+    "matmul, one matrix for all": (lambda: rand(4, 5, 3) @ rand(3, 7), 4 * 5 * 3 * 7),
+    "addmm": (lambda: torch.addmm(rand(7), rand(5, 3), rand(3, 7)), 5 * 3 * 7),
+    "baddbmm": (lambda: torch.baddbmm(rand(2, 5, 7), rand(2, 5, 3), rand(2, 3, 7)), 2 * 5 * 3 * 7),
+    "conv1d": (lambda: F.conv1d(rand(2, 4, 9), rand(6, 4, 3)), 2 * 6 * 7 * 4 * 3),
+    "conv2d": (lambda: F.conv2d(rand(2, 4, 8, 8), rand(6, 4, 3, 3), rand(6)), 2 * 6 * 36 * 4 * 9),
+    "grouped": (lambda: F.conv2d(rand(2, 4, 8, 8), rand(6, 2, 3, 3), groups=2), 2 * 6 * 36 * 2 * 9),
+    "depthwise": (lambda: F.conv2d(rand(2, 4, 8, 8), rand(4, 1, 3, 3), groups=4), 2 * 4 * 36 * 9),
+    "conv_transpose2d": (lambda: F.conv_transpose2d(rand(2, 4, 5, 5), rand(4, 6, 3, 3)), 200 * 6 * 9),
+    "conv3d": (lambda: F.conv3d(rand(1, 2, 4, 4, 4), rand(3, 2, 2, 2, 2)), 3 * 27 * 2 * 8),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_costs_what_its_formula_says(name: str) -> None:
+    program, wanted = PRODUCTS[name]
+    assert macs(program) == wanted
+
+
+OF_VECTORS = {"dot", "vector by matrix", "matmul with a vector"}
+"""Their gradients are outer products, for which autograd multiplies elements."""
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in OF_VECTORS])
+def test_both_gradients_of_a_product_cost_as_much_again(name: str) -> None:
+    program, wanted = PRODUCTS[name]
+    assert macs(lambda: program().sum().backward(), "backward") == 2 * wanted
+
+
+def test_a_gradient_that_is_not_wanted_costs_nothing() -> None:
+    x = torch.rand(5, 3)
+    assert macs(lambda: F.linear(x, rand(7, 3)).sum().backward(), "backward") == 5 * 3 * 7
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_attention_costs_its_two_products_however_it_is_called(train: bool) -> None:
+    q, k, v = rand(2, 4, 6, 8), rand(2, 4, 5, 8), rand(2, 4, 5, 8)
+    with torch.set_grad_enabled(train):
+        fused = macs(lambda: F.scaled_dot_product_attention(q, k, v), "forward")
+        masked = macs(
+            lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(6, 5, dtype=torch.bool)),
+            "forward",
+        )
+        by_hand = macs(lambda: (q @ k.transpose(-1, -2)).softmax(-1) @ v, "forward")
+    assert fused == masked == by_hand == 2 * 4 * 6 * 5 * 16
+
+
+def test_the_fast_path_of_an_encoder_layer_costs_what_the_slow_one_does() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    x = torch.rand(2, 6, 16)
+    with torch.no_grad():
+        fast = counted(lambda: layer(x)).result
+        layer.activation_relu_or_gelu = 0  # which turns the fast path off
+        slow = counted(lambda: layer(x)).result
+    assert {row[0] for row in fast.by("type").rows()} != {row[0] for row in slow.by("type").rows()}
+    assert fast.total("macs") == slow.total("macs")
+
+
+@pytest.mark.parametrize("equation", ["ij,jk->ik", "bij,bjk->bik", "i,j->ij", "bhld,bhsd->bhls", "ij,jk"])
+def test_einsum_costs_the_extents_of_all_its_letters(equation: str) -> None:
+    sizes = {"i": 2, "j": 3, "k": 4, "b": 5, "h": 2, "l": 6, "d": 7, "s": 3}
+    operands = [torch.rand([sizes[one] for one in term]) for term in equation.split("->")[0].split(",")]
+    letters = {*equation} - {",", "-", ">"}
+    wanted = 1
+    for letter in letters:
+        wanted *= sizes[letter]
+    assert macs(lambda: torch.einsum(equation, *operands)) == wanted
+
+
+def test_a_recurrent_layer_costs_its_matrices_at_every_step() -> None:
+    lstm = nn.LSTM(3, 5, num_layers=2)
+    wanted = 7 * 2 * (4 * 5 * (3 + 5) + 4 * 5 * (5 + 5))
+    assert macs(lambda: lstm(torch.rand(7, 2, 3))) == wanted
+
+
+def test_it_agrees_with_the_counter_of_torch_on_a_training_step() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 10)
+    )
+    x = torch.rand(4, 3, 16, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    result = counted(lambda: model(x).sum().backward()).result
+    assert 2 * result.total("macs") == counter.get_total_flops()
+    assert not result.unsupported
+
+
+def test_every_execution_counts_and_shapes_are_told_apart() -> None:
+    layer = nn.Linear(3, 7)
+
+    def program() -> None:
+        for batch in (2, 2, 5):
+            layer(torch.rand(batch, 3))
+
+    tool = counted(program)
+    assert tool.result.total("macs") == (2 + 2 + 5) * 21
+    tool.clear()
+    assert tool.result.total("macs") == 0
+    assert counted(program, tool).result.total("macs") == 9 * 21
+
+
+def test_an_optimizer_is_a_phase_of_its_own() -> None:
+    layer = nn.Linear(3, 7)
+    optimizer = torch.optim.Adam(layer.parameters())
+
+    def program() -> None:
+        layer(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+
+    result = counted(program).result
+    assert {row[0] for row in result.by("phase").rows()} == {"forward", "backward", "optimizer"}
+    assert result.total("flops", "optimizer") >= 4 * sum(one.numel() for one in layer.parameters())
+    assert not result.unsupported
+
+
+def test_modules_and_lines_are_told() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 7), nn.ReLU(), nn.Linear(7, 2)), torch.rand(2, 3)
+    result = counted(lambda: model(x)).result
+    assert [row[:3] for row in result.by("module").rows()] == [("0", 1, 42), ("2", 1, 28), ("1", 1, 0)]
+    (parameters,) = {row[-3] for row in result.by("module").rows() if row[0] == "0"}
+    assert parameters == 3 * 7 + 7
+    assert all(row[0].startswith(__file__) for row in result.by("source").rows())
+
+
+def test_bytes_are_those_of_what_is_read_and_written() -> None:
+    x = torch.rand(10, dtype=torch.float64)
+    result = counted(lambda: x.view(2, 5) + 1).result
+    assert result.total("bytes") == 2 * 10 * 8
+
+
+def test_what_no_formula_knows_is_told_with_its_share() -> None:
+    x = torch.rand(4, 4)
+    result = counted(lambda: torch.linalg.inv(x) + 1).result
+    assert result.unsupported == {"linalg_inv": 1}
+    assert "No formula for 50.0 % of the calls, which count as 0: linalg_inv (1)." in str(result)
+
+
+def test_a_formula_of_the_users_comes_first() -> None:
+    def inverse(op: Shapes) -> Cost:
+        (n, _) = op.out
+        return Cost.of_macs(n**3)
+
+    tool = counted(lambda: torch.linalg.inv(torch.rand(4, 4)), FlopsTool({"linalg_inv": inverse}))
+    assert (tool.result.total("macs"), tool.result.total("flops")) == (64, 128)
+
+
+def test_an_unknown_key_or_total_is_named() -> None:
+    result = counted(lambda: torch.ones(1) + 1).result
+    with pytest.raises(AmandaError, match="by phase, type, module, source, not by colour"):
+        result.by("colour")
+    with pytest.raises(AmandaError, match="not of 'watts'"):
+        result.total("watts")
+
+
+def test_it_is_loaded_by_name() -> None:
+    assert isinstance(amanda.load_tool("flops"), FlopsTool)
+
+
+def test_counting_changes_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)), torch.rand(2, 3)
+    model(x).sum().backward()
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    counted(lambda: model(x).sum().backward())
+    assert all(torch.equal(one, other.grad) for one, other in zip(plain, model.parameters(), strict=True))

@@ -1,0 +1,88 @@
+"""FLOPs on TensorFlow: the same numbers in eager mode, in functions and in sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import amanda
+from amanda.tools.flops import FlopsTool
+
+CONVOLUTION = 2 * 6 * 6 * 5 * 3 * 9
+DEPTHWISE = 2 * 4 * 4 * 5 * 9
+DENSE = 2 * 80 * 7
+
+
+@pytest.fixture
+def model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 3)), keras.layers.Conv2D(5, 3, activation="relu"),
+            keras.layers.DepthwiseConv2D(3), keras.layers.BatchNormalization(), keras.layers.Flatten(),
+            keras.layers.Dense(7),
+        ]
+    )  # fmt: skip
+
+
+@pytest.fixture
+def images() -> Any:
+    return np.ones((2, 8, 8, 3), np.float32)
+
+
+def counted(program: Callable[[], Any]) -> Any:
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        program()
+    return tool.result
+
+
+def test_a_model_costs_the_same_eagerly_and_in_a_function(model: keras.Model, images: Any) -> None:
+    for program in (lambda: model(images, training=False), lambda: model.predict(images, verbose=0)):
+        result = counted(program)
+        assert result.total("macs") == CONVOLUTION + DEPTHWISE + DENSE
+        assert not result.unsupported
+
+
+def test_a_batch_whose_size_the_function_does_not_know_is_counted(model: keras.Model, images: Any) -> None:
+    def program() -> None:
+        for count in (1, 2, 2):
+            model.predict(images[:count], verbose=0)
+
+    assert counted(program).total("macs") == 5 * (CONVOLUTION + DEPTHWISE + DENSE) // 2
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_training_costs_each_gradient_that_is_computed(
+    model: keras.Model, images: Any, eagerly: bool
+) -> None:
+    model.compile("sgd", "mse", run_eagerly=eagerly)
+    result = counted(lambda: model.fit(images, np.ones((2, 7), np.float32), verbose=0))
+    assert result.total("macs", "forward") == CONVOLUTION + DEPTHWISE + DENSE
+    of_the_images = CONVOLUTION if eagerly else 0  # which a function leaves out
+    wanted = CONVOLUTION + 2 * DEPTHWISE + 2 * DENSE + of_the_images
+    assert result.total("macs", "backward") == wanted
+    assert not result.unsupported
+
+
+def test_a_session_costs_the_same(images: Any) -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        data = v1.placeholder(tf.float32, (2, 8, 8, 3))
+        kernel = v1.get_variable("kernel", (3, 3, 3, 5))
+        weight = v1.get_variable("weight", (180, 7))
+        hidden = tf.reshape(tf.nn.relu(tf.nn.conv2d(data, kernel, 1, "VALID")), (-1, 180))
+        loss = tf.reduce_sum(tf.matmul(hidden, weight))
+        gradients = v1.gradients(loss, [kernel, weight])
+        start = v1.global_variables_initializer()
+    with v1.Session(graph=graph) as session:
+        session.run(start)
+        result = counted(lambda: session.run(gradients, {data: images}))
+    dense = 2 * 180 * 7
+    assert result.total("macs", "forward") == CONVOLUTION  # nothing that is fetched needs the product
+    assert result.total("macs", "backward") == CONVOLUTION + 2 * dense
+    assert not result.unsupported

@@ -1,0 +1,154 @@
+"""The first NaN: planted ones are found at their op, module and line, forward and backward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amanda
+from amanda.tools.nan import NanTool, NotFiniteError
+
+
+class Planted(nn.Module):
+    """Two layers with something between that makes NaN, or not."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = Middle(between)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Middle(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.between(x)
+
+
+def look(program: Callable[[], Any], **options: Any) -> NanTool:
+    tool = NanTool(**options)
+    with amanda.apply(tool):
+        program()
+    return tool
+
+
+def test_a_planted_nan_is_found_at_its_op_module_and_line() -> None:
+    model, x = Planted(lambda x: torch.log(x.abs() - 100)), torch.rand(2, 4)
+    first = look(lambda: model(x)).result.first
+    assert first is not None
+    assert (first.phase, first.type, first.module) == ("forward", "log", "middle")
+    assert first.source.startswith(f"{__file__}:")
+    (given,), (gave,) = first.inputs.values(), first.outputs.values()
+    assert (given.nan, given.inf, given.shape, given.dtype) == (0, 0, (2, 4), "float32")
+    assert given.most is not None
+    assert given.most < -90
+    assert gave.nan == 8
+
+
+def test_ops_that_pass_it_on_are_counted_and_not_blamed() -> None:
+    model, x = Planted(lambda x: torch.log(x.abs() - 100)), torch.rand(2, 4)
+    result = look(lambda: model(x).sum()).result
+    assert [one.type for one in result.findings] == ["log"]
+    assert result.passed_on == 2
+
+
+def test_a_nan_of_the_backward_pass_is_found_there() -> None:
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    first = look(lambda: (x.sqrt() * 0).sum().backward()).result.first
+    assert first is not None
+    assert (first.phase, first.type) == ("backward", "sqrt_backward")
+
+
+def test_a_nan_within_fused_attention_is_found() -> None:
+    q = torch.full((1, 1, 3, 4), 3e38)
+    first = look(lambda: F.scaled_dot_product_attention(q, q, q)).result.first
+    assert first is not None
+    assert first.type == "scaled_dot_product_attention"
+    assert list(first.inputs) == [0, 1, 2]
+
+
+def test_an_op_that_writes_into_its_input_is_told_with_what_it_was_given() -> None:
+    x = torch.full((3,), -1.0)
+    first = look(lambda: x.sqrt_()).result.first
+    assert first is not None
+    assert (first.inputs[0].nan, first.inputs[0].mean) == (0, -1.0)
+
+
+def test_an_inf_is_found_and_a_nan_comes_before_it() -> None:
+    def program() -> None:
+        masked = torch.zeros(4).masked_fill(torch.ones(4, dtype=torch.bool), float("-inf"))
+        torch.log(torch.full((4,), -1.0) + 0 * masked.isinf())
+
+    result = look(program).result
+    assert [one.type for one in result.findings][-1] == "log"
+    assert result.first is not None
+    assert result.first.type == "log"
+    assert [one.type for one in look(program, inf=False).result.findings] == ["log"]
+
+
+def test_stop_raises_at_the_op_and_names_it() -> None:
+    model, x = Planted(lambda x: torch.log(x.abs() - 100)), torch.rand(2, 4)
+    with pytest.raises(NotFiniteError, match=r"comes from log \(forward\) in middle") as raised:
+        look(lambda: model(x), stop=True)
+    assert raised.value.finding.type == "log"
+    assert model(x).isnan().all()
+
+
+def test_so_many_findings_are_kept_and_the_others_counted() -> None:
+    def program() -> None:
+        for _ in range(5):
+            torch.log(torch.full((2,), -1.0))
+
+    result = look(program, limit=3).result
+    assert len(result.findings) == 3
+    assert "2 more ops made NaN or Inf" in str(result)
+
+
+def test_finite_programs_have_an_empty_result() -> None:
+    result = look(lambda: (torch.rand(3, requires_grad=True) + 1).sum().backward()).result
+    assert not result
+    assert result.first is None
+    assert "gave finite values" in str(result)
+
+
+def test_a_result_goes_to_files_and_data_frames(tmp_path) -> None:
+    result = look(lambda: torch.log(torch.full((2,), -1.0))).result
+    found = json.loads(result.save(tmp_path / "nan.json").read_text())
+    assert found["findings"][0]["outputs"]["0"]["nan"] == 2
+    assert list(result.to_pandas()["type"]) == ["log"]
+
+
+def test_complex_and_half_numbers_and_lists_are_looked_at() -> None:
+    nothing = torch.tensor([complex("nan"), 1j])
+    assert look(lambda: nothing + 1).result.passed_on == 1
+    half = torch.full((2,), 60000, dtype=torch.half)
+    assert look(lambda: half * 2).result.findings[0].outputs[0].inf == 2
+    assert look(lambda: torch.cat([torch.tensor([float("nan")]), torch.ones(1)])).result.passed_on == 1
+
+
+def test_looking_changes_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)), torch.rand(2, 4)
+    plain = model(x)
+    plain.sum().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    found: list[Tensor] = []
+    look(lambda: found.append(model(x)) or found[0].sum().backward())
+    assert torch.equal(found[0], plain)
+    assert all(torch.equal(one, other.grad) for one, other in zip(grads, model.parameters(), strict=True))
+
+
+def test_it_is_loaded_by_name() -> None:
+    assert isinstance(amanda.load_tool("nan", stop=True), NanTool)

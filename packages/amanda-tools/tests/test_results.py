@@ -1,0 +1,94 @@
+"""Results: tables for people, data frames and files for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Column, Result, amount, shortened
+
+
+class Calls(Result):
+    name = "calls"
+    columns = (Column("op"), Column("calls", total=True), Column("FLOPs", show=amount, total=True))
+    title = "Calls"
+
+    def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._rows = rows
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        return self._rows
+
+    def notes(self) -> Sequence[str]:
+        return ["Two <notes>."]
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls([("conv2d [x]", 53, 8_000_000_000), ("<relu>", 49, None)])
+
+
+def test_it_prints_as_a_table_with_totals_and_notes(calls: Calls) -> None:
+    lines = [line.split() for line in str(calls).splitlines() if line.strip()]
+    assert lines[0] == ["Calls"]
+    assert ["conv2d", "[x]", "53", "8", "G"] in lines
+    assert ["<relu>", "49"] in lines
+    assert ["total", "102", "8", "G"] in lines
+    assert lines[-1] == ["Two", "<notes>."]
+
+
+def test_a_long_table_is_cut_but_its_totals_are_of_all() -> None:
+    text = str(Calls([("op", 1, 1)] * 100))
+    assert "… 60 more" in text
+    assert ["total", "100", "100"] in [line.split() for line in text.splitlines()]
+
+
+def test_it_shows_in_a_notebook_with_names_escaped(calls: Calls) -> None:
+    html = calls._repr_html_()
+    assert "&lt;relu&gt;" in html
+    assert "Two &lt;notes&gt;." in html
+    assert "<relu>" not in html
+
+
+def test_it_goes_to_pandas(calls: Calls) -> None:
+    import pandas
+
+    frame = calls.to_pandas()
+    assert list(frame.columns) == ["op", "calls", "FLOPs"]
+    assert frame["calls"].sum() == 102
+    assert pandas.isna(frame["FLOPs"][1])
+
+
+def test_files_hold_the_values(calls: Calls, tmp_path) -> None:
+    found = json.loads(calls.save(tmp_path / "calls.json").read_text())
+    assert (found["schema"], found["version"]) == ("amanda.calls", 1)
+    assert found["rows"][0] == {"op": "conv2d [x]", "calls": 53, "FLOPs": 8_000_000_000}
+    rows = list(csv.reader(calls.save(tmp_path / "calls.csv").read_text().splitlines()))
+    assert rows == [["op", "calls", "FLOPs"], ["conv2d [x]", "53", "8000000000"], ["<relu>", "49", ""]]
+    assert calls.save(tmp_path / "calls.html").read_text().startswith("<!doctype html>")
+    assert calls.save(tmp_path / "calls.txt").read_text() == f"{calls}\n"
+
+
+def test_a_suffix_of_no_form_is_refused_and_nothing_written(calls: Calls, tmp_path) -> None:
+    with pytest.raises(AmandaError, match=r"calls\.xlsx has no suffix .*: \.csv, \.html, \.json, \.txt"):
+        calls.save(tmp_path / "calls.xlsx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (17, "17"), (999, "999"), (1000, "1 k"), (4_089_184_256, "4.089 G"), (-2500, "-2.5 k"),
+     (999_960, "1 M"), (0.25, "0.25")],
+)  # fmt: skip
+def test_amounts_have_four_digits_and_a_prefix(value: float, text: str) -> None:
+    assert amount(value) == text
+
+
+def test_long_paths_keep_their_end() -> None:
+    assert shortened("/a/long/path/model.py:12", 12) == "…model.py:12"
+    assert shortened("model.py:12", 12) == "model.py:12"
