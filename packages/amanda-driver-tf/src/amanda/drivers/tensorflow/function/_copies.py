@@ -11,7 +11,7 @@ from amanda.backend import Namespace, State
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
-from ..graph import Function, Rewriting, body_of, copy_of, function_of, rewrite
+from ..graph import Function, Rewriting, body_of, callees, copy_of, draws, function_of, rewrite
 from ..graph._facts import facts_of
 from ._identities import Identities, parts
 
@@ -128,7 +128,10 @@ class Copies:
             )
         rewriting.analysis.finish(function.graph)
         if rewritten.changed:
-            copy.add([*rewriting.library, copy_of(function.definition, rewritten, body)])
+            definitions = [*rewriting.library, copy_of(function.definition, rewritten, body)]
+            copy.add(definitions)
+            for name in draws(callees(definitions, _definition)):
+                copy.reports.append((f"the state of {name}", "its kernel holds it, and a copy's begins anew"))
         return copy
 
     def _origin(self, op: Any, trace: Trace) -> Any:
@@ -138,3 +141,8 @@ class Copies:
         facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor)
         facts.outputs = outputs
         return op_id, facts
+
+
+def _definition(name: str) -> Any:
+    current = context.context()
+    return current.get_function_def(name) if current.has_function(name) else None
