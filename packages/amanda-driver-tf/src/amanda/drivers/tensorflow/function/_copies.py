@@ -126,6 +126,13 @@ class Copies:
             copy.reports.append(
                 (f"jit_compile of {parts(function.name)[1]}", "in a scope it runs without XLA")
             )
+        if copy.forward and trace is not None and (trace.copy.kept or trace.copy.taped):
+            copy.reports.append(
+                (
+                    f"second gradients of {parts(function.name)[1]}",
+                    "they take what routines gave for constants",
+                )
+            )
         rewriting.analysis.finish(function.graph)
         if rewritten.changed:
             definitions = [*rewriting.library, copy_of(function.definition, rewritten, body)]
