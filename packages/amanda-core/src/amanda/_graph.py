@@ -34,6 +34,7 @@ class GraphAnalysis:
     """The analysis of the ops of one graph, and of graphs that belong to it, by the layers of a state.
 
     plans: for each op id that has been met, the plans of the layers.
+    closed: whether the tools' scopes are closed, so that backward ops have no plans.
     """
 
     def __init__(self, state: State, ops: TensorOps, layer: Layer | None = None) -> None:
@@ -43,6 +44,7 @@ class GraphAnalysis:
         self.layer = chosen
         self.ops = ops
         self.plans: dict[int, list[tuple[Layer, Plan]]] = {}
+        self.closed = False
         self._facts: list[OpFacts] = []
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Combined:
@@ -84,7 +86,7 @@ class GraphAnalysis:
         plans: list[BackwardPlan] = []
         fresh: list[tuple[BackwardPlan, OpContext]] = []
         for layer, plan in self.plans.get(facts.op_id, ()):
-            if not layer.wants_backward:
+            if self.closed or not layer.wants_backward:
                 continue
             known = plan.backward.get(backward_id)
             if known is None:

@@ -30,6 +30,27 @@ def test_a_list_of_tensors_is_one_input(contexts: Any) -> None:
     assert all(one[0] is list for one in tool.answers["ConcatV2"] + tool.answers["AddN"])
 
 
+def test_a_variable_is_read_once_where_an_op_is_given_it(ops: Any) -> None:
+    weight = tf.Variable([1.0, 2.0])
+    with amanda.apply(ops):
+        tf.concat([weight, tf.ones(2)], 0)
+        tf.nn.relu(weight)
+    assert [type for type in ops.forward if type in ("ReadVariableOp", "Identity")] == ["ReadVariableOp"] * 2
+
+
+def test_a_variable_in_a_list_has_the_gradient_of_no_scope_to_the_bit() -> None:
+    weight = tf.Variable([[0.1, 0.7, 1.3], [0.2, 0.8, 1.4]])
+
+    def gradient() -> list[list[float]]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.concat([weight, weight * 2, weight], 0) ** 2)
+        return tape.gradient(loss, weight).numpy().tolist()
+
+    vanilla = gradient()
+    with amanda.apply(amanda.Tool()):
+        assert gradient() == vanilla
+
+
 def test_a_list_of_tensors_is_one_output(contexts: Any) -> None:
     tool = contexts(lambda context: context.get_outputs())
     x = tf.constant([1.0, 2.0])

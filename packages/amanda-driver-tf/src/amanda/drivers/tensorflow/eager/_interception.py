@@ -212,7 +212,7 @@ def _read(value: Any, met: list[Variable]) -> Any:
             met.append(known)
         return value
     if isinstance(value, tf.Variable):
-        return _read(value.read_value(), met)  # as the fast path does
+        return _read(value.value(), met)  # one ReadVariableOp, as the fast path does
     raise core._FallbackException
 
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from amanda import interceptor
@@ -22,9 +23,13 @@ _TENSORS = GraphTensors()
 
 
 class Trace:
-    """What the call of a forward function leaves for that of its backward function."""
+    """What the call of a forward function leaves for that of its backward function.
+
+    outside: the state in which the backward function runs once the scopes are closed.
+    """
 
     def __init__(self, copy: Copy, execution: Execution, atomic: Any) -> None:
+        self.outside = replace(execution.state, layer=None, scopes=())
         self.copy = copy
         self.layer = copy.layer
         self.runs = execution.runs
@@ -110,12 +115,7 @@ class Boundary:
                 return call(current, name, tensor_inputs, num_outputs)
             self._thread.pending = None
             _, copy, execution = pending
-            number = constant_op.constant(execution.number, dtypes.int64)
-            try:
-                return call(current, copy.name, [*tensor_inputs, number], num_outputs)
-            except errors.OpError as error:
-                copy.in_vanilla_terms(error)
-                raise
+            return _call_copy(functools.partial(call, current), copy, execution, tensor_inputs, num_outputs)
 
         attributes.set(context.Context, "call_function", call_function)
 
@@ -126,19 +126,57 @@ class Boundary:
 
         @functools.wraps(wrap)
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
-            run, recorded = wrap(functions, graph, backward, outputs)
             trace, thread.last = thread.last, None
             if trace is None or trace.atomic() is not functions._forward:
-                return run, recorded
-
-            @functools.wraps(run)
-            def run_traced(*gradients: Any) -> Any:
-                before, thread.trace = thread.trace, trace
-                try:
-                    return run(*gradients)
-                finally:
-                    thread.trace = before
-
-            return run_traced, recorded
+                return wrap(functions, graph, backward, outputs)
+            return wrap(functions, graph, _Traced(self, backward, trace), outputs)
 
         attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
+
+    def call_backward(self, backward: Any, trace: Trace, tensors: list[Any], captures: list[Any]) -> Any:
+        """Call a backward function for a forward call; it reads what that kept, also after the scope."""
+        if interceptor.active() is None and context.executing_eagerly() and trace.copy.name is not None:
+            return self._call_outside(backward, trace, tensors + captures)
+        before, self._thread.trace = self._thread.trace, trace
+        try:
+            return backward._call_flat(tensors, captures)
+        finally:
+            self._thread.trace = before
+
+    def _call_outside(self, backward: Any, trace: Trace, args: list[Any]) -> Any:
+        atomic, state = backward._inference_function, trace.outside
+        with context.eager_mode(), record.stop_recording():
+            copy = self._copies.of(state, atomic, args, trace)
+        if copy is None or copy.name is None:
+            return backward._call_flat(args, [])
+        execution = Execution(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
+        call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
+        with record.stop_recording(), execution.under_way():
+            outputs = _call_copy(call, copy, execution, args, count)
+        return backward.function_type.pack_output(outputs)
+
+
+class _Traced:
+    """A backward function, called for one call of its forward function."""
+
+    def __init__(self, boundary: Boundary, backward: Any, trace: Trace) -> None:
+        self._boundary = boundary
+        self._backward = backward
+        self._trace = trace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backward, name)
+
+    def _call_flat(self, tensors: list[Any], captures: list[Any]) -> Any:
+        return self._boundary.call_backward(self._backward, self._trace, tensors, captures)
+
+
+def _call_copy(
+    call: Callable[..., Any], copy: Copy, execution: Execution, args: Sequence[Any], count: int
+) -> Any:
+    number = constant_op.constant(execution.number, dtypes.int64)
+    try:
+        return call(copy.name, [*args, number], count)
+    except errors.OpError as error:
+        copy.in_vanilla_terms(error)
+        raise

@@ -11,7 +11,7 @@ from amanda.backend import Namespace, State
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
-from ..graph import Function, Rewriting, body_of, copy_of, function_of, rewrite
+from ..graph import Function, Rewriting, body_of, callees, copy_of, draws, function_of, rewrite
 from ..graph._facts import facts_of
 from ._identities import Identities, parts
 
@@ -26,6 +26,7 @@ class Copy:
     forward: whether a backward function may be called for its calls.
     table: what runs at which slot.  reports: what could not be instrumented.
     ids: of the forward operations, as long as their graph lives.
+    backward: copies of backward functions, which read what calls of this one keep.
     """
 
     def __init__(self, function: Function, rewriting: Rewriting) -> None:
@@ -37,6 +38,7 @@ class Copy:
         self.shared = rewriting.shared
         self.taped = rewriting.taped
         self.reports = list(rewriting.reports)
+        self.backward: weakref.WeakKeyDictionary[Any, dict[Any, Copy]] = weakref.WeakKeyDictionary()
         self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for op, (op_id, _) in rewriting.ids.items():
             self.ids[op] = op_id
@@ -78,30 +80,28 @@ class Copies:
     def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
         """The copy of a function for the tools in force; None where it is left as it is."""
         layer = state.layer if trace is None else trace.layer
-        if layer is None:
+        if layer is None or (trace is None and b"__backward_" in atomic.name):
             return None
-        if trace is not None and not any(state.is_open(tool) for tool in layer.applied):
-            return None
+        closed = trace is not None and not any(state.is_open(tool) for tool in layer.applied)
         if not state.cache:
-            return self._make(state, layer, atomic, args, trace)
-        copy: Copy | None = layer.rewrites.get(atomic, {}).get(state.autodiff)
+            return self._make(state, layer, atomic, args, trace, closed)
+        all_kept = layer.rewrites if trace is None else trace.copy.backward
+        key = state.autodiff, closed
+        copy: Copy | None = all_kept.get(atomic, {}).get(key)
         if copy is None:
             with self._lock:
-                kept = layer.rewrites.setdefault(atomic, {})
-                copy = kept.get(state.autodiff)
+                kept = all_kept.setdefault(atomic, {})
+                copy = kept.get(key)
                 if copy is None:
-                    copy = self._make(state, layer, atomic, args, trace)
-                    if copy is not None:
-                        kept[state.autodiff] = copy
+                    copy = kept[key] = self._make(state, layer, atomic, args, trace, closed)
         return copy
 
     def _make(
-        self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None
-    ) -> Copy | None:
+        self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None, closed: bool
+    ) -> Copy:
         function = function_of(atomic)
-        if trace is None and "__backward_" in function.name:
-            return None
         rewriting = Rewriting(state, self._namespace, layer, self._budget())
+        rewriting.analysis.closed = closed
         rewriting.differentiated = parts(function.name)[0] != "inference"
         if trace is not None:
             rewriting.analysis.plans.update(trace.copy.plans)
@@ -126,9 +126,19 @@ class Copies:
             copy.reports.append(
                 (f"jit_compile of {parts(function.name)[1]}", "in a scope it runs without XLA")
             )
+        if copy.forward and trace is not None and (trace.copy.kept or trace.copy.taped):
+            copy.reports.append(
+                (
+                    f"second gradients of {parts(function.name)[1]}",
+                    "they take what routines gave for constants",
+                )
+            )
         rewriting.analysis.finish(function.graph)
         if rewritten.changed:
-            copy.add([*rewriting.library, copy_of(function.definition, rewritten, body)])
+            definitions = [*rewriting.library, copy_of(function.definition, rewritten, body)]
+            copy.add(definitions)
+            for name in draws(callees(definitions, _definition)):
+                copy.reports.append((f"the state of {name}", "its kernel holds it, and a copy's begins anew"))
         return copy
 
     def _origin(self, op: Any, trace: Trace) -> Any:
@@ -138,3 +148,8 @@ class Copies:
         facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor)
         facts.outputs = outputs
         return op_id, facts
+
+
+def _definition(name: str) -> Any:
+    current = context.context()
+    return current.get_function_def(name) if current.has_function(name) else None

@@ -26,6 +26,7 @@ The caller runs `rewrite` in `context.eager_mode()` with instrumentation off, th
 from ._backward import ForwardMap, records
 from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
 from ._functions import NUMBER, Function, body_of, copy_of, function_named, function_of
+from ._generators import callees, draws
 from ._rewrite import rewrite
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
 from ._values import GraphTensors
@@ -43,8 +44,10 @@ __all__ = [
     "Rewriting",
     "Rewritten",
     "body_of",
+    "callees",
     "constant_value",
     "copy_of",
+    "draws",
     "function_named",
     "function_of",
     "records",

@@ -21,11 +21,12 @@ from ..graph import (
     GraphTensors,
     Rewriting,
     Rewritten,
+    draws,
     function_named,
     rewrite,
 )
 from ._cone import Endpoint, Request, after_forward, cone
-from ._draws import Draw, SessionExecution, can_draw, drawing, draws
+from ._draws import Draw, SessionExecution, can_draw, drawing
 from ._frames import Frames
 from ._gradients import ForwardOps
 from ._hidden import HiddenNodes

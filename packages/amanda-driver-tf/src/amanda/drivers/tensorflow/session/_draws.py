@@ -10,7 +10,6 @@ import tensorflow as tf
 from amanda.backend import Execution
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
-from tensorflow.python.framework import op_def_registry
 
 from ..graph._slots import py_func
 
@@ -60,14 +59,3 @@ def drawing(node: Any, op: Any, slot: int, number: str) -> Any:
     given = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.inputs]
     gives = [tensor.dtype.base_dtype.as_datatype_enum for tensor in op.outputs]
     return py_func(node.name, slot, [number, *node.input], given, gives)
-
-
-def draws(functions: Sequence[Any]) -> list[str]:
-    """Names of the nodes of functions whose kernels hold generators."""
-    found = []
-    for function in functions:
-        for node in function.node_def:
-            definition = op_def_registry.get(node.op)
-            if definition is not None and definition.is_stateful and "seed2" in node.attr:
-                found.append(f"{node.name} ({node.op})")
-    return found
