@@ -118,3 +118,16 @@ def test_a_custom_gradient_that_was_traced_before_the_scope_is_reported() -> Non
         found = gradient()
     assert found == wanted
     assert [entry for entry in scope.report if entry.what.startswith("the custom gradient at IdentityN")]
+
+
+def test_a_routine_where_gradients_pass_unseen_is_reported() -> None:
+    """The gradient of what a function returns comes from outside, past the Identity that returns it."""
+    function = tf.function(lambda x: tf.exp(x))
+    x = tf.constant(0.3)
+    routine = amanda.differentiable(lambda value: value * value)
+    with amanda.apply(inserting("insert_after_op", "Identity", routine)) as scope:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        tape.gradient(y, x)
+    assert [entry.what for entry in scope.report] == ["the gradient of the routines at Identity"]
