@@ -61,6 +61,7 @@ class Insertions:
     ) -> None:
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
+            self._tell_no_gradient(op, where)
             return
         gives = side.changeable(positions)
         given, out = side.flat(positions), side.flat(gives)
@@ -86,6 +87,14 @@ class Insertions:
             if k and where == "before" and _decides(op):
                 side.refs[i] = self._passed(name, k, gives_types[k])
             self.sources[side.refs[i]] = (node.keeps, 1, k)
+
+    def _tell_no_gradient(self, op: tf.Operation, where: str) -> None:
+        if not op.inputs:
+            return  # a constant
+        what = "enters" if where == "before" else "leaves"
+        self.rewriting.report(
+            f"routines {where} backward ops of type {op.type}", f"no gradient {what} them in a graph"
+        )
 
     def _tell_kept(self, node: Node) -> None:
         """Say why a traceable routine is not traced; a @differentiable one is meant to be as it is."""
@@ -137,6 +146,7 @@ class Insertions:
         """Let routines see values without a part in what computes them."""
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
+            self._tell_no_gradient(op, where)
             return
         flat = side.flat(positions)
         node = Node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], ())
