@@ -131,3 +131,11 @@ def test_a_routine_where_gradients_pass_unseen_is_reported() -> None:
             y = function(x)
         tape.gradient(y, x)
     assert [entry.what for entry in scope.report] == ["the gradient of the routines at Identity"]
+
+
+def test_a_called_function_that_runs_without_xla_is_reported() -> None:
+    inner = tf.function(lambda x: tf.nn.relu(x) * 2.0, jit_compile=True)
+    outer = tf.function(lambda x: inner(x) + 1.0)
+    with amanda.apply(inserting("insert_before_op", "Relu", lambda x: x * 2.0)) as scope:
+        assert outer(tf.constant(1.0)) == 5.0
+    assert [entry.what.split()[0] for entry in scope.report] == ["jit_compile"]
