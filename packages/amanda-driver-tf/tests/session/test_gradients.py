@@ -129,5 +129,4 @@ def test_routines_at_backward_ops_that_no_gradient_enters_are_reported(graph) ->
     tool.add_inst_for_op(lambda c: c.insert_before_backward_op(lambda *gradients: None), backward=True)
     with tf1.Session(graph=graph) as session, amanda.apply(tool) as scope:
         session.run(gradient, {x: [[1.0, 2.0]], y: [1.0, 2.0]})
-    assert "routines before backward ops of type Shape" in [entry.what for entry in scope.report]
-    assert len({entry.what for entry in scope.report}) == len(scope.report)
+    assert [entry.what for entry in scope.report] == ["routines before backward ops that no gradient enters"]

@@ -93,7 +93,8 @@ class Insertions:
             return  # a constant
         what = "enters" if where == "before" else "leaves"
         self.rewriting.report(
-            f"routines {where} backward ops of type {op.type}", f"no gradient {what} them in a graph"
+            f"routines {where} backward ops that no gradient {what}",
+            "in a graph such routines get gradients; ops that compute shapes, among others, have none",
         )
 
     def _tell_kept(self, node: Node) -> None:
