@@ -247,3 +247,39 @@ def test_traces_die_with_the_tape() -> None:
         del tape, y
         gc.collect()
     assert [one() for one in kept if one() is not None] == []
+
+
+def test_ops_that_a_tape_recorded_before_the_scope_are_reported(ops: Any) -> None:
+    x = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        y = tf.tanh(x) * x
+    with amanda.apply(ops) as scope:
+        tape.gradient(y, x)
+    assert ("the backward ops of Tanh", "it was recorded on a tape before the scope") in [
+        (entry.what, entry.reason) for entry in scope.report
+    ]
+
+
+@pytest.mark.parametrize("type", ["Tanh", "Exp"])
+def test_ops_whose_backward_ops_no_tool_asks_for_are_not_reported(acting: Any, type: str) -> None:
+    x = tf.Variable([1.0, 2.0])
+    with amanda.apply(acting("insert_before_backward_op", type, lambda *gradients: None)) as scope:
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                y = tf.reduce_sum(tf.exp(tf.tanh(x)) * x)
+            tape.gradient(y, x)
+    assert not scope.report
+
+
+def test_a_python_function_on_a_tape_is_reported(ops: Any) -> None:
+    x = tf.constant(2.0)
+    with amanda.apply(ops) as scope, tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.py_function(tf.square, [x], tf.float32)
+    assert not scope.report
+    with amanda.apply(ops) as scope:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.py_function(tf.square, [x], tf.float32)
+        assert tape.gradient(y, x) == 4.0
+    assert [entry.what for entry in scope.report] == ["the backward ops of EagerPyFunc"]

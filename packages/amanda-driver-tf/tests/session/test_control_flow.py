@@ -123,3 +123,23 @@ def test_what_a_loop_ends_on_is_given_values(graph, control_flow) -> None:
     y = tf1.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, tf.sin(v)), [tf.constant(0), x])[1]
     same_in_scope(graph, [y, *tf.gradients(y, x)], {x: [0.5, 1.5]}, tool, repeat=1)
     assert counts[:5] == [2] * 5
+
+
+def test_what_comes_round_again_to_a_merge_is_reported(graph) -> None:
+    tf1.disable_control_flow_v2()
+    try:
+        y = tf1.while_loop(lambda i: i < 3, lambda i: i + 1, [tf.constant(0)])
+    finally:
+        tf1.enable_control_flow_v2()
+    seen = []
+    tool = amanda.Tool()
+
+    def analysis(context) -> None:
+        if context.get_op().type == "Merge":
+            context.insert_before_op(lambda *values: seen.append(values))
+
+    tool.add_inst_for_op(analysis)
+    with tf1.Session(graph=graph) as session, amanda.apply(tool) as scope:
+        assert session.run(y) == 3
+    assert len(seen) == 1
+    assert [entry.what for entry in scope.report] == ["routines before while/Merge"]

@@ -120,3 +120,13 @@ def test_custom_gradients(graph) -> None:
     with tf1.Session(graph=graph) as session, amanda.apply(tool):
         assert session.run(grad, {x: 1.0}) == 3.0
     assert any("clip" in name for name in tool.pairs)
+
+
+def test_routines_at_backward_ops_that_no_gradient_enters_are_reported(graph) -> None:
+    x, y = tf1.placeholder(tf.float32, [None, 2]), tf1.placeholder(tf.float32, [None])
+    gradient = tf.gradients(x + y, y)
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda c: c.insert_before_backward_op(lambda *gradients: None), backward=True)
+    with tf1.Session(graph=graph) as session, amanda.apply(tool) as scope:
+        session.run(gradient, {x: [[1.0, 2.0]], y: [1.0, 2.0]})
+    assert [entry.what for entry in scope.report] == ["routines before backward ops that no gradient enters"]

@@ -76,6 +76,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "framework.ops:EagerTensor._id",
         "framework.ops:EagerTensor._rank",
         "framework.ops:get_name_scope",
+        "framework.ops:uid",
         "ops.custom_gradient:recompute_grad",
         "pywrap_tfe:TFE_Py_FastPathExecute",
         "pywrap_tfe:TFE_Py_RecordGradient",

@@ -76,8 +76,8 @@ class TensorFlowTensors:
         return value
 
     def copied(self, value: Any) -> Any:
-        """A differentiable copy."""
-        return tf.identity(value) if isinstance(value, tf.Tensor) else value
+        """A differentiable copy; a variable's handle as it is, for there is no other."""
+        return tf.identity(value) if isinstance(value, tf.Tensor) and value.dtype != tf.resource else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype, rank and device of each tensor, also in lists."""

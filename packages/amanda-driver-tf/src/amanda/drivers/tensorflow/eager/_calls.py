@@ -4,8 +4,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
 from amanda.backend import Call
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import core
 from tensorflow.python.framework import ops
 
 from .._operation import Operation
@@ -36,7 +38,8 @@ class EagerCall(Call):
         self.identities = identities
         self.op = schema.op
         self.names: Sequence[str] = schema.names
-        self.mutable = self.targets = ()
+        self.mutable: Sequence[int] = schema.written
+        self.targets = ()
 
     def attributes(self) -> dict[str, Any]:
         """The op's attributes by name, types and numbers of tensors included."""
@@ -52,11 +55,15 @@ class EagerCall(Call):
         return self.schema.type
 
     def formed(self, result: Any) -> Any:
-        """A replacement's result: a list where the op has several outputs."""
-        return list(result) if isinstance(result, tuple) else result
+        """A replacement's result as tensors: a list where the op has several outputs."""
+        if isinstance(result, (list, tuple)):
+            return [_tensor(one) for one in result]
+        return None if result is None else _tensor(result)
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op; marked on the tapes where its backward ops are wanted."""
+        if inputs is not self.inputs:  # or TensorFlow would convert them, and call the op anew
+            inputs = [_tensor(one, known) for one, known in zip(inputs, self.inputs, strict=True)]
         made = local.made
         if made is None or self.schema.type in UNSTOPPABLE:
             return self.run(inputs)
@@ -120,16 +127,20 @@ class FastCall(EagerCall):
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the op, which records itself."""
-        return self._execute((*self._head, *inputs, *self.attrs))
+        try:
+            return self._execute((*self._head, *inputs, *self.attrs))
+        except core._FallbackException:  # an attribute is not of its type: Python would call the op anew
+            self.attrs = self.schema.converted(self.attrs)
+            return self._execute((*self._head, *inputs, *self.attrs))
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         """Run the op where no tape hears."""
         if pywrap_tfe.TFE_Py_TapeSetIsStopped():
-            result = self._execute((*self._head, *inputs, *self.attrs))
+            result = self.run(inputs)
         else:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
             try:
-                result = self._execute((*self._head, *inputs, *self.attrs))
+                result = self.run(inputs)
             finally:
                 pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
         if result is None:
@@ -171,6 +182,15 @@ class SlowCall(EagerCall):
         result = self._execute((self._type, self._outputs, tensors, self.attrs, self._ctx, self._name))
         local.recorded = True
         return result, list(result)
+
+
+def _tensor(value: Any, known: Any = None) -> Any:
+    """A tensor for what a routine gave back; of the type of a known one where it tells none itself."""
+    if isinstance(value, (tf.Tensor, tf.Variable)):
+        return value
+    if isinstance(value, (list, tuple)) and isinstance(known, (list, tuple)):
+        return [_tensor(one, known[0] if known else None) for one in value]
+    return tf.convert_to_tensor(value, dtype_hint=getattr(known, "dtype", None))
 
 
 def like(form: Any, tensors: Iterator[Any]) -> Any:

@@ -34,7 +34,9 @@ class Entry:
     def __init__(self, type: str, schema: Schema | None, interception: "Interception") -> None:
         self.schema = schema
         self.count = schema.count if schema is not None else 0
-        self.quick = schema is not None and not schema.takes_variable and not schema.has_functions
+        self.quick = schema is not None and not (
+            schema.takes_variable or schema.has_functions or any(schema.lists)
+        )
         if schema is not None:
             self.fast = interception.detour(type, partial(interception.fast_path), schema)
             self.told = interception.detour(type, partial(_told, interception.fast_path), schema)
@@ -137,12 +139,12 @@ class Interception:
         inputs: list[Any] = list(given)
         numbers = False
         for i, value in enumerate(given):
-            if value.__class__ is EagerTensor or isinstance(value, tf.Variable):
-                inputs[i] = _read(value, met)
-            elif schema.lists[i]:
-                if not isinstance(value, (list, tuple)):
+            if schema.lists[i]:
+                if not isinstance(value, (list, tuple, EagerTensor)):
                     raise core._FallbackException
-                inputs[i] = [_read(one, met) for one in value]
+                inputs[i] = [_read(one, met) for one in value]  # of a tensor its parts, as the fast path does
+            elif value.__class__ is EagerTensor or isinstance(value, tf.Variable):
+                inputs[i] = _read(value, met)
             else:
                 numbers = True
         if numbers:

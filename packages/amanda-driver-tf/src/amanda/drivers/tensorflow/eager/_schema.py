@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import execute
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.ops import EagerTensor
 
@@ -12,12 +13,16 @@ from .._operation import Operation
 FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
 """Ops that call a function: the function's own driver has them."""
 
+_WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
+"""How the names of ops begin that write into variables."""
+
 
 class Schema:
     """One type of op.
 
     count: how many inputs it has.  takes_variable: whether one of them is a variable's handle.
     has_functions: whether it takes functions, which run in native code.
+    written: positions of the handles of the variables that it writes into.
     """
 
     def __init__(self, op_def: Any) -> None:
@@ -28,10 +33,13 @@ class Schema:
         self.names = tuple(arg.name for arg in self.inputs)
         self.count = len(self.inputs)
         self.takes_variable = any(arg.type == tf.resource.as_datatype_enum for arg in self.inputs)
+        handles = [i for i, arg in enumerate(self.inputs) if arg.type == tf.resource.as_datatype_enum]
+        self.written = tuple(handles) if self.type.startswith(_WRITING) else ()
         self.has_functions = any(attr.type in ("func", "list(func)") for attr in op_def.attr)
         self.lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)
         self._has_lists = any(self.lists)
         self._output_lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.outputs)
+        self._kinds = {attr.name: attr.type for attr in op_def.attr}
         self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
 
     def type_of(self, index: int, inputs: Sequence[Any]) -> int:
@@ -48,6 +56,21 @@ class Schema:
                     if one.__class__ is EagerTensor:
                         return int(one._datatype_enum())
         return int(self._types.get(arg.type_attr, 0))
+
+    def converted(self, attrs: Sequence[Any]) -> tuple[Any, ...]:
+        """Attributes by name and value, each as `execute` wants it: "float32" as a type, and so on.
+
+        Raises TypeError for a value of another kind, as TensorFlow does.
+        """
+        converted: list[Any] = []
+        for name, value in zip(attrs[::2], attrs[1::2], strict=True):
+            kind = self._kinds.get(name, "")
+            several = kind.startswith("list(") and isinstance(value, (list, tuple))
+            make = _MAKERS.get(kind.removeprefix("list(").removesuffix(")"))
+            if make is not None:
+                value = [make(one, name) for one in value] if several else make(value, name)
+            converted += [name, value]
+        return tuple(converted)
 
     def grouped_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
         """A flat list of tensors as the op's inputs: a list-of-tensors argument is one."""
@@ -85,6 +108,15 @@ class Schema:
             elif arg.type_attr and tensors:
                 found[arg.type_attr] = tensors[0].dtype
         return {name: value for name, value in found.items() if name not in given}
+
+
+_MAKERS: dict[str, Callable[[Any, str], Any]] = {
+    "bool": execute.make_bool,
+    "float": execute.make_float,
+    "int": execute.make_int,
+    "string": execute.make_str,
+    "type": lambda value, name: tf.as_dtype(execute.make_type(value, name)),
+}
 
 
 class Schemas(dict[str, Schema | None]):

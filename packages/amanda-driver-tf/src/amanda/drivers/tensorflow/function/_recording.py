@@ -12,6 +12,7 @@ from typing import Any
 from amanda.backend import Attributes
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, execute
+from tensorflow.python.eager import record as tape_record
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import ops
 
@@ -46,6 +47,7 @@ def record_gradients(attributes: Attributes) -> None:
     """
     _follow_symbolic_gradients(attributes)
     _follow_tapes(attributes)
+    _follow_backward_functions(attributes)
     _follow_calls(attributes)
 
 
@@ -96,6 +98,29 @@ def _follow_tapes(attributes: Attributes) -> None:
     attributes.set(execute, "record_gradient", record_gradient)
     attributes.set(backprop, "_gradient_function", gradient_function)
     forget_gradient_function()
+
+
+def _follow_backward_functions(attributes: Attributes) -> None:
+    """What a custom gradient computes belongs to the operation that made the outputs: an IdentityN."""
+    original = tape_record.record_operation
+
+    @functools.wraps(original)
+    def record_operation(
+        op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any,
+        forward_function: Any = None,
+    ) -> Any:  # fmt: skip
+        first = output_tensors[0] if output_tensors else None
+        if first is None or isinstance(first, ops.EagerTensor) or not hasattr(first, "op"):
+            return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
+        maker = weakref.ref(first.op)
+
+        def backward(*gradients: Any) -> Any:
+            with _making_gradients_of(maker()):
+                return backward_function(*gradients)
+
+        return original(op_type, output_tensors, input_tensors, backward, forward_function)
+
+    attributes.set(tape_record, "record_operation", record_operation)
 
 
 def _follow_calls(attributes: Attributes) -> None:

@@ -11,6 +11,13 @@ _GRADIENT_SCOPE = re.compile(r"(?:^|/)gradients(?:_\d+)?/")
 _OF_ONE = re.compile(r"_grad(?:_\d+)?(?:/|$)")
 _TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
 
+_GRADIENT_PASSES = frozenset({"Identity", "Snapshot", "EnsureShape"})
+"""Ops that no gradient operation is made for."""
+_ADDS_OR_SHAPES = frozenset(
+    {"Add", "AddN", "AddV2", "BiasAdd", "ExpandDims", "Reshape", "Squeeze", "Sub", "Transpose"}
+)
+"""Ops whose gradient is no product."""
+
 
 class _Records:
     """Forward operations of gradient operations, noted when TensorFlow made those."""
@@ -121,6 +128,8 @@ class ForwardMap:
         reads = {self._key_of(tensor) for tensor in op.inputs}
         best: tuple[int, tf.Operation | None] = (0, None)
         for candidate in self._in_scope(scope):
+            if candidate.type in _GRADIENT_PASSES or (op.type == "Mul" and candidate.type in _ADDS_OR_SHAPES):
+                continue
             shared = sum(_key(one) in reads for one in (*candidate.inputs, *candidate.outputs))
             score = 2 * shared + 3 * op.type.startswith(candidate.type)
             if score >= max(best[0], 1):

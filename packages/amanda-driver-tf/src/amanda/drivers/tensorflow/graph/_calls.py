@@ -60,6 +60,9 @@ def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: R
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
     if not any(rewritten.changed for *_, rewritten in found):
         return False
+    if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
+           for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
+        rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
     for place, reference, function, inner, rewritten in found:
         carries = kind == "While" and place == "body"
         copy = copy_of(function.definition, rewritten, inner, carries)

@@ -37,6 +37,11 @@ def at_flow(
     elif op.type in MERGES:
         once = [i for i, tensor in enumerate(inputs.tensors) if tensor.op.type not in PASSING[2:]]
         _each(insertions, op, plan.before, inputs, facts, once)
+        selected = inputs.flat(inputs.selected([action.select for action in plan.before]))
+        if any(i not in once for i in selected):
+            insertions.rewriting.report(
+                f"routines before {op.name}", "they get what enters the loop, not what comes round again"
+            )
         insertions.insert_all(op, plan.after, outputs, facts, "after")
     else:
         insertions.insert_all(op, plan.before, inputs, facts, "before")

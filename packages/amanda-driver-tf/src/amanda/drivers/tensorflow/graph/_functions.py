@@ -142,14 +142,20 @@ def body_of(
     names = function.names
     everything = graph.get_operations()
     held = _captured(graph)
-    forward = ForwardMap(
-        everything, _forward_operations(held, everything, forward_graph), held, forward_call, backward
-    )
+    forward_ops = _forward_operations(held, everything, forward_graph)
+    forward = ForwardMap(everything, forward_ops, held, forward_call, backward)
     if rewriting is not None and forward.guessed:
         rewriting.report(
             f"the backward ops of {function.name}",
             "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
         )
+        known = set(filter(None, map(forward, everything)))
+        for op in everything:
+            if _has_custom_gradient(op) and op not in known:
+                rewriting.report(
+                    f"the custom gradient at {op.name} of {function.name}",
+                    "it was traced or loaded outside of any scope, and no name tells which ops compute it",
+                )
     return Body(
         [op for op in everything if names.get(op.name) in nodes],
         nodes, syntax, NUMBER, identity, forward,
@@ -157,6 +163,14 @@ def body_of(
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph), apart=apart, backward=backward,
     )  # fmt: skip
+
+
+def _has_custom_gradient(op: tf.Operation) -> bool:
+    """Whether an operation is the IdentityN that `tf.custom_gradient` puts behind a function."""
+    if op.type != "IdentityN":
+        return False
+    kind: bytes = op.node_def.attr["_gradient_op_type"].s
+    return kind.startswith(b"CustomGradient")
 
 
 def _captured(graph: Any) -> Callable[[Any], Any]:

@@ -26,6 +26,7 @@ class GradientEdges:
         self._order = {op: i for i, op in enumerate(body.ops)}
         self._entering: dict[tf.Operation, list[int]] = {}
         self._consumers: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
+        self._readers: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
         self._computing: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
         self.groups: dict[tf.Operation, list[tf.Operation]] = {}
         for op in body.ops if forward else ():
@@ -39,9 +40,14 @@ class GradientEdges:
                     self._entering[op] = []
                 elif entering:
                     self._entering[op] = entering
-            for tensor in op.inputs:
+            for i, tensor in enumerate(op.inputs):
                 if tensor.op in self._entering:
                     self._consumers.setdefault(key(tensor), []).append(op)
+                self._readers.setdefault(key(tensor), []).append((op, i))
+
+    def readers(self, tensor: Any) -> list[tuple[tf.Operation, int]]:
+        """The operations that read a tensor, and at which input."""
+        return self._readers.get(key(tensor), [])
 
     def entering(self, op: tf.Operation) -> list[int]:
         """Positions of the inputs that are gradients."""

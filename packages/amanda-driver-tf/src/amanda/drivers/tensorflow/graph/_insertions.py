@@ -13,7 +13,7 @@ from tensorflow.core.framework import node_def_pb2
 from ._body import Body, Rewriting, Taped
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
-from ._traced import Traced, traced
+from ._traced import Traced, tell_python, traced
 
 
 class Insertions:
@@ -62,6 +62,7 @@ class Insertions:
     ) -> None:
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
+            self._tell_no_gradient(op, where)
             return
         gives = side.changeable(positions)
         given, out = side.flat(positions), side.flat(gives)
@@ -70,9 +71,13 @@ class Insertions:
         self._let_keep(node, facts, where, given, out, self.takes_part(actions[0]))
         refs = [side.refs[i] for i in given]
         types = [enum(side.tensors[i]) for i in given]
-        inline = None if node.keeps else traced(node, [side.tensors[i] for i in given], self.rewriting)
         gives_types = [enum(side.tensors[i]) for i in out]
-        if inline is not None and gives_types:
+        inline = None
+        if node.keeps is not None:
+            self._tell_kept(node)
+        elif gives_types:
+            inline = traced(node, [side.tensors[i] for i in given], self.rewriting)
+        if inline is not None:
             name = self._inline(op, inline, refs, gives_types, where == "before")
         else:
             name = self.add(op, node, refs, types, gives_types, where == "before")
@@ -83,6 +88,25 @@ class Insertions:
             if k and where == "before" and _decides(op):
                 side.refs[i] = self._passed(name, k, gives_types[k])
             self.sources[side.refs[i]] = (node.keeps, 1, k)
+
+    def _tell_no_gradient(self, op: tf.Operation, where: str) -> None:
+        if not op.inputs:
+            return  # a constant
+        what = "enters" if where == "before" else "leaves"
+        self.rewriting.report(
+            f"routines {where} backward ops that no gradient {what}",
+            "in a graph such routines get gradients; ops that compute shapes, among others, have none",
+        )
+
+    def _tell_kept(self, node: Node) -> None:
+        """Say why a traceable routine is not traced; a @differentiable one is meant to be as it is."""
+        if node.taped:
+            why = "it takes part in autodiff"
+        else:
+            why = "what it gives is kept for a backward function in another graph"
+        for action in node.actions:
+            if not action.differentiable:
+                tell_python(action, why, self.rewriting)
 
     def _passed(self, name: str, index: int, kind: int) -> str:
         """An output behind an operation that does nothing, and that TensorFlow does not take away."""
@@ -124,6 +148,7 @@ class Insertions:
         """Let routines see values without a part in what computes them."""
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
+            self._tell_no_gradient(op, where)
             return
         flat = side.flat(positions)
         node = Node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], ())
@@ -160,6 +185,7 @@ class Insertions:
         if not all(is_plain(tensor) for tensor in outputs.tensors):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return None
+        tell_python(action, f"it replaces {op.type}", self.rewriting)
         positions = inputs.selected([None])
         flat = inputs.flat(positions)
         sizes = [inputs.sizes[i] for i in positions]
@@ -179,6 +205,7 @@ class Insertions:
         self, op: tf.Operation, action: Action, entering: Side, leaving: Side, facts: OpFacts
     ) -> None:
         """Let a routine compute the gradients that leave a backward operation."""
+        tell_python(action, f"it replaces {op.type}", self.rewriting)
         gives = [i for i, tensor in enumerate(leaving.tensors) if is_plain(tensor)]
         positions = range(entering.count)
         node = Node([action], facts, entering.count, positions, entering.sizes, gives, gives)

@@ -35,7 +35,7 @@ class Pullbacks:
         """What a backward operation reads instead of the gradients of its forward operation's outputs."""
         taped = self._rewriting.taped.get(forward_id)
         changed: dict[int, str] = {}
-        for i in self._edges.from_outside(op) if taped else ():
+        for i in self._edges.from_outside(op) if self._rewriting.taped else ():
             tensor = op.inputs[i]
             position = self._output_of(forward, tensor)
             if position is None:
@@ -53,23 +53,49 @@ class Pullbacks:
         return changed
 
     def at_inputs(
-        self, op: tf.Operation, forward: tf.Operation, forward_id: int, write: Callable[[Any], str]
-    ) -> list[tuple[Any, str]]:
-        """After the last backward operation: gradients of the inputs, and what is read instead of them."""
+        self,
+        op: tf.Operation,
+        forward: tf.Operation,
+        forward_id: int,
+        write: Callable[[Any], str],
+        passed: Sequence[int] = (),
+    ) -> dict[int, tuple[Any, str]]:
+        """After the last backward operation: by position, gradients of the inputs and how they are read.
+
+        passed: positions of the inputs whose gradient is that of the output.
+        """
         taped = self._rewriting.taped.get(forward_id, [])
         before = [one for one in taped if one.side == "before"]
         instead = [one for one in taped if one.side == "instead"]
-        if not before and not instead:
-            return []
-        gradients = self._edges.of_inputs(forward)
+        gradients = self._edges.of_inputs(forward) if self._rewriting.taped else {}
         refs = {i: (tensor, write(tensor)) for i, tensor in gradients.items()}
+        entered = self._entered.get(forward, {})
+        if passed and 0 in entered:
+            refs |= dict.fromkeys(passed, entered[0])
+            gradients = {i: tensor for i, (tensor, _) in refs.items()}
         for one in instead:
             pulled = self._pull(op, one, self._entered.get(forward, {}), gradients)
             refs = {i: (gradients[i], ref) for i, ref in pulled.items()}
         for one in reversed(before):
             pulled = self._pull(op, one, refs, gradients)
             refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
-        return [(tensor, ref) for tensor, ref in refs.values() if ref != write(tensor)]
+        return refs
+
+    def past(
+        self, op: tf.Operation, forward_id: int, gradient: Any, ref: str, positions: Sequence[int]
+    ) -> dict[int, str]:
+        """By position of an input, its gradient where an operation passes that of its output as it is."""
+        taped = self._rewriting.taped.get(forward_id, [])
+        for one in reversed([one for one in taped if one.side == "after"]):
+            ref = self._pull(op, one, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
+        wanted = dict.fromkeys(positions, gradient)
+        refs = dict.fromkeys(positions, ref)
+        for one in reversed([one for one in taped if one.side in ("before", "instead")]):
+            given = {0: (gradient, ref)} if one.side == "instead" else {
+                i: (gradient, ref) for i, ref in refs.items()
+            }  # fmt: skip
+            refs |= self._pull(op, one, given, wanted)
+        return refs
 
     def _pull(
         self, op: tf.Operation, taped: Taped, entering: dict[int, tuple[Any, str]], wanted: dict[int, Any]

@@ -14,6 +14,7 @@ from ._facts import facts_of, inputs_of, outputs_of
 from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
 from ._insertions import Insertions
+from ._passing import Passing
 from ._pullbacks import Pullbacks
 from ._side import Side, enum
 from ._slots import Recalled
@@ -33,6 +34,7 @@ class _Rewriter:
     shared: the same for a tensor that an operation reads several times, by position.
     own: what the gradient operations of an operation read instead of a tensor, and itself where it
     is as it was.
+    returned: what the body gives back instead of a tensor, where others read it as it is.
     """
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
@@ -43,6 +45,7 @@ class _Rewriter:
         self.tensors: dict[Edge, str] = {}
         self.own: dict[tuple[str, Edge], str] = {}
         self.shared: dict[tuple[str, Edge], dict[int, str]] = {}
+        self.returned: dict[Edge, str] = {}
         self.removed: dict[str, str] = {}
         self.called: list[str] = []
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
@@ -50,6 +53,8 @@ class _Rewriter:
             rewriting.differentiated = True
         self.gradients = GradientEdges(body, self.forward)
         self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
+        redirects = self._redirect, self._give_back
+        self.passing = Passing(rewriting, self.pullbacks, self.gradients, self.forward, *redirects)
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
         self._recalled: dict[Any, str] = {}
         self._inputs: dict[str, list[Edge]] = {}
@@ -73,12 +78,14 @@ class _Rewriter:
                 self._wait_for_forward_call(op)
                 self._inputs.pop(self.body.node_name(op), None)
         self.insertions.flush()
+        if self.forward and self.rewriting.taped:
+            self.passing.tell_missed(self.body.backward)
         made = self.insertions.made
         changed = bool(made or self.called)
         if changed:
             self._connect()
         nodes = [node for name, node in self.body.nodes.items() if name not in self.removed]
-        outputs = [self._read_output(edge) for edge in self.body.outputs]
+        outputs = [self.returned.get(edge) or self._read_output(edge) for edge in self.body.outputs]
         return Rewritten(
             [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, self.called
         )
@@ -154,9 +161,23 @@ class _Rewriter:
             self.edges[node.name, i] = ref
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
-        if self.gradients.groups[forward][-1] is op:
-            for tensor, ref in self.pullbacks.at_inputs(op, forward, forward_id, self._read_tensor):
-                self.tensors[self._edge(tensor)] = ref
+        if self.rewriting.taped and self.gradients.groups[forward][-1] is op:
+            self._pull_at_inputs(op, forward, forward_id)
+
+    def _pull_at_inputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
+        passed = self.passing.positions(forward)
+        pulled = self.pullbacks.at_inputs(op, forward, forward_id, self._read_tensor, passed)
+        for i, (tensor, ref) in pulled.items():
+            vanilla = self._read_tensor(tensor)
+            if i not in passed and ref != vanilla:
+                self.tensors[self._edge(tensor)] = vanilla = ref
+            self.passing.follow(op, forward.inputs[i], tensor, ref, vanilla)
+
+    def _redirect(self, op: tf.Operation, index: int, ref: str) -> None:
+        self.edges[self.body.node_name(op), index] = ref
+
+    def _give_back(self, tensor: Any, ref: str) -> None:
+        self.returned[self._edge(tensor)] = ref
 
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         backward_id = digest(forward_id, self.body.identity, op.name)
@@ -168,9 +189,8 @@ class _Rewriter:
         plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in leaving])
         if not plan:
             return
-        before = Side(
-            [self._read_at(op, i) for i in entering], facts.grad_outputs, [None] * len(entering)
-        )  # fmt: skip
+        refs = [self._read_at(op, i) for i in entering]
+        before = Side(refs, facts.grad_outputs, [None] * len(refs))
         edges = [Edge(node.name, i) for i in leaving]
         refs = [self.body.syntax.write(edge) for edge in edges]
         after = Side(refs, [outputs[i] for i in leaving], [None] * len(leaving))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import digest
+from amanda.backend import Action, digest
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops, tensor_util
@@ -72,14 +72,23 @@ class Traced:
 def traced(node: Node, tensors: Sequence[Any], rewriting: Rewriting) -> Traced | None:
     """The routines of a place as a function; None where they have to run as Python, which is said."""
     if not all(action.traceable and not action.takes_run for action in node.actions):
+        for action in node.actions:
+            if action.takes_run:
+                tell_python(action, "it takes `run`, which belongs to one execution", rewriting)
         return None
     try:
         return Traced(node, tensors, rewriting)
     except Exception as error:
-        names = ", ".join(str(action) for action in node.actions)
         reason = str(error).partition("\n")[0]
-        rewriting.report(f"traceable {names}", f"it cannot be traced, and runs as Python: {reason}")
+        for action in node.actions:
+            tell_python(action, f"it cannot be traced: {reason}", rewriting)
         return None
+
+
+def tell_python(action: Action, why: str, rewriting: Rewriting) -> None:
+    """Report that a traceable routine runs as Python."""
+    if action.traceable:
+        rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
 
 def _constant(name: str, value: Any) -> Any:
