@@ -14,6 +14,8 @@ _ROOT = "tensorflow.python"
 _ENGINE = (
     "eager.context:Context.add_function_def",
     "eager.context:Context.get_function_def",
+    "eager.backprop:GradientTape._pop_tape",
+    "eager.backprop:GradientTape._push_tape",
     "eager.context:eager_mode",
     "eager.record:stop_recording",
     "framework.function_def_to_graph:function_def_to_graph",
@@ -63,6 +65,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "framework.ops:Graph._original_op",
     ),
     "eager": (
+        "eager.backprop:GradientTape._pop_tape",
+        "eager.backprop:GradientTape._push_tape",
         "eager.backprop:_gradient_function",
         "eager.core:_FallbackException",
         "eager.execute:execute",

@@ -8,20 +8,7 @@ from amanda.errors import RoutineError
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework.ops import EagerTensor
 
-
-class Unrecorded:
-    """`stop_recording` without its generality: no gradient tape or forward accumulator hears of ops."""
-
-    __slots__ = ("_stopped",)
-
-    def __enter__(self) -> None:
-        self._stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-        if not self._stopped:
-            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
-
-    def __exit__(self, *_: object) -> None:
-        if not self._stopped:
-            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+from ._recording import Unrecorded
 
 
 class TensorFlowTensors:
@@ -41,11 +28,8 @@ class TensorFlowTensors:
         """Call a routine where no tape records; a hot path."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty() or pywrap_tfe.TFE_Py_TapeSetIsStopped():
             return func(*values, **kwargs)
-        try:
-            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+        with Unrecorded():
             return func(*values, **kwargs)
-        finally:
-            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
 
     def version(self, value: Any) -> None:
         """None: a tensor holds what it held."""

@@ -23,6 +23,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
+from .._recording import let_routines_differentiate
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
@@ -70,6 +71,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         self._attached = True
         self._interception.enter(self._attributes)
         self._tape.enter(self._attributes)
+        let_routines_differentiate(self._attributes)
         follow_replicas(self._attributes)
         self._modules.enter()
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import tensorflow as tf
 from amanda.backend import DRIVER_API, FRAMEWORK, SKIPPED, Attributes, Driver, Namespace, codes
 
+from .._recording import let_routines_differentiate
 from .._requirements import check
 from ..graph import DEFAULT_BUDGET
 from ._boundary import Boundary
@@ -42,6 +43,7 @@ class FunctionDriver(Driver):
         codes.add_root(f"{Path(__file__).parent.parent}/", SKIPPED)
         self._boundary.enter(self._attributes)
         record_gradients(self._attributes)
+        let_routines_differentiate(self._attributes)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""

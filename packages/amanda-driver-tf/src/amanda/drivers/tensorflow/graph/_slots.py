@@ -9,8 +9,10 @@ import tensorflow as tf
 from amanda.backend import Execution, Inserted
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
+
+from .._recording import Unrecorded
 
 
 class Slot(script_ops.EagerFunc):  # type: ignore[misc]
@@ -21,7 +23,7 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
-        with context.eager_mode(), record.stop_recording():
+        with context.eager_mode(), Unrecorded():
             outputs = Execution.of(int(args[0])).call(self.index, args[1:])
             return [_on(device, one) for one in outputs] if device is not None else outputs
 

@@ -1,13 +1,13 @@
 """Tensors as routines meet them: symbols at analysis, eager tensors while a graph runs."""
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 from amanda.backend import TensorOps
 from amanda.errors import RoutineError
-from tensorflow.python.eager import record
+
+from .._recording import Unrecorded
 
 
 class GraphTensors(TensorOps):
@@ -25,10 +25,9 @@ class GraphTensors(TensorOps):
         """Shape of each tensor, as far as it is known, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
-    def isolated(self) -> AbstractContextManager[Any]:
+    def isolated(self) -> Unrecorded:
         """Context in which no tape records."""
-        context: AbstractContextManager[Any] = record.stop_recording()
-        return context
+        return Unrecorded()
 
     def version(self, value: Any) -> Any:
         """Tensors are never written into."""

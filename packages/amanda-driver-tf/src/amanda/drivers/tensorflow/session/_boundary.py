@@ -14,6 +14,7 @@ from amanda.backend import Attributes, Execution, State
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import errors_impl
 
+from .._recording import let_routines_differentiate
 from ._callables import Callables
 from ._cone import Request
 from ._run import Route, endpoint, request_of
@@ -42,6 +43,7 @@ class Boundary:
             (made, "__call__", self._callables.call),
         ):
             self._attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
+        let_routines_differentiate(self._attributes)
 
     def detach(self) -> None:
         """Put the methods back."""

@@ -1,0 +1,60 @@
+"""Where tapes record: not around routines, but the tapes that routines open themselves do."""
+
+import functools
+import threading
+from typing import Any
+
+from amanda.backend import Attributes
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import backprop
+
+
+class _Here(threading.local):
+    """How many contexts that do not record this thread is in, of ours."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
+class Unrecorded:
+    """`stop_recording` without its generality: no gradient tape or forward accumulator hears of ops."""
+
+    __slots__ = ("_stopped",)
+
+    def __enter__(self) -> None:
+        _here.depth += 1
+        self._stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        if not self._stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+    def __exit__(self, *_: object) -> None:
+        _here.depth -= 1
+        if not self._stopped:
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+
+
+def let_routines_differentiate(attributes: Attributes) -> None:
+    """Let a tape that a routine opens record as long as it is open.
+
+    The tapes around hear of it then, in vain: what a routine gives back is cut off from how it was made.
+    """
+    push, pop = backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
+
+    @functools.wraps(push)
+    def _push_tape(tape: Any) -> None:
+        if _here.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+            tape._amanda_restarted = True
+        push(tape)
+
+    @functools.wraps(pop)
+    def _pop_tape(tape: Any) -> None:
+        pop(tape)
+        if getattr(tape, "_amanda_restarted", False):
+            tape._amanda_restarted = False
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+    attributes.set(backprop.GradientTape, "_push_tape", _push_tape)
+    attributes.set(backprop.GradientTape, "_pop_tape", _pop_tape)
