@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
+from amanda._attributes import Attributes
 
 NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 METADATA = frozenset(
@@ -107,7 +108,7 @@ class MonkeyPatch:
     """
 
     def __init__(self, before: Callable[..., None] = nothing, after: Callable[..., None] = nothing) -> None:
-        self.places: list[tuple[Any, str, Any, Any]] = []
+        self.places: list[tuple[Any, str, Any]] = []
         overridable = {id(one) for functions in get_overridable_functions().values() for one in functions}
         for holder, names in HOLDERS:
             for name in names:
@@ -115,19 +116,16 @@ class MonkeyPatch:
                 in_place = name.endswith("_") and not name.startswith("_")
                 computes = holder is torch._C._nn or id(original) in overridable or in_place
                 if computes and isinstance(original, NATIVE) and name not in METADATA:
-                    self.places.append((holder, name, original, _patched(original, before, after)))
+                    self.places.append((holder, name, _patched(original, before, after)))
+
+        self.attributes = Attributes()
 
     def __enter__(self) -> None:
-        self.kept = [(holder, name, name in vars(holder)) for holder, name, *_ in self.places]
-        for holder, name, _, patched in self.places:
-            setattr(holder, name, patched)
+        for holder, name, patched in self.places:
+            self.attributes.set(holder, name, patched)
 
     def __exit__(self, *_: object) -> None:
-        for (holder, name, original, _), (_, _, own) in zip(self.places, self.kept, strict=True):
-            if own:
-                setattr(holder, name, original)
-            else:
-                delattr(holder, name)
+        self.attributes.restore()
 
 
 def _patched(original: Any, before: Callable[..., None], after: Callable[..., None]) -> Any:

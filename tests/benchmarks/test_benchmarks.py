@@ -108,3 +108,4 @@ def test_a_patch_leaves_torch_as_it_was(benchmark_modules: None) -> None:
         torch.relu(x + x)
     assert len(called) == 2
     assert [{name: vars(holder).get(name) for name in names} for holder, names in HOLDERS] == before
+    assert torch.tensor([torch.tensor(1)]).tolist() == [1]  # it fails where tensors have become sequences
