@@ -8,7 +8,7 @@ from operator import attrgetter
 import tensorflow as tf
 from amanda.errors import DriverError
 
-TESTED_VERSIONS = ("2.16", "2.17", "2.18", "2.19", "2.20", "2.21")
+TESTED_VERSIONS = ("2.21",)
 
 _ROOT = "tensorflow.python"
 _ENGINE = (
@@ -110,7 +110,7 @@ def check(mode: str) -> None:
         raise DriverError(
             f"tensorflow {tf.__version__} lacks {', '.join(lacking)}, without which {mode} mode cannot be "
             f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow "
-            f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}: "
+            f"{', '.join(TESTED_VERSIONS)}: "
             f'pip install "tensorflow=={TESTED_VERSIONS[-1]}.*", or a newer driver'
         )
 
