@@ -27,7 +27,7 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow")
-TOOLS = ("autoray", "pandas", "rich")
+TOOLS = ("autoray", "numpy", "pandas", "rich")
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 # What else these want is large, and not needed.

@@ -1,0 +1,43 @@
+"""Arrays of numpy, and of whatever can be turned into such, as blocks of real numbers, and their bins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+BLOCK = 1 << 16
+"""Numbers that are worked on at once: as many as stay in a processor's cache."""
+
+
+def numbers(tensor: Any) -> tuple[Any, int]:
+    """The numbers in one row."""
+    array = np.asarray(tensor)
+    return (np.abs(array) if np.iscomplexobj(array) else array).reshape(-1), 0
+
+
+def blocks(row: Any) -> Iterator[Any]:
+    """Parts of a row in float64."""
+    for start in range(0, row.shape[0], BLOCK):
+        yield row[start : start + BLOCK].astype(np.float64)
+
+
+def leading_bits(block: Any, bits: int) -> tuple[Any, int]:
+    """Exponent and first bits of the mantissa of magnitudes, as integers; those of the number 1."""
+    return np.abs(block).view(np.int64) >> (52 - bits), 1023 << bits
+
+
+def counts(indices: Any, total: int) -> Any:
+    """How many indices there are of each."""
+    return np.bincount(indices, minlength=total)
+
+
+def place(tensor: Any) -> str:
+    """Where a tensor lies."""
+    return str(getattr(tensor, "device", "cpu"))
+
+
+def arrays(tensors: list[Any]) -> list[Any]:
+    """Tensors as arrays of numpy."""
+    return [np.asarray(tensor) for tensor in tensors]

@@ -1,0 +1,160 @@
+"""What was measured: a row for each tensor of each op."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Column, Result, shortened
+from amanda.tools.stats._sketch import Sketch
+from amanda.tools.stats._statistics import Statistics
+
+KEYS = ("phase", "type", "module", "source", "tensor")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One tensor of one op, over its executions.
+
+    tensor: "output 0", "weight", "gradient 0", "weight gradient".  executions: those that were measured.
+    sketch: None where no bins were asked for.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    tensor: str
+    dtype: str
+    executions: int
+    statistics: Statistics
+    sketch: Sketch | None
+
+    def quantile(self, q: float) -> float | None:
+        """The number below which a share q of the finite ones lies; None without numbers or bins."""
+        if self.sketch is None:
+            return None
+        return self.sketch.quantile(q, self.statistics.least, self.statistics.most)
+
+    def merged(self, other: Measured) -> Measured:
+        """Both together."""
+        both = self.sketch and other.sketch and self.sketch.merged(other.sketch)
+        return replace(
+            self, executions=self.executions + other.executions, sketch=both or None,
+            statistics=self.statistics.merged(other.statistics),
+        )  # fmt: skip
+
+
+def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
+    told = ("mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles))
+    return (
+        *(Column(key, show=partial(shortened, width=32)) for key in KEYS),
+        Column("dtype"),
+        Column("executions", show="{:,}".format, number=True),
+        Column("elements", show="{:,}".format, number=True),
+        *(Column(name, show="{:.4g}".format, number=True) for name in told),
+        Column("sparsity", show="{:.2%}".format, number=True),
+        Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
+    )  # fmt: skip
+
+
+class StatsResult(Result):
+    """Statistics of weights, activations and gradients, in the order in which the ops were met.
+
+    quantiles: those that have a column; `Measured.quantile` gives any.
+    """
+
+    name: ClassVar[str] = "stats"
+    title = "Statistics of tensors"
+
+    def __init__(self, measured: Iterable[Measured], quantiles: Sequence[float] = ()) -> None:
+        self.measured = tuple(measured)
+        self.quantiles = tuple(quantiles)
+        self.columns = _columns(self.quantiles)  # type: ignore[misc]
+
+    def __iter__(self) -> Any:
+        return iter(self.measured)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each tensor."""
+        return [
+            (one.phase, one.type, one.module, one.source, one.tensor, one.dtype, one.executions,
+             one.statistics.elements, *_told(one), *map(one.quantile, self.quantiles),
+             one.statistics.sparsity, one.statistics.nan, one.statistics.inf + one.statistics.negative_inf)
+            for one in self.measured
+        ]  # fmt: skip
+
+    def notes(self) -> Sequence[str]:
+        """What the numbers are of, and how far quantiles are off at most."""
+        notes = ["Of finite numbers; of complex ones their magnitudes. NaN and Inf are counted apart."]
+        errors = [one.sketch.bins.error for one in self.measured if one.sketch is not None]
+        if errors and self.quantiles:
+            notes.append(f"Quantiles are within {max(errors):.1%} of the numbers that they lie between.")
+        return notes
+
+    def facts(self) -> Mapping[str, Any]:
+        """Quantiles, and for each row what another run can be merged with."""
+        kept = [
+            {"statistics": one.statistics.to_dict(), "sketch": one.sketch and one.sketch.to_dict()}
+            for one in self.measured
+        ]
+        return {"quantiles": list(self.quantiles), "kept": kept}
+
+    # ---- several runs ----
+
+    def merged(self, *others: StatsResult) -> StatsResult:
+        """This and other runs or ranks as one: what has the same keys, in the same order, is put together."""
+        together: dict[tuple[Any, ...], Measured] = {}
+        for result in (self, *others):
+            for key, one in _keyed(result.measured):
+                together[key] = together[key].merged(one) if key in together else one
+        return StatsResult(together.values(), self.quantiles)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StatsResult:
+        """Read what `save` wrote as JSON.
+
+        Raises AmandaError for a file of another kind or of a later version.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_dict(found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise AmandaError(f"{path} is no file of statistics that can be read: {error!r}") from error
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:
+        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        schema = (found.get("schema"), found.get("version")) if isinstance(found, Mapping) else found
+        if schema != (f"amanda.{cls.name}", cls.version):
+            raise ValueError(f"schema and version are {schema}, not amanda.{cls.name} and {cls.version}")
+        measured = [
+            Measured(
+                **{key: row[key] for key in (*KEYS, "dtype", "executions")},
+                statistics=Statistics.from_dict(kept["statistics"]),
+                sketch=kept["sketch"] and Sketch.from_dict(kept["sketch"]),
+            )
+            for row, kept in zip(found["rows"], found["kept"], strict=True)
+        ]
+        return cls(measured, found["quantiles"])
+
+
+def _told(one: Measured) -> tuple[float | None, ...]:
+    told = one.statistics
+    if not told.count:
+        return (None,) * 6
+    return told.mean, told.std, told.least, told.most, told.l1, told.l2
+
+
+def _keyed(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
+    """Each with its keys and how many before it had the same."""
+    seen: dict[tuple[str, ...], int] = {}
+    for one in measured:
+        key = tuple(getattr(one, name) for name in KEYS)
+        seen[key] = seen.get(key, -1) + 1
+        yield (*key, seen[key]), one

@@ -1,0 +1,171 @@
+"""The tool: measures what ops read and give, without keeping it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.stats._accumulator import Accumulator
+from amanda.tools.stats._result import Measured, StatsResult
+from amanda.tools.stats._sketch import Bins
+
+_NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
+
+
+@dataclass
+class _Place:
+    """One op, forward or backward: what was measured of each of its tensors, and how often."""
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    seen: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, _Stream] = field(default_factory=dict)
+
+
+@dataclass
+class _Stream:
+    """One tensor of an op over its executions."""
+
+    accumulator: Accumulator
+    dtype: str
+    executions: int = 0
+
+
+class StatsTool(amanda.Tool):
+    """Statistics of weights, activations and gradients, op by op, over all executions in its scopes.
+
+    weights, activations, gradients: what is measured: the weight that an op reads, what forward ops give,
+    what backward ops give.  every: of an op's executions the first and each so many-th after it.
+    quantiles: shown in the result.  bins: of the histogram that they come from, 0 for none; a power of
+    two from 256, and an error of at most 128 / bins of the quantile's value (3 % of 4096).
+    type, module, phase: words of StandardMapping, globs of module paths, "forward" or "backward", to
+    measure those ops alone.
+
+    Nothing is read from a device before `result` is asked for.  `clear` starts anew.
+    """
+
+    def __init__(
+        self,
+        weights: bool = True,
+        activations: bool = True,
+        gradients: bool = True,
+        every: int = 1,
+        quantiles: Sequence[float] = (0.01, 0.5, 0.99),
+        bins: int = 4096,
+        type: Sequence[str] = (),
+        module: Sequence[str] = (),
+        phase: Literal["forward", "backward"] | None = None,
+    ) -> None:
+        super().__init__()
+        _check(every, quantiles)
+        self._weights, self._activations = weights, activations
+        self._every, self._bins = every, Bins.of(bins) if bins else None
+        self._quantiles = tuple(quantiles) if bins else ()
+        self._types, self._modules = _listed(type), _listed(module)
+        self._places: dict[tuple[int, int | None], _Place] = {}
+        self.depends_on(StandardMapping())
+        if phase != "backward" and (weights or activations):
+            self.add_inst_for_op(self._forward)
+        if phase != "forward" and gradients:
+            self.add_inst_for_op(self._backward, backward=True)
+
+    @property
+    def result(self) -> StatsResult:
+        """What was measured so far; waits for the devices."""
+        return StatsResult(self._read(), self._quantiles)
+
+    def clear(self) -> None:
+        """Forget what was measured; what was analysed stays."""
+        for place in self._places.values():
+            place.seen.clear()
+            place.measured.clear()
+
+    def _read(self) -> Iterator[Measured]:
+        for place in list(self._places.values()):
+            for tensor, stream in place.measured.items():
+                yield Measured(
+                    place.phase, place.type, place.module, place.source, tensor, stream.dtype,
+                    stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
+                )  # fmt: skip
+
+    # ---- analysis ----
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        if not self._is_chosen(context, context["type"]):
+            return
+        place, dtype = self._place(context, "forward", context["type"]), context["dtype"]
+        weight = context["weight_index"]
+        if self._weights and weight is not None:
+            context.insert_before_op(self._see, inputs=[weight], place=place, name="weight", dtype=dtype)
+        if self._activations:
+            context.insert_after_op(self._see, place=place, name="output {}", dtype=dtype)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        kind = context["backward_type"]
+        if kind == "accumulate_grad" or not self._is_chosen(context, kind.removesuffix("_backward")):
+            return
+        place = self._place(context, "backward", kind)
+        context.insert_after_backward_op(
+            self._see, place=place, name="gradient {}", dtype=context["dtype"],
+            weight=context["weight_grad_index"],
+        )  # fmt: skip
+
+    def _is_chosen(self, context: amanda.OpContext, kind: str) -> bool:
+        module = context.get_scope()
+        types = not self._types or kind in self._types or context["type"] in self._types
+        return types and (not self._modules or any(fnmatchcase(module, one) for one in self._modules))
+
+    def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
+        key = (context.get_op_id(), context.get_backward_op_id())
+        if key not in self._places:
+            self._places[key] = _Place(phase, kind, context.get_scope(), context.get_source())
+        return self._places[key]
+
+    # ---- execution ----
+
+    @amanda.observer
+    def _see(self, *values: Any, place: _Place, name: str, dtype: Any, weight: int | None = None) -> None:
+        seen = place.seen.get(name, 0)
+        place.seen[name] = seen + 1
+        if seen % self._every:
+            return
+        for i, value in enumerate(_flat(values)):
+            kind = dtype(value)
+            if kind is not None and kind.startswith(_NUMBERS):
+                label = "weight gradient" if i == weight else name.format(i)
+                self._stream(place, label, kind).add(value)
+
+    def _stream(self, place: _Place, label: str, dtype: str) -> Accumulator:
+        stream = place.measured.get(label)
+        if stream is None:
+            stream = place.measured[label] = _Stream(Accumulator(self._bins), dtype)
+        stream.executions += 1
+        return stream.accumulator
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    """Values, and those in lists among them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _listed(words: Sequence[str]) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
+def _check(every: int, quantiles: Sequence[float]) -> None:
+    if every < 1:
+        raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
+    for q in quantiles:
+        if not 0 <= q <= 1:
+            raise AmandaError(f"{q!r} is no quantile; give numbers from 0 (least) to 1 (most)")

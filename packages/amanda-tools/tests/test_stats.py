@@ -1,0 +1,332 @@
+"""Statistics of streams: against numpy on everything at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool
+
+QUANTILES = (0.0, 0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0)
+
+
+def measured(program: Callable[[], Any], **options: Any) -> StatsResult:
+    tool = StatsTool(**options)
+    with amanda.apply(tool):
+        program()
+    return tool.result
+
+
+def one(result: StatsResult, **wanted: str) -> Measured:
+    (found,) = [m for m in result if all(getattr(m, key) == value for key, value in wanted.items())]
+    return found
+
+
+def accumulated(parts: Sequence[Any], bins: int = 4096) -> Accumulator:
+    accumulator = Accumulator(Bins.of(bins))
+    for part in parts:
+        accumulator.add(part)
+    return accumulator
+
+
+def assert_moments(found: Statistics, numbers: np.ndarray) -> None:
+    wanted = numbers.astype(np.float64).reshape(-1)
+    exact = {"rtol": 1e-13, "atol": 0.0}
+    assert (found.count, found.least, found.most) == (wanted.size, wanted.min(), wanted.max())
+    assert found.zeros == int((wanted == 0).sum())
+    spread = np.abs(wanted).max()
+    np.testing.assert_allclose(found.mean, wanted.mean(), rtol=1e-13, atol=1e-15 * spread)
+    np.testing.assert_allclose(found.std, wanted.std(), rtol=1e-12, atol=1e-15 * spread)
+    np.testing.assert_allclose(found.l1, np.abs(wanted).sum(), **exact)
+    np.testing.assert_allclose(found.l2, np.linalg.norm(wanted), **exact)
+    assert found.largest == spread
+
+
+def assert_quantiles(accumulator: Accumulator, numbers: np.ndarray, bins: int) -> None:
+    sketch, told = accumulator.sketch(), accumulator.statistics()
+    assert sketch is not None
+    wanted = np.sort(numbers.astype(np.float64).reshape(-1))
+    assert sketch.total == wanted.size
+    for q in QUANTILES:
+        found = sketch.quantile(q, told.least, told.most)
+        rank = q * (wanted.size - 1)
+        around = abs(wanted[[math.floor(rank), math.ceil(rank)]]).max()
+        assert abs(found - np.quantile(wanted, q)) <= 128 / bins * around * (1 + 1e-12)
+
+
+DISTRIBUTIONS = {
+    "normal": lambda g: g.normal(3.0, 0.2, 5000),
+    "far from zero": lambda g: g.normal(1e8, 1e-3, 5000),
+    "lognormal": lambda g: g.lognormal(0, 9, 5000) * g.choice([-1, 1], 5000),
+    "sparse": lambda g: g.normal(size=5000) * (g.random(5000) > 0.9),
+    "tiny": lambda g: g.normal(size=5000) * 1e-20,
+    "constant": lambda g: np.full(77, -2.5),
+}
+
+
+@pytest.mark.parametrize("bins", [256, 4096, 65536])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_moments_and_quantiles_are_numpys_on_everything_at_once(name: str, bins: int) -> None:
+    numbers = DISTRIBUTIONS[name](np.random.default_rng(0))
+    parts = [torch.from_numpy(part) for part in np.split(numbers, [1, 2, 60, 61])]
+    accumulator = accumulated(parts, bins)
+    assert_moments(accumulator.statistics(), numbers)
+    assert_quantiles(accumulator, numbers, bins)
+
+
+def test_arrays_of_numpy_are_measured_too() -> None:
+    numbers = np.random.default_rng(2).normal(size=(3, 70_001)).astype(np.float32)
+    assert_moments(accumulated([numbers]).statistics(), numbers)
+    assert_quantiles(accumulated([numbers]), numbers, 4096)
+
+
+def test_memory_does_not_grow_and_many_parts_are_exact() -> None:
+    numbers = np.random.default_rng(1).normal(1e4, 1.0, 300 * 7)
+    accumulator = accumulated([torch.from_numpy(part) for part in np.split(numbers, 300)])
+    assert all(len(vectors) <= 64 for vectors in accumulator._vectors.values())
+    assert_moments(accumulator.statistics(), numbers)
+
+
+def test_a_tensor_larger_than_a_block_is_measured_in_parts() -> None:
+    numbers = torch.randn(3, 70_001)
+    accumulator = accumulated([numbers.t()])
+    assert_moments(accumulator.statistics(), numbers.numpy())
+    assert_quantiles(accumulator, numbers.numpy(), 4096)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64,
+     torch.bool, torch.float8_e4m3fn, torch.float8_e5m2],
+)  # fmt: skip
+def test_every_element_type_is_measured(dtype: torch.dtype) -> None:
+    numbers = (torch.randn(1000) * 5).abs().to(dtype)
+    accumulator = accumulated([numbers])
+    assert_moments(accumulator.statistics(), numbers.double().numpy())
+    assert_quantiles(accumulator, numbers.double().numpy(), 4096)
+
+
+def test_complex_numbers_are_measured_by_their_magnitudes() -> None:
+    numbers = torch.randn(500, dtype=torch.complex128)
+    assert_moments(accumulated([numbers]).statistics(), numbers.abs().numpy())
+
+
+def test_nan_and_inf_are_counted_apart() -> None:
+    numbers = torch.tensor([1.0, math.nan, math.inf, 3.0, -math.inf, math.nan, 0.0])
+    accumulator = accumulated([numbers, torch.full((2,), math.nan)])
+    found = accumulator.statistics()
+    assert (found.nan, found.inf, found.negative_inf, found.elements) == (4, 1, 1, 9)
+    assert_quantiles(accumulator, np.array([1.0, 3.0, 0.0]), 4096)
+    assert (found.mean, found.most, found.zeros) == (4 / 3, 3.0, 1)
+    nothing = accumulated([torch.full((2,), math.nan)])
+    assert nothing.sketch().quantile(0.5, 0.0, 0.0) is None
+    assert nothing.statistics().count == 0
+
+
+def test_empty_and_meta_tensors_count_for_nothing() -> None:
+    accumulator = accumulated([torch.empty(0, 3), torch.empty(3, device="meta")])
+    assert accumulator.statistics() == Statistics()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+def test_sparse_and_nested_tensors_are_measured_as_what_they_stand_for() -> None:
+    dense = torch.randn(20, 30) * (torch.rand(20, 30) > 0.8)
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr()):
+        found = accumulated([sparse]).statistics()
+        assert_moments(found, dense.numpy())
+        assert found.sparsity == (dense == 0).double().mean().item()
+        assert_quantiles(accumulated([sparse]), dense.numpy(), 4096)
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        assert_moments(accumulated([nested]).statistics(), torch.cat(parts).numpy())
+
+
+def test_what_lies_beyond_all_bins_is_told_by_the_extremes() -> None:
+    sketch = accumulated([torch.tensor([-3e38, 1.0, 1e20, 1e-40])]).sketch()
+    assert [count for *_, count in sketch.histogram()] == [1, 1, 1, 1]
+    assert sketch.quantile(0.0, -3e38, 1e20) == -3e38
+    assert sketch.quantile(1.0, -3e38, 1e20) == 1e20
+    assert sketch.quantile(1 / 3, -3e38, 1e20) == 0.0
+
+
+def test_sketches_of_other_bins_merge_into_the_wider_ones() -> None:
+    numbers = torch.randn(1000)
+    fine, coarse = accumulated([numbers], 16384).sketch(), accumulated([numbers], 512).sketch()
+    assert accumulated([numbers], 512).sketch().merged(accumulated([], 512).sketch()) == coarse
+    both = fine.merged(coarse)
+    assert both.bins == coarse.bins
+    assert both.counts == {index: 2 * count for index, count in coarse.counts.items()}
+
+
+def test_a_histogram_is_numpys_over_its_edges() -> None:
+    numbers = torch.randn(1000, dtype=torch.float64)
+    rows = accumulated([numbers], 512).sketch().histogram()
+    lower, upper, counts = (np.array(column) for column in zip(*rows, strict=True))
+    assert (lower[1:] >= upper[:-1]).all()
+    for low, high, count in zip(lower, upper, counts, strict=True):
+        inside = ((numbers > low) & (numbers <= high)) if high <= 0 else (numbers >= low) & (numbers < high)
+        assert int(inside.sum()) == count
+
+
+@pytest.mark.parametrize("bins", [-1, 100, 3000, 128])
+def test_other_numbers_of_bins_are_refused(bins: int) -> None:
+    with pytest.raises(AmandaError, match=f"bins is {bins}; give 0 for none or a power of two"):
+        StatsTool(bins=bins)
+
+
+# ---- the tool ----
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def test_weights_activations_and_gradients_of_training_are_those_that_hooks_see(model: nn.Module) -> None:
+    outputs: list[Tensor] = []
+    gradients: list[Tensor] = []
+    weights: list[Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model[1].register_forward_hook(lambda module, given, made: outputs.append(made.detach().clone()))
+
+    def train() -> None:
+        for batch in torch.randn(4, 8, 6).unbind():
+            weights.append(model[0].weight.detach().clone())
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            gradients.append(model[0].weight.grad.clone())
+            optimizer.step()
+
+    result = measured(train)
+    relu = one(result, phase="forward", type="relu", tensor="output 0")
+    assert relu.executions == 4
+    assert relu.module == "1"
+    assert_moments(relu.statistics, torch.stack(outputs).numpy())
+    assert relu.statistics.sparsity == (torch.stack(outputs) == 0).double().mean().item()
+    weight = one(result, module="0", tensor="weight")
+    assert_moments(weight.statistics, torch.stack(weights).numpy())
+    gradient = one(result, phase="backward", module="0", tensor="weight gradient")
+    assert_moments(gradient.statistics, torch.stack(gradients).numpy())
+
+
+class Times(nn.Module):
+    def forward(self, x: Tensor, factor: int) -> Tensor:
+        return x.mul(factor)
+
+
+def test_each_so_many_th_execution_is_measured() -> None:
+    times = Times()
+    found = one(measured(lambda: [times(torch.full((2,), 3.0), i) for i in range(7)], every=3), type="mul")
+    assert found.executions == 3
+    assert found.statistics.mean == 9.0
+
+
+def test_ops_are_chosen_by_type_module_and_phase(model: nn.Module) -> None:
+    def program() -> None:
+        model(torch.rand(2, 6)).sum().backward()
+
+    assert {m.type for m in measured(program, type=["linear"])} == {
+        "linear", "linear_backward", "transpose_backward",
+    }  # fmt: skip
+    assert {m.module for m in measured(program, module=["[02]"])} == {"0", "2"}
+    assert {m.phase for m in measured(program, phase="backward")} == {"backward"}
+    assert {m.tensor for m in measured(program, weights=False, gradients=False)} == {"output 0"}
+
+
+def test_lists_of_tensors_are_measured_one_by_one() -> None:
+    result = measured(lambda: torch.arange(6.0).split(2))
+    assert [m.statistics.mean for m in result if m.type == "split"] == [0.5, 2.5, 4.5]
+
+
+def test_an_op_analysed_at_each_execution_stays_one_row() -> None:
+    times = Times()
+
+    def program() -> None:
+        with amanda.cache_disabled():
+            for i in range(5):
+                times(torch.ones(2), i)
+
+    assert one(measured(program), type="mul").executions == 5
+
+
+def test_clearing_starts_anew() -> None:
+    tool = StatsTool()
+    with amanda.apply(tool):
+        for _ in range(2):
+            tool.clear()
+            torch.ones(3).neg()
+    assert one(tool.result, type="neg").executions == 1
+
+
+def test_runs_and_ranks_merge_to_what_one_would_have_measured(model: nn.Module, tmp_path: Any) -> None:
+    batches = list(torch.randn(4, 8, 6))
+
+    def program(chosen: Sequence[Tensor]) -> Callable[[], Any]:
+        return lambda: [model(batch).sum().backward() for batch in chosen]
+
+    whole = measured(program(batches))
+    halves = [measured(program(half)) for half in (batches[:1], batches[1:])]
+    paths = [half.save(tmp_path / f"{i}.json") for i, half in enumerate(halves)]
+    merged = StatsResult.load(paths[0]).merged(StatsResult.load(paths[1]))
+    assert len(merged.measured) == len(whole.measured)
+    for ours, wanted in zip(merged, whole, strict=True):
+        assert (ours.type, ours.module, ours.executions) == (wanted.type, wanted.module, wanted.executions)
+        assert ours.sketch == wanted.sketch
+        assert ours.statistics.mean == pytest.approx(wanted.statistics.mean, rel=1e-12, abs=1e-15)
+        assert ours.statistics.std == pytest.approx(wanted.statistics.std, rel=1e-12)
+
+
+def test_a_result_goes_to_every_form_and_comes_back(model: nn.Module, tmp_path: Any) -> None:
+    result = measured(lambda: model(torch.full((2, 6), math.inf)), quantiles=[0.5])
+    assert "Quantiles are within 3.1%" in str(result)
+    assert "q0.5" in result.to_pandas().columns
+    found = json.loads(result.save(tmp_path / "stats.json").read_text(), parse_constant=pytest.fail)
+    assert (found["schema"], found["version"]) == ("amanda.stats", 1)
+    assert StatsResult.load(tmp_path / "stats.json").rows() == result.rows()
+    assert list(measured(lambda: model(torch.rand(2, 6)), bins=0).quantiles) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "amanda.flops", "version": 1}', '{"rows": 1}'])
+def test_other_files_are_refused(text: str, tmp_path: Any) -> None:
+    path = tmp_path / "stats.json"
+    path.write_text(text)
+    with pytest.raises(AmandaError, match=r"stats\.json is no file of statistics"):
+        StatsResult.load(path)
+
+
+def test_measuring_changes_nothing(model: nn.Module) -> None:
+    x = torch.rand(2, 6)
+    plain = model(x)
+    plain.sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    state = torch.get_rng_state()
+    found: list[Tensor] = []
+    measured(lambda: found.append(model(x)) or found[0].sum().backward())
+    assert torch.equal(found[0], plain)
+    assert all(map(torch.equal, wanted, (parameter.grad for parameter in model.parameters())))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wrong_options_are_told() -> None:
+    with pytest.raises(AmandaError, match="every is 0"):
+        StatsTool(every=0)
+    with pytest.raises(AmandaError, match="2 is no quantile"):
+        StatsTool(quantiles=[2])
+
+
+def test_it_is_loaded_by_name() -> None:
+    assert isinstance(amanda.load_tool("stats", every=2), StatsTool)
