@@ -113,7 +113,7 @@ class Pruning(amanda.Tool):
 
         try:
             weight = np.abs(np.asarray(context.get_value(1)))
-        except (amanda.AmandaError, ValueError, TypeError):
+        except (amanda.AmandaError, NotImplementedError):  # a symbol that has no value yet
             return None
         kept = (
             weight

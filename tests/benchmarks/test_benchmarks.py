@@ -68,9 +68,23 @@ def test_the_committed_page_is_made_from_the_committed_results(page: ModuleType)
     assert shown == {path.name for path in (ROOT / "docs").glob("benchmarks-*.svg")}
 
 
-def test_results_of_another_schema_are_refused(page: ModuleType) -> None:
-    with pytest.raises(ValueError, match="results have schema 0, this page is made from 1"):
-        page.text({"schema": 0})
+def test_benchmarks_of_several_machines_are_told_apart(page: ModuleType) -> None:
+    one = {"machine": {"processor": "A"}, "versions": {}, "date": "2026-01-01", "took": 61, "load": [0, 1]}
+    other = {**one, "machine": {"processor": "B"}}
+    lines = page.settings({"ops": one, "steps": one, "graphs": other})
+    assert [line for line in lines if "processor" in line] == ["| processor | A |", "| processor | B |"]
+    assert "| measured | 2026-01-01, in 2 min 2 s |" in lines
+    assert [line for line in lines if "ops" in line or "graphs" in line] == [
+        "| ops, steps |  |",
+        "| graphs |  |",
+    ]
+
+
+def test_results_of_another_schema_are_refused(page: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "benchmarks.json"
+    file.write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="has schema 0, this page is made from 2"):
+        page.read(file)
 
 
 def test_an_interval_that_crosses_the_figure_decides_nothing(benchmark_modules: None) -> None:
