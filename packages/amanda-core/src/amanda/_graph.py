@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from amanda.action import Action
     from amanda.context import OpFacts
 
+Rounds = Sequence[int]
+"""Which round of each loop around a place, the outermost loop first."""
+Runs = dict[tuple[int, tuple[int, ...]], dict[str, Any]]
+
 
 class GraphAnalysis:
     """The analysis of the ops of one graph, and of graphs that belong to it, by the layers of a state.
@@ -141,9 +145,10 @@ class Inserted:
     gives: positions of the values that it gives back, in order.
     sizes: for each given value that is a list, its length; None for a single tensor.
     wanted: of a replaced backward op, positions of the gradients that something reads.
+    depth: how many loops are around the forward op; each of their rounds has a `run` of its own.
     """
 
-    __slots__ = ("actions", "count", "facts", "given", "gives", "sizes", "wanted")
+    __slots__ = ("actions", "count", "depth", "facts", "given", "gives", "sizes", "takes_run", "wanted")
 
     def __init__(
         self,
@@ -162,6 +167,8 @@ class Inserted:
         self.sizes = tuple(sizes)
         self.gives = tuple(gives)
         self.wanted = tuple(wanted)
+        self.depth = 0
+        self.takes_run = any(action.takes_run for action in self.actions)
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
         """The op's values from the flat tensors that the graph hands over."""
@@ -171,9 +178,10 @@ class Inserted:
             values[position] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
         return values
 
-    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
-        """The flat tensors that go back into the graph."""
-        run = execution.runs.setdefault(self.facts.op_id, {})
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+        """The flat tensors that go back into the graph; `rounds` of the loops around the place."""
+        key = self.facts.op_id, tuple(rounds[: self.depth])
+        run = execution.runs.setdefault(key, {}) if self.takes_run else {}
         values = self.values(flat)
         if self.actions and self.actions[0].type.is_replacement:
             return self._replaced(self.actions[0], execution, values, run)
@@ -214,9 +222,10 @@ class Execution:
     """One run of a rewritten graph: the routines it calls, what they hand on, and their first exception.
 
     table: what runs at which slot.
-    runs: by forward op id, what its routines hand on from forward to backward.
-    stores: values that a forward pass keeps for its backward pass, by the place that kept them; in a loop
-    one for each time round, which are asked for in reverse.
+    runs: by forward op id and the rounds of the loops around the op, what its routines hand on from forward
+    to backward.
+    stores: values that a forward pass keeps for its backward pass, by the place that kept them and the rounds
+    of the loops around it; in a loop whose rounds are not told, one for each, asked for in reverse.
     """
 
     _numbers = count(1)
@@ -227,7 +236,7 @@ class Execution:
         state: State,
         ops: TensorOps,
         table: Mapping[int, Inserted],
-        runs: dict[int, dict[str, Any]] | None = None,
+        runs: Runs | None = None,
         every: bool = True,
         stores: dict[Hashable, list[Any]] | None = None,
     ) -> None:
@@ -235,7 +244,7 @@ class Execution:
         self.state = state
         self.ops = ops
         self.table = table
-        self.runs: dict[int, dict[str, Any]] = {} if runs is None else runs
+        self.runs: Runs = {} if runs is None else runs
         self.stores: dict[Hashable, list[Any]] = {} if stores is None else stores
         self._left: dict[Any, int] = {}
         self.error: BaseException | None = None
@@ -254,7 +263,7 @@ class Execution:
     def kept(self, place: Hashable, reader: Any) -> Any:
         """What a place has kept: to each reader the last first, then those before it."""
         entries = self.stores[place]
-        left = self._left[reader] = max(self._left.get(reader, len(entries)) - 1, 0)
+        left = self._left[reader, place] = max(self._left.get((reader, place), len(entries)) - 1, 0)
         return entries[left]
 
     def runs_action(self, action: Action) -> bool:
@@ -276,11 +285,11 @@ class Execution:
             error, self.error = self.error, None
             raise error from error.__cause__
 
-    def call(self, slot: int, flat: Sequence[Any]) -> list[Any]:
-        """What the graph calls at a slot."""
+    def call(self, slot: int, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+        """What the graph calls at a slot, in these rounds of the loops around it, outermost first."""
         try:
             with interceptor.Suspension():
-                return self.table[slot].run(self, flat)
+                return self.table[slot].run(self, flat, rounds)
         except BaseException as error:
             with self._lock:
                 self.error = self.error or error

@@ -240,12 +240,6 @@ def calling(x):
     return tf.reduce_sum(inner(x))
 
 
-SHARED = pytest.mark.xfail(
-    reason="notyet: what a loop accumulates for several gradient ops is one value for all of them",
-    strict=True,
-)
-
-
 @inside
 @pytest.mark.parametrize("differentiable", [False, True], ids=["isolated", "differentiable"])
 @pytest.mark.parametrize(
@@ -254,7 +248,7 @@ SHARED = pytest.mark.xfail(
         (calling, False),
         (calling, True),
         (looped, False),
-        pytest.param(looped, True, marks=SHARED),
+        (looped, True),
     ],
 )
 def test_gradients_in_called_functions_and_loops(inside, function, after, differentiable) -> None:

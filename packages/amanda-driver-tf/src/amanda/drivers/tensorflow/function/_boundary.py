@@ -174,7 +174,7 @@ class _Traced:
 def _call_copy(
     call: Callable[..., Any], copy: Copy, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
-    number = constant_op.constant(execution.number, dtypes.int64)
+    number = constant_op.constant([execution.number], dtypes.int64)
     try:
         return call(copy.name, [*args, number], count)
     except errors.OpError as error:

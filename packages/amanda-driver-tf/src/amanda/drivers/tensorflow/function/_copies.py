@@ -37,6 +37,7 @@ class Copy:
         self.kept = rewriting.kept
         self.shared = rewriting.shared
         self.taped = rewriting.taped
+        self.depths = rewriting.depths
         self.reports = list(rewriting.reports)
         self.backward: weakref.WeakKeyDictionary[Any, dict[Any, Copy]] = weakref.WeakKeyDictionary()
         self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -108,6 +109,7 @@ class Copies:
             rewriting.kept.update(trace.copy.kept)
             rewriting.shared.update(trace.copy.shared)
             rewriting.taped.update(trace.copy.taped)
+            rewriting.depths.update(trace.copy.depths)
             for op, graphs in trace.copy.callees.items():
                 rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
             rewriting.origin = lambda op: self._origin(op, trace)

@@ -40,6 +40,8 @@ class Body:
     backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
+    depth: how many loops are around it, whose rounds the number tells.
+    tells_rounds: whether it tells those of every loop around an operation.
     """
 
     ops: Sequence[tf.Operation]
@@ -57,6 +59,8 @@ class Body:
     backward: bool = False
     apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
+    depth: int = 0
+    tells_rounds: Callable[[tf.Operation], bool] = lambda op: True
 
 
 @dataclass
@@ -107,6 +111,7 @@ class Rewriting:
     index of the tensor, the place, its side and position.
     shared: the same where an op is given a tensor several times, by position; None where it is read as it is.
     taped: the places where routines of an op take part in autodiff, by op id.
+    depths: how many loops are around a forward op, by op id; 0 for others.
     callees: graphs of the functions that a forward operation calls, by the operation and place.
     ids: op ids and facts of the forward operations that were analysed.
     origin: the same of forward operations of another graph, which was rewritten before; None of others.
@@ -125,6 +130,7 @@ class Rewriting:
     kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
     shared: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
     taped: dict[int, list[Taped]] = field(default_factory=dict)
+    depths: dict[int, int] = field(default_factory=dict)
     origin: Callable[[tf.Operation], Any] = lambda op: None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from amanda.backend import digest
 
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._functions import body_of, copy_of
+from ._rounds import enter
 from ._slots import INT64
 
 _STATEFUL = {
@@ -25,19 +26,25 @@ _STATEFUL = {
 _FIRST_ARGUMENT = {"If": 1, "Case": 1}
 
 Rewrite = Callable[[Body, Rewriting], Rewritten]
+Read = Callable[[tf.Operation, int], str]
 
 
-def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: Rewrite) -> bool:
-    """Rewrite what an operation calls; whether anything was inserted there."""
+def rewrite_calls(
+    body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: Rewrite, read: Read, made: list[Any]
+) -> str | None:
+    """Rewrite what an operation calls; its last input, the number, or None where nothing was inserted.
+
+    read: what an input of an operation reads now.  made: gets the nodes that are needed besides.
+    """
     name = body.node_name(op)
     node = body.nodes[name]
     kind = _STATEFUL.get(node.op)
     callees = _callees(node)
     if not callees:
-        return False
+        return None
     if kind is None:
         rewriting.report(f"functions that {node.op} calls", "they run out of the graph's reach")
-        return False
+        return None
     offset = _FIRST_ARGUMENT.get(kind, 0)
 
     def read_argument(position: int) -> Any:
@@ -49,29 +56,32 @@ def rewrite_calls(body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: R
         function = body.functions(reference.name)
         if function is None:
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
-            return False
+            return None
         identity = digest(op_id(body, op.name), place)
         forward = body.forward_of(op)
         inner = body_of(
             function, identity, read_argument, rewriting, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
+            depth=body.depth + (kind == "While"),
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
     if not any(rewritten.changed for *_, rewritten in found):
-        return False
+        return None
     if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
            for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
+    number, step = body.number_at(op, True) if body.number_at else body.number, 0
+    if kind == "While":
+        number, step = enter(body, op, number, read, made)
     for place, reference, function, inner, rewritten in found:
-        carries = kind == "While" and place == "body"
-        copy = copy_of(function.definition, rewritten, inner, carries)
+        copy = copy_of(function.definition, rewritten, inner, step if place == "body" else 0)
         rewriting.library.append(copy)
         reference.name = copy.signature.name
-    _give_number(node, kind, body.number_at(op, True) if body.number_at else body.number)
+    _let_take_number(node, kind, body.depth + 1)
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
-    return True
+    return number
 
 
 def _callees(node: Any) -> list[tuple[str, Any]]:
@@ -87,15 +97,13 @@ def _callees(node: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _give_number(node: Any, kind: str, number: str) -> None:
-    """Let a call take the number as its last argument, and be one that TensorFlow leaves in place."""
+def _let_take_number(node: Any, kind: str, depth: int) -> None:
+    """Let a call take the number as its last argument, and be one that TensorFlow leaves in place.
+
+    depth: how many loops are around what a loop calls.
+    """
     node.op = kind
-    inputs = list(node.input)
-    end = next((i for i, text in enumerate(inputs) if text.startswith("^")), len(inputs))
-    inputs.insert(end, number)
-    del node.input[:]
-    node.input.extend(inputs)
     node.attr["T" if kind == "While" else "Tin"].list.type.append(INT64)
     if kind == "While" and node.attr["output_shapes"].list.shape:
-        node.attr["output_shapes"].list.shape.add()
+        node.attr["output_shapes"].list.shape.add().dim.add(size=1 + depth)
     node.attr.pop("_XlaMustCompile", None)

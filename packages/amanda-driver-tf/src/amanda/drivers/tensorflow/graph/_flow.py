@@ -7,10 +7,9 @@ enters. Of a Switch or Merge each value has a node of its own, since one that is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._side import Side, enum
-from ._slots import Node
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -59,10 +58,8 @@ def _each(
     for i in positions:
         if i in selected:
             gives = side.changeable([i])
-            inserted: Any = Node(actions, facts, side.count, [i], [None], gives)
-            inserted.keeps, inserted.taped = None, False
+            inserted = insertions.node(actions, facts, side.count, [i], [None], gives)
             inserted.dtypes = [side.tensors[k].dtype.base_dtype for k in gives]
-            inserted.keeps, inserted.taped = None, False
             types = [enum(side.tensors[k]) for k in gives]
             name = insertions.add(
                 op, inserted, [side.refs[i]], [enum(side.tensors[i])], types,

@@ -15,6 +15,7 @@ from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 
 from ._backward import ForwardMap
 from ._body import Body, Rewriting, Rewritten
+from ._rounds import captured_by, next_round
 from ._slots import INT64
 from ._syntax import FunctionSyntax, op_def
 
@@ -127,6 +128,7 @@ def body_of(
     forward_graph: Any = None,
     forward_call: tf.Operation | None = None,
     backward: bool = False,
+    depth: int = 0,
 ) -> Body:
     """The nodes of a function that run.
 
@@ -134,6 +136,7 @@ def body_of(
     forward_graph: the graph that this one has gradients of, where it does not capture its tensors.
     backward: whether this is the backward function of another.
     forward_call: where this is called for the gradients of a call, that one.
+    depth: how many loops are around it.
     """
     definition, graph = function.definition, function.graph
     run = executed(definition)
@@ -161,7 +164,7 @@ def body_of(
         nodes, syntax, NUMBER, identity, forward,
         [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
-        lambda name: function_named(name, graph), apart=apart, backward=backward,
+        lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
     )  # fmt: skip
 
 
@@ -174,13 +177,20 @@ def _has_custom_gradient(op: tf.Operation) -> bool:
 
 
 def _captured(graph: Any) -> Callable[[Any], Any]:
-    """For a placeholder of a graph, the symbol of another graph that it stands for."""
-    externals = {
-        (internal.op, internal.value_index): external
-        for external, internal in getattr(graph, "captures", ())
-        if not isinstance(external, ops.EagerTensor)
-    }
-    return lambda tensor: externals.get((tensor.op, tensor.value_index))
+    """For a placeholder of a graph, the symbol of another graph that it stands for.
+
+    So too for what a loop of gradients takes of what the rounds of another loop have accumulated.
+    """
+    held_by = captured_by(graph)
+
+    def held(tensor: Any) -> Any:
+        if tensor.op.type != "TensorListPopBack" or tensor.value_index != 1:
+            return held_by(tensor)
+        accumulated = held_by(tensor.op.inputs[0])
+        pushes = accumulated is not None and accumulated.op.type == "TensorListPushBack"
+        return accumulated.op.inputs[1] if pushes else None
+
+    return held
 
 
 def _forward_operations(
@@ -217,11 +227,11 @@ class _Reading:
         return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
 
 
-def copy_of(definition: Any, rewritten: Rewritten, body: Body, carries: bool = False) -> Any:
+def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0) -> Any:
     """A FunctionDef of an edited body, which takes the execution's number as its last argument.
 
     Its name tells its content, so that equal copies are one function.
-    carries: whether it gives the number back as its last output.
+    step: of a loop's body how the number changes with each round: it is the last output then.
     """
     copy = function_pb2.FunctionDef()
     copy.CopyFrom(definition)
@@ -240,9 +250,11 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, carries: bool = F
         key = f"amanda_{name}".replace("/", "_")
         copy.control_ret[key] = name
         copy.signature.control_output.append(key)
-    if carries:
+    if step:
+        nodes, number = next_round(NUMBER, body.depth, step)
+        copy.node_def.extend(nodes)
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
-        copy.ret[f"{NUMBER}_out"] = NUMBER
+        copy.ret[f"{NUMBER}_out"] = number
     if inserted:
         copy.signature.is_stateful = True
     content = digest(copy.SerializeToString(deterministic=True))

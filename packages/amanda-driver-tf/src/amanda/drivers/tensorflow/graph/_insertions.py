@@ -37,6 +37,13 @@ class Insertions:
         self._packed_bytes = 0
         self._flushed: list[str] = []
 
+    def node(self, actions: Sequence[Action], facts: OpFacts, *layout: Any) -> Node:
+        """Routines at an operation; layout: what `Inserted` takes besides."""
+        node = Node(actions, facts, *layout)
+        node.dtypes, node.keeps, node.taped = (), None, False
+        node.depth = self.rewriting.depths.get(facts.op_id, 0)
+        return node
+
     def insert_all(
         self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
     ) -> None:
@@ -66,7 +73,7 @@ class Insertions:
             return
         gives = side.changeable(positions)
         given, out = side.flat(positions), side.flat(gives)
-        node = Node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], gives)
+        node = self.node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], gives)
         node.dtypes = [side.tensors[i].dtype.base_dtype for i in out]
         self._let_keep(node, facts, where, given, out, self.takes_part(actions[0]))
         refs = [side.refs[i] for i in given]
@@ -131,7 +138,6 @@ class Insertions:
     def _let_keep(
         self, node: Node, facts: OpFacts, where: str, given: list[int], gave: list[int], takes_part: bool
     ) -> None:
-        node.keeps, node.taped = None, False
         wanted = takes_part or self.body.apart
         if not (wanted and self.rewriting.differentiated) or facts.backward_op is not None:
             return
@@ -151,8 +157,7 @@ class Insertions:
             self._tell_no_gradient(op, where)
             return
         flat = side.flat(positions)
-        node = Node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], ())
-        node.dtypes, node.keeps, node.taped = (), None, False
+        node = self.node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], ())
         refs, types = [side.refs[i] for i in flat], [enum(side.tensors[i]) for i in flat]
         if self.body.alone(op):
             self.add(op, node, refs, types, (), where == "before")
@@ -189,7 +194,7 @@ class Insertions:
         positions = inputs.selected([None])
         flat = inputs.flat(positions)
         sizes = [inputs.sizes[i] for i in positions]
-        node = Node([action], facts, inputs.count, positions, sizes, range(outputs.count))
+        node = self.node([action], facts, inputs.count, positions, sizes, range(outputs.count))
         node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
         self._let_keep(node, facts, "instead", flat, list(range(len(outputs.refs))), True)
         name = self.add(
@@ -208,9 +213,8 @@ class Insertions:
         tell_python(action, f"it replaces {op.type}", self.rewriting)
         gives = [i for i, tensor in enumerate(leaving.tensors) if is_plain(tensor)]
         positions = range(entering.count)
-        node = Node([action], facts, entering.count, positions, entering.sizes, gives, gives)
+        node = self.node([action], facts, entering.count, positions, entering.sizes, gives, gives)
         node.dtypes = [leaving.tensors[i].dtype for i in gives]
-        node.keeps, node.taped = None, False
         types = [enum(tensor) for tensor in entering.tensors]
         name = self.add(op, node, entering.refs, types, [enum(leaving.tensors[i]) for i in gives], False)
         for k, i in enumerate(gives):

@@ -105,7 +105,8 @@ class Pullbacks:
         inputs = [(k, i) for k, i in enumerate(taped.given) if i in wanted]
         if not outputs or not inputs:
             return {}
-        pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs])
+        depth = self._rewriting.depths.get(taped.place[0], 0)
+        pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs], depth)
         identity, made = taped.node
         waits = [f"^{made}"] if identity == self._insertions.body.identity else []
         name = self._insertions.add(

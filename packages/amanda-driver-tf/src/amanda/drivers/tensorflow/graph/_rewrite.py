@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import OpFacts, digest
+from amanda.backend import Action, OpFacts, digest
 
 from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
@@ -35,6 +36,7 @@ class _Rewriter:
     own: what the gradient operations of an operation read instead of a tensor, and itself where it
     is as it was.
     returned: what the body gives back instead of a tensor, where others read it as it is.
+    called: by the name of an operation whose functions were edited, the number that it is given.
     """
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
@@ -47,7 +49,7 @@ class _Rewriter:
         self.shared: dict[tuple[str, Edge], dict[int, str]] = {}
         self.returned: dict[Edge, str] = {}
         self.removed: dict[str, str] = {}
-        self.called: list[str] = []
+        self.called: dict[str, str] = {}
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
         if self.forward:
             rewriting.differentiated = True
@@ -73,10 +75,11 @@ class _Rewriter:
                 self._at_backward(op, forward)
             elif not self.body.backward:
                 self._at_forward(op)
-            if rewrite_calls(self.body, self.rewriting, op, rewrite):
-                self.called.append(self.body.node_name(op))
+            made = self.insertions.made
+            number = rewrite_calls(self.body, self.rewriting, op, rewrite, self._read_at, made)
+            if number is not None:
+                self.called[self.body.node_name(op)] = number
                 self._wait_for_forward_call(op)
-                self._inputs.pop(self.body.node_name(op), None)
         self.insertions.flush()
         if self.forward and self.rewriting.taped:
             self.passing.tell_missed(self.body.backward)
@@ -87,7 +90,7 @@ class _Rewriter:
         nodes = [node for name, node in self.body.nodes.items() if name not in self.removed]
         outputs = [self.returned.get(edge) or self._read_output(edge) for edge in self.body.outputs]
         return Rewritten(
-            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, self.called
+            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, list(self.called)
         )
 
     def _wait_for_forward_call(self, op: tf.Operation) -> None:
@@ -106,8 +109,11 @@ class _Rewriter:
         facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value, node)
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
+        if self.body.depth:
+            self.rewriting.depths[identity] = self.body.depth
         if not combined.forward:
             return
+        self._tell_shared_run(op, [*combined.before, combined.replace, *combined.after])
         inputs, side = self._input_side(op, node), self._output_side(op, node)
         flow = self.body.syntax.dead_values and op.type in FLOW
         if flow:
@@ -189,6 +195,7 @@ class _Rewriter:
         plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in leaving])
         if not plan:
             return
+        self._tell_shared_run(op, [*plan.before, plan.replace, *plan.after])
         refs = [self._read_at(op, i) for i in entering]
         before = Side(refs, facts.grad_outputs, [None] * len(refs))
         edges = [Edge(node.name, i) for i in leaving]
@@ -205,6 +212,14 @@ class _Rewriter:
             self.edges[node.name, entering[i]] = before.refs[i]
         for i in after.changed():
             self.tensors[edges[i]] = after.refs[i]
+
+    def _tell_shared_run(self, op: tf.Operation, actions: Sequence[Action | None]) -> None:
+        if not self.body.tells_rounds(op) and any(action and action.takes_run for action in actions):
+            self.rewriting.report(
+                f"the `run` of routines at {op.name}",
+                "all rounds of a loop of control flow of version 1 have one; use tf.while_loop with "
+                "tf.compat.v1.enable_control_flow_v2() for one each",
+            )
 
     def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
@@ -228,7 +243,8 @@ class _Rewriter:
             if source is None:
                 continue
             if source not in self._recalled:
-                name = self.insertions.add(op, Recalled(*source), (), (), [enum(tensor)], ahead=True)
+                recalled = Recalled(*source, self.rewriting.depths.get(source[0][0], 0))
+                name = self.insertions.add(op, recalled, (), (), [enum(tensor)], ahead=True)
                 self._recalled[source] = self.insertions.output_of(name, 0)
             self.edges[node.name, i] = self._recalled[source]
 
@@ -287,7 +303,8 @@ class _Rewriter:
             refs = [self._read(name, i, edge) for i, edge in enumerate(self._edges(node))]
             waits = [after for one in controls for after in self._behind(one)]
             waits += self.insertions.ahead.get(name, [])
-            texts = [*refs, *dict.fromkeys(f"^{one}" for one in waits)]
+            number = [self.called[name]] if name in self.called else []
+            texts = [*refs, *number, *dict.fromkeys(f"^{one}" for one in waits)]
             if list(node.input) != texts:
                 del node.input[:]
                 node.input.extend(texts)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Execution, Inserted
+from amanda.backend import Execution, Inserted, Rounds
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
@@ -16,7 +16,10 @@ from .._recording import Unrecorded
 
 
 class Slot(script_ops.EagerFunc):  # type: ignore[misc]
-    """Calls what an execution has at one slot; the execution's number is the first tensor."""
+    """Calls what an execution has at one slot.
+
+    The first tensor holds the execution's number, and the round of each loop around.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -24,7 +27,8 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
         with context.eager_mode(), Unrecorded():
-            outputs = Execution.of(int(args[0])).call(self.index, args[1:])
+            number, *rounds = args[0].numpy().tolist()
+            outputs = Execution.of(number).call(self.index, args[1:], rounds)
             return [_on(device, one) for one in outputs] if device is not None else outputs
 
 
@@ -65,52 +69,58 @@ class Node(Inserted):
     keeps: Hashable
     taped: bool
 
-    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
         tape = tf.GradientTape(persistent=True) if self.taped else None
         if tape is None:
-            results = self._results(execution, flat)
+            results = self._results(execution, flat, rounds)
         else:
             with _recording(), tape:
                 for tensor in flat:
                     tape.watch(tensor)
-                results = self._results(execution, flat)
+                results = self._results(execution, flat, rounds)
         if self.keeps is not None:
-            execution.keep(self.keeps, (list(flat), results, tape))
+            execution.keep((self.keeps, *rounds), (list(flat), results, tape))
         return results
 
-    def _results(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
-        results = super().run(execution, flat)
+    def _results(self, execution: Execution, flat: Sequence[Any], rounds: Rounds) -> list[Any]:
+        results = super().run(execution, flat, rounds)
         return [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
 
 
 class Recalled:
-    """Gives a tensor that a place kept in the forward pass: of what it was given, or of what it gave."""
+    """Gives a tensor that a place kept in the forward pass: of what it was given, or of what it gave.
 
-    def __init__(self, place: Hashable, side: int, index: int) -> None:
+    depth: how many loops were around the place.
+    """
+
+    def __init__(self, place: Hashable, side: int, index: int, depth: int) -> None:
         self.place = place
         self.side = side
         self.index = index
+        self.depth = depth
 
-    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """That tensor."""
-        return [execution.kept(self.place, self)[self.side][self.index]]
+        kept = execution.kept((self.place, *rounds[: self.depth]), self)
+        return [kept[self.side][self.index]]
 
 
 class Pullback:
     """Takes gradients of what a place gave to gradients of what it was given.
 
-    outputs, inputs: positions among those of the place.
+    outputs, inputs: positions among those of the place.  depth: how many loops were around it.
     """
 
-    def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+    def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int], depth: int) -> None:
         self.place = place
+        self.depth = depth
         self.outputs = tuple(outputs)
         self.inputs = tuple(inputs)
 
-    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The vector-Jacobian products."""
-        given, gave, tape = execution.kept(self.place, self)
+        given, gave, tape = execution.kept((self.place, *rounds[: self.depth]), self)
         gradients: list[Any] = tape.gradient(
             [gave[i] for i in self.outputs], [given[i] for i in self.inputs], list(flat),
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
@@ -137,11 +147,11 @@ class Packed:
     def __init__(self, members: Sequence[tuple[Inserted, int]]) -> None:
         self.members = tuple(members)
 
-    def run(self, execution: Execution, flat: Sequence[Any]) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """Hand each place its tensors."""
         first = 0
         for member, count in self.members:
-            member.run(execution, flat[first : first + count])
+            member.run(execution, flat[first : first + count], rounds)
             first += count
         return []
 

@@ -55,7 +55,7 @@ class Traced:
 
     def call(self, name: str, inputs: Sequence[str], waits: Sequence[str], gives: Sequence[int]) -> list[Any]:
         """The node that calls the function, after those of its constants."""
-        nodes = [_constant(f"{name}/constant{i}", value) for i, value in enumerate(self.constants)]
+        nodes = [constant(f"{name}/constant{i}", value) for i, value in enumerate(self.constants)]
         kind = "StatefulPartitionedCall" if self.stateful else "PartitionedCall"
         node = node_def_pb2.NodeDef(name=name, op=kind)
         node.input.extend([*inputs, *(f"{one.name}{self.written}" for one in nodes), *waits])
@@ -91,7 +91,8 @@ def tell_python(action: Action, why: str, rewriting: Rewriting) -> None:
         rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
 
-def _constant(name: str, value: Any) -> Any:
+def constant(name: str, value: Any) -> Any:
+    """A node that gives a value."""
     node = node_def_pb2.NodeDef(name=name, op="Const")
     node.attr["value"].tensor.CopyFrom(tensor_util.make_tensor_proto(value))
     node.attr["dtype"].type = node.attr["value"].tensor.dtype

@@ -57,6 +57,10 @@ class Frames:
         branches = op.type in ("Exit", "RefExit", "Switch", "RefSwitch", "Merge", "RefMerge")
         return branches or bool(self._frame[op.name] or self._guards.get((op.name, 0)))
 
+    def tells_rounds(self, op: Any) -> bool:
+        """Whether an operation is in no loop, as the rounds of these are not told apart."""
+        return not self._frame[op.name]
+
     def number_at(self, op: Any, ahead: bool, number: str) -> str:
         """The node that carries the execution's number, ahead of an operation or behind it."""
         frame = self._frame[op.name]
