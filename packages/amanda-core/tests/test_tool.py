@@ -229,3 +229,68 @@ def test_a_tool_is_copied_and_pickled_with_its_state() -> None:
         with amanda.apply(twin):
             assert Network()(x()).numbers == [36.0, 54.0]
         assert twin._amanda.analyses[0].tool is twin
+
+
+def matmuls(context: amanda.OpContext) -> bool:
+    return bool(context.get_op().__name__ == "matmul")
+
+
+def halved(context: amanda.OpContext, type: amanda.ActionType, routine: Any) -> Any:
+    return None if context.get_scope() == "first" else lambda value, **kwargs: routine(value, **kwargs) * 0.5
+
+
+def test_a_restricted_tool_analyses_what_is_admitted() -> None:
+    seen: list[str] = []
+    tool = Tool()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    tool.restrict(matmuls)
+    tool.restrict(lambda context: context.get_scope() == "second")
+    with amanda.apply(tool):
+        Network()(x())
+    assert seen == ["matmul"]
+
+
+def test_a_restriction_in_an_open_scope_holds_from_the_next_on() -> None:
+    seen: list[str] = []
+    tool, network = Tool(), Network()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    with amanda.apply(tool):
+        network(x())
+    first, seen[:] = list(seen), []
+    tool.restrict(matmuls)
+    with amanda.apply(tool):
+        network(x())
+    assert seen == [name for name in first if name == "matmul"]
+
+
+def test_an_exception_of_a_restriction_names_the_tool() -> None:
+    tool = Tool()
+    tool.add_inst_for_op(lambda context: None)
+    tool.restrict(lambda context: context["nothing"])
+    with pytest.raises(KeyError) as caught, amanda.apply(tool):
+        Network()(x())
+    assert "[amanda] tool Tool, before_forward_op of matmul" in caught.value.__notes__[0]
+
+
+def test_what_wraps_a_tools_routines_may_change_or_leave_them_out() -> None:
+    plain, changed = Network(), Network()
+    tool = Scaling(start=2.0)
+    tool.wrap_routines(halved)
+    with amanda.apply(tool):
+        result = changed(x())
+    assert result.numbers == plain(x()).numbers  # doubled and halved in the second, neither in the first
+
+
+def test_a_copied_tool_keeps_its_restrictions() -> None:
+    tool = Scaling()
+    tool.restrict(matmuls)
+    again = pickle.loads(pickle.dumps(tool))
+    assert again._amanda.admissions == [matmuls]
+
+
+def test_a_replacement_may_leave_the_op_to_itself() -> None:
+    tool, network = Tool(), Network()
+    tool.add_inst_for_op(lambda context: context.replace_op(lambda *inputs: NotImplemented))
+    with amanda.apply(tool):
+        result = network(x())
+    assert result.numbers == network(x()).numbers

@@ -182,6 +182,8 @@ class BackwardStep:
 
     def _replaced(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
         result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)
+        if result is NotImplemented:
+            return grads
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         wanted = [i for i, grad in enumerate(grads) if grad is not None]
         if len(results) == len(grads):

@@ -360,7 +360,9 @@ class EagerExecution(TensorOps):
         saved: Saved | None,
     ) -> Any:
         if combined.replace is not None:
-            return call.formed(run_replacement(self, combined.replace, inputs, told, run, call.targets))
+            result = run_replacement(self, combined.replace, inputs, told, run, call.targets)
+            if result is not NotImplemented:
+                return call.formed(result)
         if saved is not None:
             return saved.seeing(call.invoke, inputs)
         return call.invoke(inputs)

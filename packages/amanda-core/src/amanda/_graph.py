@@ -200,6 +200,12 @@ class Inserted:
         self, action: Action, execution: Execution, values: list[Any], run: dict[str, Any]
     ) -> list[Any]:
         result = run_replacement(execution.ops, action, values, self.facts, run)
+        if result is NotImplemented:
+            with explained(self.facts, action.tool, str(action)):
+                raise RoutineError(
+                    f"{action} left the op to itself, which a rewritten graph does not have any more; "
+                    "let it compute what the op would have"
+                )
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         wanted = list(self.wanted)
         if len(self.gives) == 1 and len(results) != 1:

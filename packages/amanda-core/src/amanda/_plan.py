@@ -93,7 +93,8 @@ class Layer:
         for routine in self.routines[point]:
             context._tool = routine.tool
             with explained(context._facts, routine.tool, point.value), routine.tool._amanda.lock:
-                routine.callback(context)
+                if all(admits(context) for admits in routine.tool._amanda.admissions):
+                    routine.callback(context)
         _plugins.plugin_manager().hook.amanda_op_analysed(context=context)
 
     def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:

@@ -151,7 +151,7 @@ def run_replacement(
     run: dict[str, Any],
     targets: Sequence[int] = (),
 ) -> Any:
-    """Call a routine instead of an op: what the op would have returned.
+    """Call a routine instead of an op: what the op would have returned; NotImplemented: the op shall run.
 
     targets: positions of the user's tensors that the op would have written and returned.
     """
@@ -163,7 +163,7 @@ def run_replacement(
         picked = given if action.select is None else _picked(action, given, facts)
         with action.tool._amanda.lock:
             result = action.func(*picked, **kwargs)
-        if not targets:
+        if not targets or result is NotImplemented:
             return result
         written = spread(values[i] for i in targets)
         results = lent if result is None else spread([result])

@@ -96,13 +96,14 @@ class Action:
     def __post_init__(self) -> None:
         for mark in ("differentiable", "traceable", "observer"):
             object.__setattr__(self, mark, mark in marks(self.func))
-        object.__setattr__(self, "takes_run", "run" not in self.kwargs and _has_run(self.func))
+        object.__setattr__(self, "takes_run", "run" not in self.kwargs and has_run(self.func))
 
     def __str__(self) -> str:
         return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"
 
 
-def _has_run(func: Routine) -> bool:
+def has_run(func: Routine) -> bool:
+    """Whether a routine has a parameter `run`."""
     try:
         return "run" in inspect.signature(func).parameters
     except (TypeError, ValueError):

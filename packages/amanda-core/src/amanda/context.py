@@ -194,7 +194,9 @@ class OpContext(dict[str, Any]):
     def replace_op(self, func: Routine, inputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` instead of the op; it takes part in autodiff as the op would have.
 
-        Raises ReplaceConflictError when another tool replaces the op already.
+        It may return NotImplemented to let the op itself run; in a graph, where there is nothing but
+        the replacement, that is an error.  Raises ReplaceConflictError when another tool replaces the
+        op already.
         """
         self._record(ActionType.REPLACE_OP, func, inputs, kwargs)
 
@@ -233,7 +235,12 @@ class OpContext(dict[str, Any]):
         self._check_point(kind, self._point)
         if kind.is_replacement:
             self._check_replacement(kind)
-        action = Action(kind, func, self._tool, self._selected(kind, select), dict(kwargs) or NO_KWARGS)
+        wrapped: Routine | None = func
+        for wrap in self._tool._amanda.wrappers:
+            wrapped = None if wrapped is None else wrap(self, kind, wrapped)
+        if wrapped is None:
+            return
+        action = Action(kind, wrapped, self._tool, self._selected(kind, select), dict(kwargs) or NO_KWARGS)
         self._actions.append(action)
 
     def _check_point(self, kind: ActionType, point: InstrumentationPoint) -> None:

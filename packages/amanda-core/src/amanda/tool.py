@@ -10,13 +10,15 @@ from typing import Any, Literal, NamedTuple
 from amanda import interceptor
 from amanda._plan import forget_all
 from amanda._scope import Scope, apply
-from amanda.action import InstrumentationPoint
+from amanda.action import ActionType, InstrumentationPoint, Routine
 from amanda.context import OpContext
 from amanda.errors import ToolError
 
 __all__ = ["Scope", "Tool", "apply"]
 
 AnalysisRoutine = Callable[[OpContext], None]
+Admission = Callable[[OpContext], bool]
+Wrapper = Callable[[OpContext, ActionType, Routine], Routine | None]
 Guard = Literal["shape"] | Callable[[Sequence[Any]], Hashable] | None
 
 
@@ -39,6 +41,8 @@ class _Registry:
         self.number = next(self._numbers)
         self.analyses: list[Analysis] = []
         self.dependencies: list[Tool] = []
+        self.admissions: list[Admission] = []
+        self.wrappers: list[Wrapper] = []
         self.version = 0
         self.lock = interceptor.Lock()
         self.layers: OrderedDict[Hashable, Any] = OrderedDict()
@@ -46,7 +50,7 @@ class _Registry:
         self.loaded: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("analyses", "dependencies", "state", "loaded")
+        kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,6 +122,23 @@ class Tool:
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
                 raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
         self._amanda.dependencies.extend(tools)
+        self._amanda.version += 1
+
+    def restrict(self, admits: Admission) -> None:
+        """Let this tool's analysis routines be called only for ops whose context `admits` accepts.
+
+        It is asked at each point, after the routines of the tools that this one depends on; several
+        restrictions hold together. `amanda.tools.select` has those that most want.
+        """
+        self._amanda.admissions.append(admits)
+        self._amanda.version += 1
+
+    def wrap_routines(self, wrap: Wrapper) -> None:
+        """Let `wrap(context, type, routine)` give what is recorded instead of a routine, for each action.
+
+        None for no action at all. A replacement may return NotImplemented, which lets the op itself run.
+        """
+        self._amanda.wrappers.append(wrap)
         self._amanda.version += 1
 
     # ---- state that outlives a run ----

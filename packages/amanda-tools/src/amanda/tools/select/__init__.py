@@ -1,0 +1,9 @@
+"""Apply a tool to some ops: by type, module or phase, at some steps.
+
+with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear"])):
+    model(x)
+"""
+
+from amanda.tools.select._select import Selection, SelectionError, select
+
+__all__ = ["Selection", "SelectionError", "select"]

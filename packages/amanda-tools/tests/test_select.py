@@ -1,0 +1,317 @@
+"""Selections of ops, and windows of steps, with real models."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.flops import FlopsTool
+from amanda.tools.nan import NanTool
+from amanda.tools.select import Selection, SelectionError, select
+from amanda.tools.steps import Steps, Window, WindowError
+
+
+class Seen(amanda.Tool):
+    """What is analysed and what is executed, by names of ops."""
+
+    def __init__(self) -> None:
+        self.analysed: list[str] = []
+        self.executed: list[str] = []
+        self.add_inst_for_op(self.forward)
+        self.add_inst_for_op(self.backward, backward=True)
+
+    def forward(self, context: amanda.OpContext) -> None:
+        name = f"{context.get_scope()}:{context.get_op_type()}"
+        context["name"] = name
+        self.analysed.append(name)
+        context.insert_before_op(self.note, inputs=[], name=name)
+
+    def backward(self, context: amanda.OpContext) -> None:
+        name = f"{context['name']}<{context.get_backward_op().__name__}"
+        self.analysed.append(name)
+        context.insert_before_backward_op(self.note, grad_outputs=[], name=name)
+
+    def note(self, name: str) -> None:
+        self.executed.append(name)
+
+
+class Handing(amanda.Tool):
+    """Its backward routine needs what the forward routine of the same execution handed on."""
+
+    def __init__(self) -> None:
+        self.handed: list[int] = []
+        self.executions = 0
+        self.add_inst_for_op(lambda context: context.insert_before_op(self.give, inputs=[]))
+        self.add_inst_for_op(self.backward, backward=True)
+
+    def backward(self, context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "AddmmBackward0":
+            context.insert_before_backward_op(self.take, grad_outputs=[])
+
+    def give(self, run: dict[str, Any]) -> None:
+        self.executions += 1
+        run["number"] = self.executions
+
+    def take(self, run: dict[str, Any]) -> None:
+        self.handed.append(run["number"])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+
+
+def x() -> torch.Tensor:
+    return torch.rand(3, 4)
+
+
+def test_only_selected_types_are_analysed() -> None:
+    seen = select(Seen(), type="linear")
+    with amanda.apply(seen):
+        mlp()(x())
+    assert seen.analysed == ["0:linear", "1.1:linear"]
+
+
+@pytest.mark.parametrize("word", ["lin?ar", "Lin*", "relu"])
+def test_types_may_be_patterns(word: str) -> None:
+    seen = select(Seen(), type=[word, "relu"])
+    with amanda.apply(seen):
+        mlp()(x())
+    assert "1.0:relu" in seen.analysed
+    assert len(seen.analysed) == (3 if word == "lin?ar" else 1)
+
+
+def test_the_frameworks_own_name_selects_too() -> None:
+    a, own, word = torch.rand(2, 2), select(Seen(), type="t"), select(Seen(), type="transpose")
+    with amanda.apply(own, word):
+        a.t()
+    assert own.analysed == word.analysed == [":t"]
+
+
+@pytest.mark.parametrize("module", ["1", "1.*", ["nothing", "1"], "[1]", "1.[01]"])
+def test_a_module_is_selected_with_what_lies_in_it(module: Any) -> None:
+    seen = select(Seen(), module=module)
+    with amanda.apply(seen):
+        mlp()(x())
+    assert seen.analysed == ["1.0:relu", "1.1:linear"]
+
+
+def test_backward_ops_go_with_their_forward_op() -> None:
+    seen = select(Seen(), module="1.1")
+    with amanda.apply(seen):
+        mlp()(x()).sum().backward()
+    assert {name.partition("<")[0] for name in seen.analysed} == {"1.1:linear"}
+    assert any("AddmmBackward0" in name for name in seen.executed)
+
+
+def test_phases_are_told_apart_and_contexts_stay_whole() -> None:
+    forward, backward = select(Seen(), phase="forward"), select(Seen(), phase="backward")
+    with amanda.apply(forward, backward):
+        mlp()(x()).sum().backward()
+    assert forward.executed
+    assert not any("<" in name for name in forward.executed)
+    assert backward.executed
+    assert all("<" in name for name in backward.executed)
+
+
+def test_tools_that_come_with_amanda_are_selected() -> None:
+    model, inputs = mlp(), x()
+    whole, part = FlopsTool(), select(FlopsTool(), module="1", phase="backward")
+    with amanda.apply(whole, part):
+        model(inputs).sum().backward()
+    rows = [row for row in whole.result.rows() if row[0] == "backward" and row[2].startswith("1")]
+    assert rows
+    assert part.result.rows() == rows
+    finder = select(NanTool(), phase="backward")
+    with amanda.apply(finder):
+        a = torch.zeros(2, requires_grad=True)
+        (a.sqrt().sum() + torch.log(-torch.ones(2)).sum()).backward()
+    assert {one.phase for one in finder.result.findings} == {"backward"}
+
+
+def test_two_selections_hold_together() -> None:
+    seen = select(select(Seen(), type="linear"), module="1")
+    with amanda.apply(seen):
+        mlp()(x())
+    assert seen.analysed == ["1.1:linear"]
+
+
+def test_what_was_not_selected_is_told() -> None:
+    selection = Selection(type="conv3d")
+    seen = Seen()
+    selection.let(seen)
+    with amanda.apply(seen):
+        mlp()(x())
+    assert not selection.matched
+    assert {"linear", "relu"} <= selection.types
+    assert "1.1" in selection.modules
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "part"),
+    [
+        ({"phase": "both"}, SelectionError, '"forward" or "backward"'),
+        ({"type": ""}, SelectionError, "type has ''"),
+        ({"module": [3]}, SelectionError, "module has 3"),
+        ({"frequency": 0}, WindowError, "frequency is 0"),
+        ({"start": -1}, WindowError, "start is -1"),
+        ({"start": 3, "end": 3}, WindowError, "no step is in between"),
+    ],
+)
+def test_what_cannot_be_is_an_error(given: dict[str, Any], error: type[AmandaError], part: str) -> None:
+    with pytest.raises(error, match=part):
+        select(Seen(), **given)
+
+
+# ---- steps ----
+
+
+def test_a_step_begins_with_the_first_op_of_the_model() -> None:
+    steps, model = Steps(), mlp()
+    counted = []
+    with amanda.apply(steps):
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)  # as scripts do ahead of the loop
+        for _ in range(4):
+            model(x()).sum().backward()
+            counted.append(steps.number)
+    assert counted == [0, 1, 2, 3]
+
+
+def test_without_modules_the_first_op_leads() -> None:
+    steps = Steps()
+    counted = []
+    with amanda.apply(steps):
+        for _ in range(3):
+            (torch.ones(2) * 2).sum()
+            counted.append(steps.number)
+    assert counted == [0, 1, 2]
+
+
+def test_loops_within_a_step_do_not_count() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            for _ in range(5):
+                h = self.cell(h)
+            return h
+
+    steps, model = Steps(), Recurrent()
+    with amanda.apply(steps):
+        for _ in range(3):
+            model(x())
+    assert steps.number == 2
+
+
+def test_steps_may_be_explicit() -> None:
+    steps, model = Steps(), mlp()
+    numbers: list[int] = []
+    steps.on_step(numbers.append)
+    with amanda.apply(steps):
+        model(x())
+        for _ in range(3):
+            steps.step()
+            model(x())
+            model(x())
+    assert numbers == [0, 1, 2, 3]
+
+
+def test_other_threads_begin_no_steps() -> None:
+    steps, model = Steps(), mlp()
+    with amanda.apply(steps) as scope:
+        model(x())
+        thread = threading.Thread(target=scope.bind(lambda: [model(x()) for _ in range(3)]))
+        thread.start()
+        thread.join()
+        model(x())
+    assert steps.number == 1
+
+
+@pytest.mark.parametrize(
+    ("window", "counted"),
+    [
+        ({"start": 2}, [2, 3, 4, 5]),
+        ({"end": 2}, [0, 1]),
+        ({"frequency": 2}, [0, 2, 4]),
+        ({"start": 1, "end": 5, "frequency": 3}, [1, 4]),
+    ],
+)
+def test_routines_run_at_steps_of_the_window(window: dict[str, int], counted: list[int]) -> None:
+    steps, seen, model, inputs = Steps(), Seen(), mlp(), x()
+    select(seen, steps=steps, **window)
+    at: dict[int, list[str]] = {}
+    with amanda.apply(seen):
+        for step in range(6):
+            model(inputs).sum().backward()
+            at[step], seen.executed = seen.executed, []
+    assert [step for step, names in at.items() if "0:linear" in names] == counted
+    # One step is like another, its first op and its backward ops are in it, and the others have nothing.
+    assert sorted(at[counted[0]]) == sorted(at[counted[-1]]) != []
+    assert all(not any("linear" in name for name in at[step]) for step in range(6) if step not in counted)
+
+
+def test_backward_routines_do_not_miss_what_was_left_out_in_the_forward_pass() -> None:
+    handing, steps, model = Handing(), Steps(), mlp()
+    select(handing, steps=steps, start=1)
+    with amanda.apply(handing):
+        losses = [model(x()).sum() for _ in range(2)]
+        (losses[0] + losses[1]).backward()  # in step 1, of a forward pass in step 0 and of one in step 1
+        assert len(handing.handed) == 2
+        model(x()).sum().backward()
+    assert len(handing.handed) == 4
+
+
+def test_a_replacement_gives_way_outside_its_window() -> None:
+    model, inputs = mlp(), x()
+    tool = amanda.Tool()
+    tool.add_inst_for_op(
+        lambda context: context.get_op_type() == "relu" and context.replace_op(torch.zeros_like)
+    )
+    select(tool, start=1, end=2)
+    plain = model(inputs)
+    with amanda.apply(tool):
+        first, second, third = (model(inputs) for _ in range(3))
+    assert torch.equal(first, plain)
+    assert torch.equal(third, plain)
+    assert torch.equal(second, model[1][1](torch.zeros(3, 4)))
+
+
+def test_one_window_serves_several_tools() -> None:
+    steps = Steps()
+    window = Window(steps, start=1)
+    one, two, model = Seen(), Seen(), mlp()
+    window.let(one)
+    window.let(two)
+    with amanda.apply(one, two):
+        for _ in range(3):
+            model(x())
+    assert one.executed == two.executed
+    assert one.executed.count("1.0:relu") == 2
+
+
+def test_a_model_that_is_called_once_does_not_lead() -> None:
+    steps, encoder, model = Steps(), mlp(), mlp()
+    with amanda.apply(steps):
+        encoder(x())
+        for _ in range(4):
+            model(x())
+    assert steps.number == 3
+
+
+def test_a_model_called_twice_in_a_step_does_not_lead() -> None:
+    steps, generator, critic = Steps(), nn.Linear(4, 4), mlp()
+    counted = []
+    with amanda.apply(steps):
+        for _ in range(4):
+            critic(generator(x()))
+            critic(x())
+            counted.append(steps.number)
+    assert counted[1:] == [1, 2, 3]
