@@ -27,7 +27,7 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow")
-TOOLS = ("autoray", "numpy", "pandas", "rich")
+TOOLS = ("autoray", "ml-dtypes", "numpy", "pandas", "rich", "safetensors")
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 # What else these want is large, and not needed.

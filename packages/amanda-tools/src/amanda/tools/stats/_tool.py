@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
@@ -45,10 +44,9 @@ class StatsTool(amanda.Tool):
     what backward ops give.  every: of an op's executions the first and each so many-th after it.
     quantiles: shown in the result.  bins: of the histogram that they come from, 0 for none; a power of
     two from 256, and an error of at most 128 / bins of the quantile's value (3 % of 4096).
-    type, module, phase: words of StandardMapping, globs of module paths, "forward" or "backward", to
-    measure those ops alone.
 
     Nothing is read from a device before `result` is asked for.  `clear` starts anew.
+    `amanda.tools.select` has it measure some ops alone.
     """
 
     def __init__(
@@ -59,21 +57,17 @@ class StatsTool(amanda.Tool):
         every: int = 1,
         quantiles: Sequence[float] = (0.01, 0.5, 0.99),
         bins: int = 4096,
-        type: Sequence[str] = (),
-        module: Sequence[str] = (),
-        phase: Literal["forward", "backward"] | None = None,
     ) -> None:
         super().__init__()
         _check(every, quantiles)
         self._weights, self._activations = weights, activations
         self._every, self._bins = every, Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
-        self._types, self._modules = _listed(type), _listed(module)
         self._places: dict[tuple[int, int | None], _Place] = {}
         self.depends_on(StandardMapping())
-        if phase != "backward" and (weights or activations):
+        if weights or activations:
             self.add_inst_for_op(self._forward)
-        if phase != "forward" and gradients:
+        if gradients:
             self.add_inst_for_op(self._backward, backward=True)
 
     @property
@@ -98,8 +92,6 @@ class StatsTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
-        if not self._is_chosen(context, context["type"]):
-            return
         place, dtype = self._place(context, "forward", context["type"]), context["dtype"]
         weight = context["weight_index"]
         if self._weights and weight is not None:
@@ -109,18 +101,13 @@ class StatsTool(amanda.Tool):
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
-        if kind == "accumulate_grad" or not self._is_chosen(context, kind.removesuffix("_backward")):
+        if kind == "accumulate_grad":
             return
         place = self._place(context, "backward", kind)
         context.insert_after_backward_op(
             self._see, place=place, name="gradient {}", dtype=context["dtype"],
             weight=context["weight_grad_index"],
         )  # fmt: skip
-
-    def _is_chosen(self, context: amanda.OpContext, kind: str) -> bool:
-        module = context.get_scope()
-        types = not self._types or kind in self._types or context["type"] in self._types
-        return types and (not self._modules or any(fnmatchcase(module, one) for one in self._modules))
 
     def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
         key = (context.get_op_id(), context.get_backward_op_id())
@@ -157,10 +144,6 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield from _flat(value)
         else:
             yield value
-
-
-def _listed(words: Sequence[str]) -> tuple[str, ...]:
-    return (words,) if isinstance(words, str) else tuple(words)
 
 
 def _check(every: int, quantiles: Sequence[float]) -> None:

@@ -1,0 +1,88 @@
+"""Arrays in files: safetensors or npz, with element types that numpy alone does not have."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save as save_safetensors
+
+from amanda.errors import AmandaError
+
+Format = Literal["safetensors", "npz"]
+Arrays = Mapping[str, NDArray[Any]]
+
+_SAFE = frozenset(
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 bfloat16 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
+)
+"""Element types that safetensors has; others are kept as bytes, and the index has their names."""
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """numpy's element type of this name, or that of ml_dtypes.
+
+    Raises AmandaError where there is none.
+    """
+    try:
+        return np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError as error:
+        raise AmandaError(f"{name!r} is no element type that numpy or ml_dtypes knows") from error
+
+
+def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
+    """Write arrays into one file, which is there whole or not at all."""
+    if form == "safetensors":
+        data = save_safetensors({
+            key: array if array.dtype.name in _SAFE else _bytes(array) for key, array in arrays.items()
+        })  # fmt: skip
+        write_whole(path, lambda file: file.write(data))
+    else:
+        plain = {key: array if array.dtype.isbuiltin == 1 else _bytes(array) for key, array in arrays.items()}
+        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **plain))
+
+
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.frombuffer(array.tobytes(), np.uint8)
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file beside its place and move it there."""
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_arrays(path: Path) -> Arrays:
+    """The arrays of a file; of types that the file's form does not have, the bytes.
+
+    Raises AmandaError for a file that cannot be read.
+    """
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as opened:
+                return dict(opened)
+        opened = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        return {key: np.frombuffer(one["data"], np.uint8) for key, one in opened}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AmandaError(f"the tensors of {path} cannot be read: {error}") from error
+
+
+def shaped(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """An array of a file as what it was."""
+    kind = dtype_of(dtype)
+    if array.dtype != kind:
+        array = np.frombuffer(array.tobytes(), kind)
+    return array.reshape(shape)

@@ -1,0 +1,100 @@
+"""What the index of a dump has: ops, and what was kept of their tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from amanda.tools.stats import Statistics
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op, forward or backward, in the order in which ops were met.
+
+    id: that of its place in the program; a backward op has its forward op's in `of`.  layout, weight_layout:
+    axes by StandardMapping; None where they have no fixed meaning.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    namespace: str
+    id: int
+    of: int | None = None
+    layout: str | None = None
+    weight_layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is told of a tensor that is not kept, or kept beside it.
+
+    sample: numbers at even distances in the order of indexing, magnitudes of complex ones.
+    """
+
+    statistics: Statistics
+    sample: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, which has no words for NaN and Inf."""
+        sample = [one if math.isfinite(one) else str(one) for one in self.sample]
+        return {"statistics": self.statistics.to_dict(), "sample": sample}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Summary:
+        """What `to_dict` gave."""
+        return cls(Statistics.from_dict(value["statistics"]), tuple(map(float, value["sample"])))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor at one execution of an op.
+
+    op: index among the ops.  order: how many executions of ops had been seen before.  execution: of this op,
+    from 0.  role: "input", "weight", "output", "gradient" (what a backward op gives) or "weight gradient".
+    position: among the inputs, outputs or gradients.  file, key: where its numbers are; None if they are not
+    kept, and then `left_out` names the option that says so.
+    """
+
+    op: int
+    order: int
+    execution: int
+    role: str
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+    summary: Summary
+    file: str | None = None
+    key: str | None = None
+    left_out: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "shape": list(self.shape),
+            "summary": self.summary.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Entry:
+        """What `to_dict` gave."""
+        known = {name: value[name] for name in cls.__dataclass_fields__}
+        known.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
+        return cls(**known)
+
+
+def op_to_dict(op: Op) -> dict[str, Any]:
+    """Plain values for JSON; ids as text, since 64 bits are more than some readers' numbers hold."""
+    return {**asdict(op), "id": f"{op.id:016x}", "of": None if op.of is None else f"{op.of:016x}"}
+
+
+def op_from_dict(value: Mapping[str, Any]) -> Op:
+    """What `op_to_dict` gave."""
+    known = {name: value[name] for name in Op.__dataclass_fields__}
+    known.update({name: known[name] and int(known[name], 16) for name in ("id", "of")})
+    return Op(**known)

@@ -1,0 +1,202 @@
+"""The tool: brings what ops read and give into a folder."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.dump._arrays import Format
+from amanda.tools.dump._entry import Entry, Op
+from amanda.tools.dump._result import DumpResult
+from amanda.tools.dump._values import array, summary
+from amanda.tools.dump._writer import Writer
+from amanda.tools.mapping import StandardMapping
+
+Keep = Literal["no", "summary", "full"]
+
+_NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "quint", "qint")
+
+
+@dataclass
+class _Place:
+    """One op: its index in the dump, and how often each side of it was seen."""
+
+    op: Op
+    index: int
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+class DumpTool(amanda.Tool):
+    """Writes summaries of tensors, or the tensors themselves, with an index, into a folder.
+
+    folder: made when needed; in a run of several ranks, a folder for each in it.  inputs, outputs, weights,
+    gradients: of each op "no", a "summary", or "full": what it reads, what it gives, the weight among what
+    it reads, what its backward ops give.  executions: of each op, None for all.  every: of an op's
+    executions the first and each so many-th after it.  max_bytes, max_tensor_bytes: a tensor beyond them is
+    a summary.  format: of the files with tensors.  overwrite: an older dump in the folder.
+
+    What waits is written now and then, at `result`, and when the program ends.  `amanda.tools.select` has it
+    dump some ops alone.  Raises AmandaError for a
+    folder that has other things in it.
+    """
+
+    def __init__(
+        self,
+        folder: Path = Path("dump"),
+        inputs: Keep = "no",
+        outputs: Keep = "summary",
+        weights: Keep = "summary",
+        gradients: Keep = "summary",
+        executions: int | None = 1,
+        every: int = 1,
+        max_bytes: int = 1 << 30,
+        max_tensor_bytes: int = 64 << 20,
+        format: Format = "safetensors",
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__()
+        self._keeps = {"input": inputs, "output": outputs, "weight": weights, "gradient": gradients}
+        _check(self._keeps, every, format)
+        self._executions, self._every = executions, every
+        self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
+        self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
+        self._places: dict[tuple[int, int | None], _Place] = {}
+        self._order = self._bytes = 0
+        weakref.finalize(self, self._writer.flush)
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._forward)
+        if gradients != "no":
+            self.add_inst_for_op(self._backward, backward=True)
+
+    @property
+    def result(self) -> DumpResult:
+        """What was dumped so far; all of it is written."""
+        self._writer.flush()
+        return DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
+
+    def clear(self) -> None:
+        """Forget what was dumped, also in the folder, and start anew."""
+        self._writer.clear()
+        self._order = self._bytes = 0
+        for place in self._places.values():
+            place.seen.clear()
+
+    # ---- analysis ----
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        weight, dtype = context["weight_index"], context["dtype"]
+        place = self._place(context, Op(
+            "forward", context["type"], context.get_scope(), context.get_source(), str(context.namespace),
+            context.get_op_id(), None, context["layout"], context["weight_layout"],
+        ))  # fmt: skip
+        if self._keeps["input"] != "no":
+            context.insert_before_op(self._see, place=place, role="input", dtype=dtype, weight=weight)
+        elif self._keeps["weight"] != "no" and weight is not None:
+            context.insert_before_op(
+                self._see, inputs=[weight], place=place, role="weight", dtype=dtype, first=weight
+            )
+        if self._keeps["output"] != "no":
+            context.insert_after_op(self._see, place=place, role="output", dtype=dtype)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        kind = context["backward_type"]
+        if kind == "accumulate_grad":
+            return
+        place = self._place(context, Op(
+            "backward", kind, context.get_scope(), context.get_source(), str(context.namespace),
+            context.get_backward_op_id() or 0, context.get_op_id(), context["layout"],
+            context["weight_layout"],
+        ))  # fmt: skip
+        weight, dtype = context["weight_grad_index"], context["dtype"]
+        context.insert_after_backward_op(self._see, place=place, role="gradient", dtype=dtype, weight=weight)
+
+    def _place(self, context: amanda.OpContext, op: Op) -> _Place:
+        key = (context.get_op_id(), context.get_backward_op_id())
+        if key not in self._places:
+            self._places[key] = _Place(op, self._writer.add_op(op))
+        return self._places[key]
+
+    # ---- execution ----
+
+    @amanda.observer
+    def _see(
+        self, *values: Any, place: _Place, role: str, dtype: Any, weight: int | None = None, first: int = 0
+    ) -> None:
+        seen = place.seen.get(role, 0)
+        place.seen[role] = seen + 1
+        taken, between = divmod(seen, self._every)
+        if between or (self._executions is not None and taken >= self._executions):
+            return
+        for position, value in _flat(values, first):
+            kind = dtype(value)
+            if kind is not None and kind.startswith(_NUMBERS):
+                self._take(value, kind, place, _role(role, position == weight), position, seen)
+        self._order += 1
+
+    def _take(self, value: Any, dtype: str, place: _Place, role: str, position: int, execution: int) -> None:
+        keep = self._keeps[role.split()[-1]]
+        if keep == "no":
+            return
+        shape = tuple(int(extent) for extent in value.shape)
+        entry = Entry(place.index, self._order, execution, role, position, shape, dtype, summary(value))
+        if keep == "full":
+            self._add_full(value, entry)
+        else:
+            self._writer.add(entry)
+
+    def _add_full(self, value: Any, entry: Entry) -> None:
+        """Add a tensor, or an entry that says why it is not kept."""
+        size = entry.summary.statistics.elements * _width(value)
+        numbers, left_out = None, "its layout"
+        if size > self._max_tensor_bytes:
+            left_out = "max_tensor_bytes"
+        elif self._bytes + size > self._max_bytes:
+            left_out = "max_bytes"
+        else:
+            numbers = array(value)
+        if numbers is None:
+            self._writer.add(replace(entry, left_out=left_out))
+        else:
+            self._bytes += numbers.nbytes
+            self._writer.add(entry, numbers)
+
+
+def _flat(values: Sequence[Any], first: int) -> Iterator[tuple[int, Any]]:
+    """Values, and those in lists among them, with their positions."""
+    for position, value in enumerate(values, first):
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            yield position, one
+
+
+def _role(role: str, is_weight: bool) -> str:
+    if not is_weight:
+        return role
+    return "weight gradient" if role == "gradient" else "weight"
+
+
+def _width(value: Any) -> int:
+    """Bytes of one element, 8 where a tensor does not tell."""
+    size = getattr(value, "itemsize", None) or getattr(getattr(value, "dtype", None), "size", None)
+    return size if isinstance(size, int) else 8
+
+
+def _of_rank(folder: Path) -> Path:
+    """A folder of its own for each rank that a launcher has started."""
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return folder / f"rank{os.environ.get('RANK', '0')}" if several else folder
+
+
+def _check(keeps: dict[str, Keep], every: int, form: str) -> None:
+    for name, keep in keeps.items():
+        if keep not in ("no", "summary", "full"):
+            raise AmandaError(f'{name}s is {keep!r}; it is "no", "summary" or "full"')
+    if every < 1:
+        raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
+    if form not in ("safetensors", "npz"):
+        raise AmandaError(f'format is {form!r}; it is "safetensors" or "npz"')

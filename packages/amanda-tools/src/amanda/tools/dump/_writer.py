@@ -1,0 +1,116 @@
+"""A folder that is filled while a program runs, and can be read at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from numpy.typing import NDArray
+
+from amanda.errors import AmandaError
+from amanda.tools.dump._arrays import Format, write_arrays, write_whole
+from amanda.tools.dump._entry import Entry, Op, op_to_dict
+from amanda.tools.dump._reader import INDEX, SCHEMA, VERSION, Dump
+
+SHARD = 64 << 20
+"""Bytes of tensors that wait to be written into one file."""
+_SECONDS, _PATIENCE = 2.0, 20.0
+
+
+class Writer:
+    """Ops, entries and tensors, written now and then: the tensors first, then the index that has them.
+
+    The index is written anew each time, and so seldom that this takes a small share of the time.  Nothing
+    is made in the folder before the first writing.
+    """
+
+    def __init__(self, folder: Path, form: Format, overwrite: bool) -> None:
+        self.folder, self._form = folder, form
+        self._process, self._lock = os.getpid(), Lock()
+        self.ops: list[Op] = []
+        self._check(overwrite)
+        self.clear()
+
+    def _check(self, overwrite: bool) -> None:
+        """Raises AmandaError where something is in the way."""
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise AmandaError(f"{self.folder} is no folder that a dump could be written into")
+        there = sorted(path.name for path in self.folder.iterdir())
+        if there and INDEX not in there:
+            raise AmandaError(f"{self.folder} has {there[0]} in it; give a folder that is empty or not there")
+        if there and not overwrite:
+            raise AmandaError(f"{self.folder} has a dump in it; give overwrite=True or another folder")
+
+    def clear(self) -> None:
+        """Forget the entries; those that were written go with the next writing."""
+        self.entries: list[Entry] = []
+        self._waiting: dict[str, NDArray[Any]] = {}
+        self._bytes = self._shards = 0
+        self._due = monotonic() + _SECONDS
+        self._changed = False
+
+    def add_op(self, op: Op) -> int:
+        """Take an op in; its index."""
+        with self._lock:
+            self.ops.append(op)
+            return len(self.ops) - 1
+
+    def add(self, entry: Entry, array: NDArray[Any] | None = None) -> None:
+        """Take an entry in, with its tensor if that is kept."""
+        with self._lock:
+            self.entries.append(entry if array is None else self._with_file(entry, array))
+            self._changed = True
+            full = self._bytes >= SHARD or monotonic() >= self._due
+        if full:
+            self.flush()
+
+    def _with_file(self, entry: Entry, array: NDArray[Any]) -> Entry:
+        op = self.ops[entry.op]
+        name = f"{len(self.entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
+        key = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        self._waiting[key] = array
+        self._bytes += array.nbytes
+        return replace(entry, dtype=array.dtype.name, file=self._shard(), key=key)
+
+    def _shard(self) -> str:
+        return f"tensors-{self._shards:05d}.{self._form}"
+
+    def flush(self) -> None:
+        """Write what waits, if this is the process that the dump belongs to."""
+        if self._changed and os.getpid() == self._process:
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        start = monotonic()
+        self._make_room()
+        if self._waiting:
+            write_arrays(self.folder / self._shard(), self._waiting, self._form)
+            self._waiting, self._bytes = {}, 0
+            self._shards += 1
+        index = {
+            "schema": SCHEMA, "version": VERSION,
+            "ops": [op_to_dict(op) for op in self.ops],
+            "entries": [entry.to_dict() for entry in self.entries],
+        }  # fmt: skip
+        write_whole(self.folder / INDEX, lambda file: file.write(json.dumps(index).encode()))
+        self._changed = False
+        took = monotonic() - start
+        self._due = monotonic() + max(_SECONDS, _PATIENCE * took)
+
+    def _make_room(self) -> None:
+        """Make the folder; remove an older dump ahead of the first writing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._shards == 0 and (self.folder / INDEX).exists():
+            files = Dump(self.folder).files
+            (self.folder / INDEX).unlink()
+            for name in files:
+                (self.folder / name).unlink(missing_ok=True)
