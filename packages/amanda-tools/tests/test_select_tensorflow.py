@@ -43,6 +43,11 @@ def test_steps_of_fit_are_batches(model: keras.Model) -> None:
     assert calls(whole, "matmul") == {"wide": 8, "out": 8}
     assert calls(part, "matmul") == {"wide": 3, "out": 3}
     assert calls(part, "matmul_backward", "backward") == {"wide": 3, "out": 6}
+    everything = {tuple(row[:4]): row[4] for row in whole.result.rows()}
+    selected = {tuple(row[:4]): row[4] for row in part.result.rows()}
+    in_graph = {key: number for key, number in everything.items() if number % 8 == 0}
+    assert len(in_graph) > 40
+    assert {key: selected.get(key) for key in in_graph} == {key: 3 * n // 8 for key, n in in_graph.items()}
 
 
 def test_steps_in_eager_mode_are_calls_of_the_model(model: keras.Model) -> None:

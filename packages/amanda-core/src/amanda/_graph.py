@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +225,16 @@ class Inserted:
             )
 
 
+class Table(dict[int, Any]):
+    """What runs at which slot of a rewritten graph."""
+
+    @cached_property
+    def openings(self) -> tuple[tuple[Action, OpFacts], ...]:
+        """The routines that are called as a run begins; asked for when the graph has been rewritten."""
+        places = [one for one in self.values() if isinstance(one, Inserted)]
+        return tuple((action, place.facts) for place in places for action in place.actions if action.opening)
+
+
 class Execution:
     """One run of a rewritten graph: the routines it calls, what they hand on, and their first exception.
 
@@ -274,13 +285,14 @@ class Execution:
 
     def runs_action(self, action: Action) -> bool:
         """Whether a scope with the action's tool is open for this execution."""
-        return self._every or self.state.is_open(action.tool)
+        return not action.opening and (self._every or self.state.is_open(action.tool))
 
     @contextmanager
     def under_way(self) -> Iterator[Execution]:
         """Let the graph call back; the first exception of a routine is raised as itself."""
         self._running[self.number] = self
         try:
+            self._open()
             yield self
         except BaseException:
             if self.error is None:
@@ -290,6 +302,12 @@ class Execution:
         if self.error is not None:
             error, self.error = self.error, None
             raise error from error.__cause__
+
+    def _open(self) -> None:
+        for action, facts in self.table.openings if isinstance(self.table, Table) else ():
+            if self._every or self.state.is_open(action.tool):
+                with explained(facts, action.tool, str(action)), action.tool._amanda.lock:
+                    action.func(**action.kwargs)
 
     def call(self, slot: int, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """What the graph calls at a slot, in these rounds of the loops around it, outermost first."""

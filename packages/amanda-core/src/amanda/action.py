@@ -91,10 +91,11 @@ class Action:
     differentiable: bool = field(init=False)
     traceable: bool = field(init=False)
     observer: bool = field(init=False)
+    opening: bool = field(init=False)
     takes_run: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        for mark in ("differentiable", "traceable", "observer"):
+        for mark in ("differentiable", "traceable", "observer", "opening"):
             object.__setattr__(self, mark, mark in marks(self.func))
         object.__setattr__(self, "takes_run", "run" not in self.kwargs and has_run(self.func))
 
@@ -149,3 +150,8 @@ def traceable(func: RoutineT) -> RoutineT:
 def observer(func: RoutineT) -> RoutineT:
     """Promise that a routine never changes a value, so that a driver may batch its calls."""
     return _marked(func, "observer")
+
+
+def opening(func: RoutineT) -> RoutineT:
+    """Let a routine, given no value, be called in a graph once as each run of it begins, ahead of all ops."""
+    return _marked(func, "opening")

@@ -14,7 +14,7 @@ from typing import ClassVar
 from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
-from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds
+from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
 from amanda._imports import when_imported
 from amanda._interrupts import uninterrupted
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
@@ -47,6 +47,7 @@ __all__ = [
     "Rounds",
     "Saved",
     "State",
+    "Table",
     "TensorOps",
     "Trace",
     "codes",

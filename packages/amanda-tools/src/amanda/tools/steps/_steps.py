@@ -8,6 +8,7 @@ from threading import get_ident
 
 import amanda
 from amanda import interceptor
+from amanda.action import opening
 
 Listener = Callable[[int], object]
 
@@ -47,8 +48,7 @@ class Steps(amanda.Tool):
     there is none, the earliest line outside of modules that repeats leads.  After a call of `step` only
     further ones begin steps.
 
-    In a graph, operations that do not wait for the leading one (constants, reads) may count with the step
-    before.
+    In a graph a step begins as a run of it begins, ahead of every operation.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Steps(amanda.Tool):
 
     # ---- execution ----
 
-    @amanda.observer
+    @opening
     def _execute(self, place: Hashable) -> None:
         one = self._candidates[place]
         self._between_runs = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from amanda.backend import GraphAnalysis, Inserted, Namespace, State, digest
+from amanda.backend import GraphAnalysis, Inserted, Namespace, State, Table, digest
 from tensorflow.python.framework import tensor_util
 
 from ._values import GraphTensors
@@ -121,7 +121,7 @@ class Rewriting:
     namespace: Namespace
     layer: Layer | None = None
     budget: int = DEFAULT_BUDGET
-    table: dict[int, Any] = field(default_factory=dict)
+    table: Table = field(default_factory=Table)
     library: list[Any] = field(default_factory=list)
     ids: dict[tf.Operation, Any] = field(default_factory=dict)
     callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
