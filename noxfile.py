@@ -42,7 +42,8 @@ TESTS = (
     "ipykernel",
     "towncrier",
 )
-LIBRARIES = ("captum", "fvcore", "iopath", "nnsight")  # alone, and what the tests need of the rest:
+# Alone, and what the tests need of the rest:
+LIBRARIES = ("captum", "fvcore", "iopath", "nnsight", "pytorchfi")
 LIBRARIES_NEED = (
     "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
     "websocket-client", "yacs", "zstandard",

@@ -1,0 +1,35 @@
+"""Error injection: bit flips, stuck values and noise in tensors, gradients and weights of any op.
+
+faults = InjectTool(fault="bit_flip", type="conv2d", seed=7)
+with amanda.apply(faults):
+    model(x)
+print(faults.result)
+
+campaign = Campaign(InjectTool(type="conv2d"), trials=200, compare=top1_changed)
+print(campaign.run(lambda: model(x)))
+"""
+
+from amanda.tools.inject._campaign import Campaign
+from amanda.tools.inject._compare import Compare, differs, differs_by, top1_changed
+from amanda.tools.inject._options import InjectError
+from amanda.tools.inject._outcomes import CampaignResult, Outcome, Rate, Trial, wilson
+from amanda.tools.inject._result import Injection, InjectResult
+from amanda.tools.inject._tool import InjectTool, Site
+
+__all__ = [
+    "Campaign",
+    "CampaignResult",
+    "Compare",
+    "InjectError",
+    "InjectResult",
+    "InjectTool",
+    "Injection",
+    "Outcome",
+    "Rate",
+    "Site",
+    "Trial",
+    "differs",
+    "differs_by",
+    "top1_changed",
+    "wilson",
+]

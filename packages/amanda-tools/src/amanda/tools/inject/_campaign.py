@@ -1,0 +1,159 @@
+"""A campaign: the same program many times, each time with other faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
+from amanda.tools.inject._options import InjectError
+from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
+from amanda.tools.inject._tool import InjectTool, Site
+
+Program = Callable[[], Any]
+Sample = Literal["ops", "elements", "all"]
+
+
+class HangError(AmandaError):
+    """A program runs for much longer than it does without faults."""
+
+
+class _Watch(amanda.Tool):
+    """Stops a program that executes too many ops, or for too long."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self.limit: float = float("inf")
+        self.start()
+        self.add_inst_for_op(lambda context: context.insert_before_op(self._look, inputs=[]))
+
+    def start(self) -> None:
+        self.executions, self.fired = 0, ""
+        self._deadline = float("inf") if self._timeout is None else time.monotonic() + self._timeout
+
+    def _look(self) -> None:
+        self.executions += 1
+        if self.executions > self.limit:
+            self.fired = f"it executed more than {int(self.limit):,} ops"
+        elif time.monotonic() > self._deadline:
+            self.fired = f"it ran for more than {self._timeout} s"
+        if self.fired:
+            raise HangError(f"the program was stopped: {self.fired}")
+
+
+class Campaign:
+    """Runs a program `trials` times, each time with faults that the tool puts in, and sorts what comes of it.
+
+    tool: what is injected; its seed and the number of a trial decide where.
+    compare: whether an output is corrupted, given the one without faults and this one, as NumPy arrays
+        in the structure that the program returned: `differs`, `differs_by(...)`, `top1_changed`, your own.
+    sample: "ops": each trial picks one execution of one op, all alike; "elements": each as often as it has
+        elements; "all": faults are put into every execution, as the tool's probability has it.
+    hang_factor: a program that executes so many times the ops that it does without faults is stopped.
+    timeout: so is one that takes so many seconds.  Both look whenever an op begins: a kernel that does not
+        come back is not stopped, and None of both leaves ops that are not selected as they are.
+
+    Raises InjectError for options that make no sense.
+    """
+
+    def __init__(
+        self,
+        tool: InjectTool,
+        trials: int = 100,
+        compare: Compare = differs,
+        sample: Sample = "ops",
+        hang_factor: float | None = 10.0,
+        timeout: float | None = None,
+    ) -> None:
+        if trials < 1:
+            raise InjectError(f"trials is {trials}; a campaign has at least 1")
+        if sample not in get_args(Sample):
+            raise InjectError(f"sample is {sample!r}; it is one of {', '.join(get_args(Sample))}")
+        if hang_factor is not None and hang_factor <= 1:
+            raise InjectError(f"hang_factor is {hang_factor}; it is more than 1")
+        self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
+        self._hang_factor = hang_factor
+        self._watch = None if hang_factor is None and timeout is None else _Watch(timeout)
+
+    def run(self, program: Program) -> CampaignResult:
+        """Run the program without faults twice, and once for each trial.
+
+        It has to do the same at each call, random numbers and trained weights included.
+        Raises InjectError where it does not, or executes nothing in which a fault fits.
+        """
+        golden, sites = self._golden(program)
+        trials = [self._trial(program, number, golden, sites) for number in range(self._trials)]
+        return CampaignResult(trials, self._tool.seed, len(sites))
+
+    def replay(self, program: Program, number: int) -> Any:
+        """Run the program with the faults of one trial: what it returns, or what it raises."""
+        _, sites = self._golden(program)
+        self._tool.try_at(number, self._site(number, sites))
+        return self._run(program)
+
+    def _golden(self, program: Program) -> tuple[Any, list[Site]]:
+        """What the program gives without faults, and where it can have them."""
+        self._tool.look()
+        if self._watch is not None:
+            self._watch.limit = float("inf")
+        golden = arrays(self._run(program))
+        if self._watch is not None and self._hang_factor is not None:
+            self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
+        sites = self._tool.sites
+        if not sites:
+            raise InjectError(
+                "the program executes nothing in which a fault fits; " + " ".join(self._tool.result.notes())
+            )
+        self._tool.look()
+        again = arrays(self._run(program))
+        if self._compare(golden, again) or not_finite(golden, again):
+            raise InjectError(
+                "the program gives another output each time, also without faults; let it seed its random "
+                "numbers and start from the same weights at each call"
+            )
+        return golden, sites
+
+    def _site(self, number: int, sites: list[Site]) -> Site | None:
+        if self._sample == "all":
+            return None
+        key = np.array([self._tool.seed, 0], np.uint64)
+        counter = np.array([0, 0, number, 1 << 32], np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key, counter=counter))
+        if self._sample == "ops":
+            return sites[int(random.integers(len(sites)))]
+        ends = np.cumsum([site.elements for site in sites])
+        return sites[int(np.searchsorted(ends, random.integers(ends[-1]), side="right"))]
+
+    def _trial(self, program: Program, number: int, golden: Any, sites: list[Site]) -> Trial:
+        self._tool.try_at(number, self._site(number, sites))
+        outcome, error = self._outcome(program, golden)
+        injections = self._tool.result.injections
+        return Trial(number, outcome if injections else "no_fault", injections, error)
+
+    def _outcome(self, program: Program, golden: Any) -> tuple[Outcome, str]:
+        try:
+            output = arrays(self._run(program))
+        except Exception as error:
+            if self._watch is not None and self._watch.fired:
+                return "hang", self._watch.fired
+            if isinstance(error, InjectError):
+                raise
+            return "crash", f"{type(error).__name__}: {error}"
+        if self._watch is not None and self._watch.fired:
+            return "hang", self._watch.fired
+        if not_finite(golden, output):
+            return "nan", ""
+        return ("sdc" if self._compare(golden, output) else "masked"), ""
+
+    def _run(self, program: Program) -> Any:
+        if self._watch is None:
+            with amanda.apply(self._tool):
+                return program()
+        self._watch.start()
+        with amanda.apply(self._tool, self._watch):
+            return program()

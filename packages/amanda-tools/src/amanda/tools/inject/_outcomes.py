@@ -1,0 +1,147 @@
+"""What came of the trials of a campaign, with rates and their confidence intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+from amanda.errors import AmandaError
+from amanda.tools.inject._result import Injection, exported
+from amanda.tools.results import Column, Result, shortened
+
+Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+COUNTED = OUTCOMES[:-1]
+KEYS = ("phase", "type", "module", "source", "dtype", "bit")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the program with faults.
+
+    outcome: "masked": the output compares as the one without faults; "sdc" (silent data corruption): it
+    does not; "nan": it has NaN or Inf where there was none; "crash": the program raised `error`; "hang": it
+    was stopped because it ran for too long; "no_fault": nothing was changed.
+    """
+
+    number: int
+    outcome: Outcome
+    injections: tuple[Injection, ...]
+    error: str = ""
+
+
+class Rate(NamedTuple):
+    """A share, and the ends of its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
+
+def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
+    """A share with its score interval; (0, 0, 1) of no trial.  Source: Wilson 1927."""
+    if not trials:
+        return Rate(0.0, 0.0, 1.0)
+    share, square = successes / trials, z * z
+    middle = (share + square / (2 * trials)) / (1 + square / trials)
+    half = z / (1 + square / trials) * sqrt(share * (1 - share) / trials + square / (4 * trials * trials))
+    low = 0.0 if successes == 0 else max(0.0, middle - half)
+    return Rate(share, low, 1.0 if successes == trials else min(1.0, middle + half))
+
+
+class CampaignResult(Result):
+    """How many trials had which outcome, for each type of op and the like.
+
+    by: the keys of a row, of `KEYS`.  A trial with several injections is in the row of each.
+    """
+
+    name: ClassVar[str] = "inject_campaign"
+
+    def __init__(
+        self, trials: Iterable[Trial], seed: int, sites: int, by: Sequence[str] = ("phase", "type")
+    ) -> None:
+        self.trials = tuple(trials)
+        self.seed, self.sites = seed, sites
+        self._by = tuple(by)
+        self.title = f"Outcomes of {len(self.trials):,} trials by {', '.join(by)}"
+        counts = (Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED))
+        self.columns = (  # type: ignore[misc]
+            *(Column(key, show=lambda value: shortened(str(value), 44)) for key in self._by),
+            *counts,
+            *(Column(name, show=_percent, number=True) for name in ("SDC rate", "low", "high")),
+        )
+
+    def by(self, *keys: str) -> CampaignResult:
+        """The same with a row for each value of these keys: "phase", "type", "module", "dtype", "bit" ...
+
+        Raises AmandaError for another key.
+        """
+        unknown = [key for key in keys if key not in KEYS]
+        if unknown or not keys:
+            raise AmandaError(
+                f"outcomes are told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
+            )
+        return CampaignResult(self.trials, self.seed, self.sites, keys)
+
+    def count(self, outcome: Outcome) -> int:
+        """How many trials had an outcome.  Raises AmandaError for what is none."""
+        if outcome not in OUTCOMES:
+            raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(OUTCOMES)}")
+        return sum(trial.outcome == outcome for trial in self.trials)
+
+    def rate(self, *outcomes: Outcome) -> Rate:
+        """Share of these outcomes in the trials in which something was changed."""
+        happened = len(self.trials) - self.count("no_fault")
+        return wilson(sum(self.count(outcome) for outcome in outcomes), happened)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each value of the keys, in their order; trials without a fault are in none."""
+        groups: dict[tuple[Any, ...], list[Trial]] = {}
+        for trial in self.trials:
+            for key in dict.fromkeys(_key(one, self._by) for one in trial.injections):
+                groups.setdefault(key, []).append(trial)
+        rows = []
+        for key, trials in groups.items():
+            counts = [sum(trial.outcome == outcome for trial in trials) for outcome in COUNTED]
+            rows.append((*key, len(trials), *counts, *wilson(counts[1], len(trials))))
+        return sorted(rows, key=lambda row: [_order(part) for part in row[: len(self._by)]])
+
+    def facts(self) -> Mapping[str, Any]:
+        """Rates of each outcome, and every trial with what was changed in it."""
+        rates = {outcome: self.rate(outcome)._asdict() for outcome in COUNTED}
+        trials = [
+            {**asdict(trial), "injections": [exported(one) for one in trial.injections]}
+            for trial in self.trials
+        ]
+        return {"seed": self.seed, "sites": self.sites, "rates": rates, "trials": trials}
+
+    def notes(self) -> Sequence[str]:
+        """All trials together, and what the words mean."""
+        rates = "; ".join(f"{outcome} {self.rate(outcome)}" for outcome in COUNTED if self.count(outcome))
+        notes = [
+            f"Seed {self.seed}, {self.sites:,} executions of ops in which faults fit.",
+            f"Shares with 95 % confidence intervals (Wilson): {rates or 'no fault happened'}.",
+        ]
+        if nothing := self.count("no_fault"):
+            notes.append(f"In {nothing:,} trials nothing was changed.")
+        return notes
+
+
+def _key(injection: Injection, by: Sequence[str]) -> tuple[Any, ...]:
+    bits = " ".join(map(str, injection.bits))
+    return tuple(bits if key == "bit" else getattr(injection, key) for key in by)
+
+
+def _order(part: str) -> tuple[list[int], str]:
+    """Bits by their positions, words by their letters."""
+    numbers = part.split() if part.replace(" ", "").isdigit() else []
+    return [int(number) for number in numbers], part
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

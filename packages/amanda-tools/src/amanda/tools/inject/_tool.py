@@ -1,0 +1,288 @@
+"""The tool: at each execution of the selected ops, elements that chance picks are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import amanda
+from amanda.tools.inject import _pytorch, _tensorflow
+from amanda.tools.inject._elements import Elements
+from amanda.tools.inject._faults import Fault, Kind
+from amanda.tools.inject._formats import Field, is_known
+from amanda.tools.inject._options import TARGETS, Options, Target, globs
+from amanda.tools.inject._result import Injection, InjectResult
+from amanda.tools.mapping import MappingTool, StandardMapping
+
+
+class Site(NamedTuple):
+    """One execution of one op in which faults can be put; elements: how many its tensors have."""
+
+    op: int
+    execution: int
+    elements: int
+    phase: str
+    type: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One op that is selected, and how its tensors are read."""
+
+    op: int
+    phase: str
+    type: str
+    module: str
+    source: str
+    elements: Elements
+    dtype: Any
+
+
+class _Tensor(NamedTuple):
+    """A tensor among the values that a routine is given: at a position, or an item of a list there."""
+
+    value: Any
+    dtype: str
+    shape: tuple[int, ...]
+    name: str
+    position: int
+    item: int | None
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+class InjectTool(amanda.Tool):
+    """Changes elements of what the selected ops read or give; `result` tells which, `clear` starts anew.
+
+    fault: "bit_flip", "stuck_at_0" and "stuck_at_1" of `flips` bits in each element; "value" and "zero";
+        "gaussian" (standard deviation `scale`), "uniform" (within `scale` of the old value) and "relative"
+        (times 1 + gaussian) noise.
+    target: "outputs"; "inputs" other than parameters; "weights", the values of the parameters that an op
+        reads, where the parameter itself is left as it is; "grad_outputs" that enter a backward op,
+        "grad_inputs" that leave it; "weight_grads", those of the latter that belong to the weight.
+    type, module: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of module
+        paths ("layer1.*"); None for all.  A backward op is selected by its own word or its forward op's.
+    index: position of the tensor among the target; None for all of them together.
+    probability: of each element, at each execution.  count: so many elements of each execution, which
+        is 1 where neither is given.
+    bits, field: which bits may be hit: positions, 0 the least significant; "sign", "exponent", "mantissa".
+    seed: what is changed depends on it, on the op's id and on how often the op was executed before, on
+        nothing else; generators of a framework are not touched.
+    permanent: the same elements and bits at every execution of an op.
+    start, end, frequency: at which executions of each op, counted from 0: each `frequency`th before `end`.
+    limit: so many injections are kept for the result.
+
+    Raises InjectError for options that do not go together.
+    """
+
+    def __init__(
+        self,
+        fault: Kind = "bit_flip",
+        target: Target = "outputs",
+        type: list[str] | str | None = None,
+        module: list[str] | str | None = None,
+        index: int | None = None,
+        probability: float | None = None,
+        count: int | None = None,
+        bits: list[int] | None = None,
+        field: Field = "any",
+        flips: int = 1,
+        value: float = 0.0,
+        scale: float = 1.0,
+        seed: int = 0,
+        permanent: bool = False,
+        start: int = 0,
+        end: int | None = None,
+        frequency: int = 1,
+        limit: int = 10_000,
+    ) -> None:
+        super().__init__()
+        self._options = Options(
+            Fault(fault, bits, field, flips, value, scale), target, globs(type), globs(module), index,
+            probability, count, seed, permanent, start, end, frequency,
+        )  # fmt: skip
+        self._limit = limit
+        self._seen: dict[str, bool] = {}
+        self._numbers: dict[int, int] = {}
+        self._sites: list[Site] | None = None
+        self._only: Site | None = None
+        self._trial = 0
+        self.clear()
+        self.depends_on(
+            StandardMapping(),
+            MappingTool([["pytorch", _pytorch.describe], ["tensorflow", _tensorflow.describe]]),
+        )
+        self.add_inst_for_op(self._forward)
+        if target in ("grad_outputs", "grad_inputs", "weight_grads"):
+            self.add_inst_for_op(self._backward, backward=True, require_outputs=target == "weight_grads")
+
+    @property
+    def result(self) -> InjectResult:
+        """What was changed so far, in an order that does not depend on that of threads."""
+        injections = sorted(self._injections, key=self._order)
+        return InjectResult(injections, self._total, sum(self._executed.values()), self._seen)
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return self._options.seed
+
+    def clear(self) -> None:
+        """Forget what was changed, and count executions from 0 again; what was analysed stays."""
+        self._injections: list[Injection] = []
+        self._total = 0
+        self._executed: dict[int, int] = {}
+
+    def _order(self, one: Injection | Site) -> tuple[int, int]:
+        return one.execution, self._numbers[one.op]
+
+    # ---- for campaigns ----
+
+    def look(self) -> None:
+        """Change nothing from now on, and note in which executions faults would fit."""
+        self.clear()
+        self._sites, self._only, self._trial = [], None, 0
+
+    @property
+    def sites(self) -> list[Site]:
+        """What `look` let be noted."""
+        return sorted(self._sites or (), key=self._order)
+
+    def try_at(self, trial: int, site: Site | None) -> None:
+        """Change elements at one site alone, or at all of them, as chance has it for this trial."""
+        self.clear()
+        self._sites, self._only, self._trial = None, site, trial
+
+    # ---- analysis ----
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        target = self._options.target
+        if target not in ("outputs", "inputs", "weights"):
+            return
+        if not self._selects(context, context["type"], context.get_op_type()):
+            return
+        place = self._place(context, context.get_op_id(), "forward", context["type"])
+        if target == "outputs":
+            context.insert_after_op(self._inject, place=place)
+            return
+        owned = {*context["parameters_read"], context["weight_index"]}
+        positions = range(len(context.get_inputs()))
+        wanted = [i for i in positions if (i in owned) == (target == "weights")]
+        if wanted:
+            context.insert_before_op(self._inject, inputs=wanted, place=place, positions=wanted)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        kind, target = context["backward_type"], self._options.target
+        forward = () if kind == "accumulate_grad" else (context["type"], context.get_op_type())
+        if not self._selects(context, kind, context.get_backward_op().__name__, *forward):
+            return
+        place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
+        if target == "grad_outputs":
+            context.insert_before_backward_op(self._inject, place=place)
+        elif target == "grad_inputs":
+            context.insert_after_backward_op(self._inject, place=place)
+        elif context["weight_grad_index"] is not None:
+            wanted = [context["weight_grad_index"]]
+            context.insert_after_backward_op(self._inject, grad_inputs=wanted, place=place, positions=wanted)
+
+    def _selects(self, context: amanda.OpContext, *names: str) -> bool:
+        selected = self._options.selects(context.get_scope(), *names)
+        self._seen[names[0]] = self._seen.get(names[0], False) or selected
+        return selected
+
+    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> _Place:
+        self._numbers.setdefault(op, len(self._numbers))
+        where = (context.get_scope(), context.get_source())
+        return _Place(op, phase, kind, *where, context["elements"], context["dtype"])
+
+    # ---- execution ----
+
+    def _inject(self, *values: Any, place: _Place, positions: Sequence[int] | None = None) -> Any:
+        execution = self._executed.get(place.op, 0)
+        self._executed[place.op] = execution + 1
+        if not self._options.at(execution):
+            return None
+        if self._only is not None and (place.op, execution) != self._only[:2]:
+            return None
+        tensors = list(self._tensors(values, place, positions or range(len(values))))
+        size = sum(tensor.size for tensor in tensors)
+        if self._sites is not None:
+            if size:
+                where = (place.phase, place.type, place.module, place.source)
+                self._sites.append(Site(place.op, execution, size, *where))
+            return None
+        random = self._random(place.op, 0 if self._options.permanent else execution)
+        picked = self._picked(size, random)
+        return self._changed(values, tensors, picked, place, execution, random) if len(picked) else None
+
+    def _tensors(self, values: Sequence[Any], place: _Place, positions: Sequence[int]) -> Iterator[_Tensor]:
+        """Those that can have the fault."""
+        options = self._options
+        for position, (index, value) in enumerate(zip(positions, values, strict=True)):
+            if options.index not in (None, index):
+                continue
+            listed = isinstance(value, (list, tuple))
+            for item, one in enumerate(value if listed else (value,)):
+                shape = place.elements.extents(one)
+                dtype = None if shape is None else place.dtype(one)
+                if shape is not None and dtype is not None and is_known(dtype) and options.fault.fits(dtype):
+                    name = f"{options.target}[{index}]" + (f"[{item}]" if listed else "")
+                    yield _Tensor(one, dtype, shape, name, position, item if listed else None)
+
+    def _random(self, op: int, execution: int) -> np.random.Generator:
+        """A generator by what is to be random, and by nothing that was drawn before."""
+        counter = [0, execution, self._trial, TARGETS.index(self._options.target)]
+        key = np.array([self._options.seed, op], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
+
+    def _picked(self, size: int, random: np.random.Generator) -> Any:
+        """Positions among so many elements, in order."""
+        if self._options.probability is None:
+            count = min(self._options.count or 1, size)
+        else:
+            count = int(random.binomial(size, self._options.probability))
+        return np.sort(random.choice(size, count, replace=False, shuffle=False)) if count else ()
+
+    def _changed(
+        self, values: Sequence[Any], tensors: Sequence[_Tensor], picked: Any, place: _Place,
+        execution: int, random: np.random.Generator,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        results: list[Any] = list(values)
+        elements, first = place.elements, 0
+        for tensor in tensors:
+            mine = picked[(picked >= first) & (picked < first + tensor.size)] - first
+            first += tensor.size
+            if not len(mine):
+                continue
+            old = elements.read(tensor.value, mine)
+            new, bits = self._options.fault.applied(old, tensor.dtype, elements, random)
+            made = elements.replaced(tensor.value, mine, new)
+            self._note(tensor, mine, (old, new), bits, place, execution)
+            if tensor.item is None:
+                results[tensor.position] = made
+            else:
+                results[tensor.position] = [*results[tensor.position]]
+                results[tensor.position][tensor.item] = made
+        return tuple(results)
+
+    def _note(
+        self, tensor: _Tensor, positions: Any, raw: tuple[Any, Any], bits: Any, place: _Place, execution: int
+    ) -> None:
+        self._total += len(positions)
+        kept = max(0, self._limit - len(self._injections))
+        old, new = (place.elements.numbers(one[:kept], tensor.dtype).tolist() for one in raw)
+        where = (place.phase, place.type, place.module, place.source, place.op, execution)
+        for i, position in enumerate(positions[:kept]):
+            element = tuple(int(one) for one in np.unravel_index(position, tensor.shape))
+            hit = () if bits is None else tuple(map(int, bits[i]))
+            self._injections.append(
+                Injection(*where, tensor.name, tensor.dtype, element, hit, old[i], new[i])
+            )
