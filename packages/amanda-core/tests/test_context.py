@@ -236,6 +236,8 @@ class Routines:
         (abs, False),
         (max, False),
         (lambda **anything: None, False),
+        (lambda *run: None, False),
+        (functools.wraps(lambda value, run: value)(lambda *values, **kwargs: None), True),
     ],
 )
 def test_a_routine_with_a_parameter_run_is_given_it(routine: Any, takes_run: bool) -> None:
