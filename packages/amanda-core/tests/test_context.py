@@ -194,7 +194,7 @@ def test_a_point_gives_the_actions_recorded_there_alone() -> None:
 # ---- actions and marks ----
 
 
-@pytest.mark.parametrize("mark", ["differentiable", "traceable", "observer"])
+@pytest.mark.parametrize("mark", ["differentiable", "traceable", "observer", "innermost"])
 def test_a_mark_is_told_by_the_action(mark: str) -> None:
     def routine(value: Any) -> Any:
         return value
@@ -204,7 +204,7 @@ def test_a_mark_is_told_by_the_action(mark: str) -> None:
     assert decorated is routine
     assert getattr(action, mark)
     assert marks(routine) == {mark}
-    assert sum(getattr(action, one) for one in ("differentiable", "traceable", "observer")) == 1
+    assert sum(getattr(action, one) for one in ("differentiable", "traceable", "observer", "innermost")) == 1
 
 
 def test_marks_add_up_also_on_what_takes_no_attributes() -> None:

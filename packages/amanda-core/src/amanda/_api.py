@@ -18,6 +18,7 @@ from amanda.action import (
     ActionType,
     InstrumentationPoint,
     differentiable,
+    innermost,
     observer,
     traceable,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "differentiable",
     "disabled",
     "enabled",
+    "innermost",
     "is_cache_enabled",
     "is_enabled",
     "list_drivers",

@@ -12,7 +12,7 @@ from amanda._plan import BackwardPlan, Layer, Plan, only_replacement
 from amanda._program import program_on_values
 from amanda._routine import NOT_CALLED, run_replacement, run_routine
 from amanda._state import State
-from amanda.action import Action, InstrumentationPoint
+from amanda.action import Action, InstrumentationPoint, in_turn
 from amanda.context import OpContext
 from amanda.errors import RoutineError
 
@@ -58,8 +58,8 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
         return None
     facts = trace.facts.at_backward(op, id, True)
     facts.drop_values()
-    before = [action for plan in plans for action in plan.before]
-    after = [action for plan in plans for action in plan.after]
+    before = in_turn((action for plan in plans for action in plan.before), False)
+    after = in_turn((action for plan in plans for action in plan.after), True)
     if any(action.takes_run for action in (*before, *after)):
         return None
     rest = _Rest(ops, facts)
@@ -149,9 +149,8 @@ class BackwardStep:
             self._fresh.append((plan, fresh, context))
             self._plans.append(fresh)
         self._missing = []  # another pass through the op, within this one, analyses nothing anew
-        for backward in self._plans:
-            for action in backward.before:
-                grads = self._run(action, grads)
+        for action in in_turn((one for plan in self._plans for one in plan.before), False):
+            grads = self._run(action, grads)
         # A framework may keep a gradient as it is, not a copy, if nobody else holds it while the op runs.
         self._facts.grad_outputs = None
         return grads
@@ -167,9 +166,8 @@ class BackwardStep:
             fresh.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
             plan.backward[self.id] = fresh
         self._fresh = []
-        for backward in self._plans:
-            for action in backward.after:
-                grads = self._run(action, grads)
+        for action in in_turn((one for plan in self._plans for one in plan.after), True):
+            grads = self._run(action, grads)
         self._facts.drop_values()
         if self._complete:
             self._trace.pending.discard(self.id)

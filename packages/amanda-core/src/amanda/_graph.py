@@ -18,7 +18,7 @@ from amanda import interceptor
 from amanda._notes import explained
 from amanda._plan import BackwardPlan, Combined, Plan, bind_to_subjects, only_replacement
 from amanda._routine import TensorOps, run_replacement, run_routine, spread
-from amanda.action import InstrumentationPoint
+from amanda.action import InstrumentationPoint, in_turn
 from amanda.context import OpContext
 from amanda.errors import RoutineError
 
@@ -127,9 +127,8 @@ class GraphAnalysis:
 def _merged(plans: Iterable[BackwardPlan]) -> BackwardPlan:
     plans = list(plans)
     merged = BackwardPlan()
-    for plan in plans:
-        merged.before += plan.before
-        merged.after += plan.after
+    merged.before = in_turn((action for plan in plans for action in plan.before), False)
+    merged.after = in_turn((action for plan in plans for action in plan.after), True)
     merged.replace = only_replacement(plan.replace for plan in plans)
     return merged
 

@@ -10,7 +10,7 @@ from amanda import _plugins, interceptor
 from amanda._notes import add_note, explained
 from amanda._order import routines_at
 from amanda._source import codes
-from amanda.action import Action, InstrumentationPoint
+from amanda.action import Action, InstrumentationPoint, in_turn
 from amanda.context import OpContext
 from amanda.errors import ReplaceConflictError
 
@@ -219,8 +219,8 @@ class Combined:
 
     def __init__(self, plans: Sequence[tuple[Layer, Plan]]) -> None:
         self.plans = tuple(plans)
-        self.before = tuple(action for _, plan in plans for action in plan.before)
-        self.after = tuple(action for _, plan in plans for action in plan.after)
+        self.before = tuple(in_turn((action for _, plan in plans for action in plan.before), False))
+        self.after = tuple(in_turn((action for _, plan in plans for action in plan.after), True))
         self.actions = self.before + self.after
         self.replace = only_replacement(plan.replace for _, plan in plans)
         self.forward = bool(self.before or self.replace or self.after)

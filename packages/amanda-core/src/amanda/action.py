@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FunctionType, MappingProxyType, MethodType
@@ -92,10 +92,11 @@ class Action:
     traceable: bool = field(init=False)
     observer: bool = field(init=False)
     opening: bool = field(init=False)
+    innermost: bool = field(init=False)
     takes_run: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        for mark in ("differentiable", "traceable", "observer", "opening"):
+        for mark in ("differentiable", "traceable", "observer", "opening", "innermost"):
             object.__setattr__(self, mark, mark in marks(self.func))
         object.__setattr__(self, "takes_run", "run" not in self.kwargs and has_run(self.func))
 
@@ -160,3 +161,16 @@ def observer(func: RoutineT) -> RoutineT:
 def opening(func: RoutineT) -> RoutineT:
     """Let a routine, given no value, be called in a graph once as each run of it begins, ahead of all ops."""
     return _marked(func, "opening")
+
+
+def innermost(func: RoutineT) -> RoutineT:
+    """Let a routine be next to the op: the last before it, or the first after it, of all tools and scopes.
+
+    Among several such routines the order of tools decides, as ever.
+    """
+    return _marked(func, "innermost")
+
+
+def in_turn(actions: Iterable[Action], after: bool) -> list[Action]:
+    """Actions in the order of their tools, except that innermost ones are next to the op."""
+    return sorted(actions, key=lambda action: action.innermost is not after)

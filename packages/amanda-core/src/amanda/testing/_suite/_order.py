@@ -9,7 +9,7 @@ import pytest
 import amanda
 from amanda.errors import DependencyCycleError
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import also, inserting, tool
+from amanda.testing._suite._tools import Insertion, also, inserting, tool
 
 
 class OrderTests:
@@ -73,6 +73,37 @@ class OrderTests:
         with amanda.apply(tops[0], tops[1], bystander):
             sample.relu(sample.tensor([1.0]))
         assert order == ["open", "top", "top", "close", "other"]
+
+    def test_an_innermost_routine_is_next_to_the_op(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        plus = amanda.innermost(lambda value: value + 1)
+        cases: list[tuple[Insertion, float]] = [("insert_before_op", 11.0), ("insert_after_op", 20.0)]
+        for action, wanted in cases:
+            near = inserting(action, sample.name("relu"), plus)
+            far = inserting(action, sample.name("relu"), lambda value: value * 10)
+            for tools in ((near, far), (far, near)):
+                with amanda.apply(*tools):
+                    assert sample.numbers(sample.relu(x)) == [wanted]
+                with amanda.apply(tools[0]), amanda.apply(tools[1]):
+                    assert sample.numbers(sample.relu(x)) == [wanted]
+
+    def test_an_innermost_routine_is_next_to_the_backward_op(self, sample: Sample) -> None:
+        order: list[str] = []
+        cases: list[tuple[Insertion, list[str]]] = [
+            ("insert_before_backward_op", ["far", "near"]),
+            ("insert_after_backward_op", ["near", "far"]),
+        ]
+        for action, wanted in cases:
+            near = amanda.innermost(lambda *_: order.append("near"))
+            close = inserting(action, sample.relu_backward, near)
+            remote = inserting(action, sample.relu_backward, lambda *_: order.append("far"))
+            for outer, inner in ((close, remote), (remote, close)):
+                for _ in range(2):  # the second time by plans that are known
+                    order.clear()
+                    x = sample.tensor([1.0], requires_grad=True)
+                    with amanda.apply(outer), amanda.apply(inner):
+                        sample.backward(sample.relu(x))
+                    assert order == wanted
 
     def test_inner_scopes_act_after_outer_ones(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
