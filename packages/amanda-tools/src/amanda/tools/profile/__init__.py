@@ -1,0 +1,14 @@
+"""How long each op takes, forward and backward, what memory it makes, and when: a profile and a timeline.
+
+profile = ProfileTool()
+with amanda.apply(profile):
+    model(x).sum().backward()
+print(profile.result.by("module"))
+profile.result.save("step.trace.json")
+"""
+
+from amanda.tools.profile._place import Place
+from amanda.tools.profile._result import ModuleResult, Peak, ProfileResult
+from amanda.tools.profile._tool import ProfileTool
+
+__all__ = ["ModuleResult", "Peak", "Place", "ProfileResult", "ProfileTool"]

@@ -1,0 +1,140 @@
+"""What the profile needs to know of PyTorch: storages, the optimizer's ops, and the clock of a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import amanda
+from amanda.tools.profile._memory import Storage
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write what the tool asks for in PyTorch's terms."""
+    if context.is_backward():
+        return
+    context["profile.phase"] = "optimizer" if _in_optimizer() else "forward"
+    context["profile.storages"] = storages
+    context["profile.saved"] = saved
+    context["profile.device"] = clock_for(context.get_inputs())
+
+
+def _in_optimizer() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if "/torch/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class CudaClock:
+    """CUDA events in the stream that is current where the op runs; none is waited for meanwhile."""
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self._free: list[Any] = []
+
+    def mark(self) -> Any:
+        """An event behind what was launched; None while a CUDA graph is captured."""
+        if self._cuda.is_current_stream_capturing():
+            return None
+        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the stream has come to an event."""
+        return bool(mark.query())
+
+    def wait(self, mark: Any) -> None:
+        """Wait until it has."""
+        mark.synchronize()
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from one event to another."""
+        return float(begin.elapsed_time(end))
+
+    def free(self, mark: Any) -> None:
+        """Keep an event for another use."""
+        self._free.append(mark)
+
+
+_CLOCKS: dict[str, CudaClock] = {}
+
+
+def clock_for(inputs: Iterable[Any]) -> CudaClock | None:
+    """The clock of the GPU whose tensors an op works on; None for other devices."""
+    import torch
+
+    for value in _flat(inputs):
+        device = value if isinstance(value, torch.device) else getattr(value, "device", None)
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return _CLOCKS.setdefault(str(device), CudaClock(torch.cuda))
+    return None
+
+
+def storages(values: Iterable[Any]) -> list[Storage]:
+    """The storages of the tensors among values, also of those in lists."""
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        return list(_storages(torch, values))
+
+
+def _storages(torch: Any, values: Iterable[Any]) -> Iterator[Storage]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _storages(torch, value)
+        elif isinstance(value, torch.Tensor):
+            try:
+                memory = value.untyped_storage()
+                yield Storage(memory._cdata, str(value.device), memory.nbytes(), memory)
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or a wrapper without memory of its own
+
+
+_SAVED: dict[type, tuple[str, ...]] = {}
+
+
+def saved(outputs: Iterable[Any], since: int) -> tuple[list[Storage], int]:
+    """What the nodes have saved for the backward pass that ops made since a sequence number; the next one.
+
+    Nodes of Python functions, and saved tensors that hooks pack, are left alone.
+    """
+    import torch
+
+    present = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+        return [], present
+    found: list[Any] = []
+    with torch._C.DisableTorchFunction():
+        nodes = [one.grad_fn for one in _flat(outputs) if isinstance(one, torch.Tensor)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or not since <= node._sequence_nr() < present:
+                continue
+            found += _saved_by(node)
+            nodes += [one for one, _ in node.next_functions]
+        return list(_storages(torch, found)), present
+
+
+def _saved_by(node: Any) -> Iterator[Any]:
+    kind = type(node)
+    if kind not in _SAVED:
+        names = (name for name in vars(kind) if name.startswith("_saved_"))
+        _SAVED[kind] = tuple(names)
+    for name in _SAVED[kind]:
+        try:
+            yield getattr(node, name)
+        except RuntimeError:  # freed, or written into since
+            continue
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

@@ -1,0 +1,268 @@
+"""Begin and end of each execution, as the routines next to the op read them off the clock."""
+
+from __future__ import annotations
+
+import threading
+from _thread import get_ident
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import amanda
+from amanda.tools.profile._device import DeviceClock, DeviceTimes
+from amanda.tools.profile._place import Place
+from amanda.tools.profile._steps import Schedule, Steps
+
+DEEPEST = 256
+"""Ops within ops; what an op that raised has left behind goes no deeper either."""
+GRAPH = 0
+"""Thread of the ops of a graph, whose begin and end may be on two."""
+
+
+Routines = tuple[Callable[..., None], Callable[..., None]]
+"""What runs before an op, and what runs after it."""
+
+
+class Event(NamedTuple):
+    """One execution; in nanoseconds of `time.perf_counter_ns`.  thread: as `get_ident` tells it."""
+
+    place: Place
+    begin: int
+    took: int
+    thread: int
+
+
+class Step(NamedTuple):
+    """A recorded step.  end: None while it lasts."""
+
+    number: int
+    begin: int
+    end: int | None
+
+
+class Thread(NamedTuple):
+    """A thread as the operating system knows it."""
+
+    number: int
+    name: str
+
+    @classmethod
+    def present(cls) -> Thread:
+        """The one that this runs on; asking Python for it would make it one of Python's."""
+        number = threading.get_native_id()
+        named = (one.name for one in threading.enumerate() if one.native_id == number)
+        comm = Path(f"/proc/self/task/{number}/comm")
+        name = next(named, None) or (comm.read_text().strip() if comm.exists() else f"thread {number}")
+        return cls(number, name)
+
+
+class _Open:
+    """An execution under way.
+
+    inside: time of the ops within it.  ours: time of the routines at those.
+    """
+
+    __slots__ = ("begin", "inside", "mark", "ours", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.begin = self.inside = self.ours = 0
+        self.mark: Any = None
+
+
+class Recorder:
+    """Keeps sums for each op and, up to `limit`, each execution.
+
+    recording: whether the present step is recorded.  dropped: executions that were one too many to be kept.
+    on_window: called when recording begins (True) or ends (False).
+    """
+
+    def __init__(self, schedule: Schedule, limit: int, on_window: Callable[[bool], None]) -> None:
+        self._schedule = schedule
+        self._limit = limit
+        self._on_window = on_window
+        self.events: list[Event] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all executions; steps count from 0."""
+        self.steps = Steps()
+        self.windows: list[Step] = []
+        self.events = []
+        self.dropped = 0
+        self.threads: dict[int, Thread] = {}
+        self.device_times = DeviceTimes()
+        self._open: defaultdict[int, deque[_Open]] = defaultdict(partial(deque, maxlen=DEEPEST))
+        self.recording = False
+        self._look_at_schedule()
+
+    # ---- steps ----
+
+    def step(self) -> None:
+        """End the present step."""
+        self.steps.told()
+        self._look_at_schedule()
+
+    def arrived(self, place: Place, in_sequence: bool) -> None:
+        """Hear that an op is about to execute that may begin a step."""
+        if self.steps.begins_with(place, in_sequence):
+            self._look_at_schedule()
+
+    def _look_at_schedule(self) -> None:
+        now = perf_counter_ns()
+        if self.windows and self.windows[-1].end is None:
+            self.windows[-1] = self.windows[-1]._replace(end=now)
+        was, self.recording = self.recording, self._schedule.records(self.steps.present)
+        if self.recording and len(self.windows) < self._limit:
+            self.windows.append(Step(self.steps.present, now, None))
+        if was != self.recording:
+            self._open.clear()
+            self._on_window(self.recording)
+
+    # ---- routines ----
+
+    def in_sequence(self, place: Place, begins_steps: bool) -> Routines:
+        """Routines for an op that ends on the thread that it begins on, the last begun first."""
+
+        @amanda.innermost
+        def begin() -> None:
+            if begins_steps and place.order <= self.steps.watched:
+                self.arrived(place, True)
+            if not self.recording:
+                return
+            stack = self._open[get_ident()]
+            entered = perf_counter_ns() if stack else 0
+            one = _Open(place)
+            if stack:
+                stack[-1].ours += perf_counter_ns() - entered
+            stack.append(one)
+            one.begin = perf_counter_ns()
+
+        @amanda.innermost
+        def end() -> None:
+            now = perf_counter_ns()
+            thread = get_ident()
+            stack = self._open.get(thread)
+            if stack:
+                self._ended(place, now, thread, stack)
+
+        return begin, end
+
+    def on_device(self, place: Place, begins_steps: bool, clock: DeviceClock) -> Routines:
+        """Routines as `in_sequence`, which also mark the begin and end in the device's queue."""
+        began, ended = self.in_sequence(place, begins_steps)
+
+        @amanda.innermost
+        def begin() -> None:
+            began()
+            stack = self._open.get(get_ident())
+            if stack and stack[-1].place is place:
+                stack[-1].mark = clock.mark()
+                stack[-1].begin = perf_counter_ns()
+
+        @amanda.innermost
+        def end() -> None:
+            stack = self._open.get(get_ident())
+            mark = stack[-1].mark if stack and stack[-1].place is place else None
+            ended()
+            self.device_times.add(clock, place, mark, clock.mark() if mark is not None else None)
+
+        return begin, end
+
+    def _ended(self, place: Place, now: int, thread: int, stack: deque[_Open]) -> None:
+        one = stack.pop()
+        if one.place is not place:
+            stack.append(one)
+            if all(other.place is not place for other in stack):
+                return
+            one = self._unwound(place, stack)
+        took = now - one.begin - one.ours
+        place.add(took, took - one.inside)
+        self._keep(place, one.begin, now - one.begin, thread)
+        if stack:
+            around = stack[-1]
+            around.inside += took
+            around.ours += one.ours + perf_counter_ns() - now
+
+    @staticmethod
+    def _unwound(place: Place, stack: deque[_Open]) -> _Open:
+        """The execution that ends, without those within it that raised; their time was spent in it."""
+        inside = ours = 0
+        while stack[-1].place is not place:
+            raised = stack.pop()
+            inside += raised.inside
+            ours += raised.ours
+        one = stack.pop()
+        one.inside += inside
+        one.ours += ours
+        return one
+
+    def in_parallel(self, place: Place, begins_steps: bool) -> Routines:
+        """Routines for an op of a graph, which begins and ends on any thread, within one run of the graph.
+
+        Where several executions of it are under way, in a loop, the first begun ends first.
+        """
+
+        @amanda.innermost
+        def begin(*_: Any, run: dict[Any, Any]) -> None:
+            if begins_steps and place.order <= self.steps.watched:
+                self.arrived(place, False)
+            if self.recording:
+                run.setdefault(place, deque()).append(perf_counter_ns())
+
+        @amanda.innermost
+        def end(*_: Any, run: dict[Any, Any]) -> None:
+            now = perf_counter_ns()
+            begun = run.get(place)
+            if begun:
+                start = begun.popleft()
+                place.add(now - start, now - start)
+                self._keep(place, start, now - start, GRAPH)
+
+        return begin, end
+
+    def counting(self, place: Place) -> Callable[..., None]:
+        """A routine for an op whose begin cannot be told."""
+
+        @amanda.innermost
+        def end(*_: Any) -> None:
+            if self.recording:
+                place.calls += 1
+
+        return end
+
+    def _keep(self, place: Place, begin: int, took: int, thread: int) -> None:
+        if len(self.events) < self._limit:
+            self.events.append(Event(place, begin, took, thread))
+            if thread not in self.threads:
+                self.threads[thread] = Thread.present()
+        else:
+            self.dropped += 1
+
+
+def floor(samples: int = 200) -> float:
+    """Nanoseconds that the routines find between a begin and an end with nothing between them."""
+    place = Place("forward", "", "", "")
+    recorder = Recorder(Schedule(), samples, lambda _: None)
+    begin, end = recorder.in_sequence(place, False)
+    for _ in range(samples):
+        begin()
+        end()
+    return float(median(event.took for event in recorder.events))
+
+
+def lanes(events: Sequence[Event]) -> list[int]:
+    """For each event, in the order of their begins, the first lane that is free: none overlaps another."""
+    free: list[int] = []
+    chosen = []
+    for event in events:
+        lane = next((i for i, end in enumerate(free) if end <= event.begin), len(free))
+        if lane == len(free):
+            free.append(0)
+        free[lane] = event.begin + event.took
+        chosen.append(lane)
+    return chosen

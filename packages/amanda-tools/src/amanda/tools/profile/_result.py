@@ -1,0 +1,319 @@
+"""What was measured: a row for each op, or for each module, type or phase; the peak; the timeline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from amanda.errors import AmandaError
+from amanda.tools.profile import _trace
+from amanda.tools.profile._place import KEYS, Place
+from amanda.tools.profile._recorder import Event, Step, Thread, floor
+from amanda.tools.results import Column, Result, amount, shortened
+
+if TYPE_CHECKING:
+    from amanda.tools.profile._memory import Memory
+    from amanda.tools.profile._recorder import Recorder
+    from amanda.tools.profile._steps import Schedule
+
+MS = 1e-6
+_milliseconds = "{:,.3f}".format
+_bytes = partial(amount, unit="B")
+
+_columns = (
+    Column("calls", show="{:,}".format, total=True),
+    Column("total ms", show=_milliseconds, number=True),
+    Column("self ms", show=_milliseconds, total=True),
+    Column("mean us", show="{:,.1f}".format, number=True),
+    Column("share", show="{:.1%}".format, number=True),
+    Column("device ms", show=_milliseconds, number=True),
+    Column("allocated", show=_bytes, total=True),
+    Column("at peak", show=_bytes, total=True),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were alive on a device at once, and by which ops they were made, most first."""
+
+    device: str
+    size: int
+    owners: Sequence[tuple[Place, int]]
+
+    def __str__(self) -> str:
+        first = ", ".join(
+            f"{_bytes(size)} {place.type}{f' in {place.module}' if place.module else ''}"
+            + ("" if place.phase == "given" else f" ({place.phase})")
+            for place, size in self.owners[:3]
+        )
+        return f"peak of {_bytes(self.size)} on {self.device}: {first}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a trace shows: executions by their begin, threads, recorded steps, and bytes alive by device."""
+
+    events: Sequence[Event] = ()
+    threads: Mapping[int, Thread] = field(default_factory=dict)
+    steps: Sequence[Step] = ()
+    alive: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+
+
+class ProfileResult(Result):
+    """Times and bytes of everything that was recorded.
+
+    places: what was measured, each op apart.  peaks: of each device whose memory was followed.
+    timeline: for traces.  dropped: executions that are not in it.  by: the keys of a row, of `KEYS`.
+    """
+
+    name: ClassVar[str] = "profile"
+
+    def __init__(
+        self,
+        places: Iterable[Place],
+        peaks: Sequence[Peak] = (),
+        timeline: Timeline | None = None,
+        dropped: int = 0,
+        schedule: str = "all",
+        by: Sequence[str] = KEYS,
+    ) -> None:
+        self.places = [place for place in places if place.calls]
+        self.peaks = tuple(peaks)
+        self.timeline = timeline or Timeline()
+        self.dropped = dropped
+        self._schedule = schedule
+        self._by = tuple(by)
+        keys = (Column(key, show=partial(shortened, width=36)) for key in self._by)
+        self.columns = (*keys, *_columns)  # type: ignore[misc]
+        self.title = f"Profile by {', '.join(self._by)}" if self._by != KEYS else "Profile"
+
+    @classmethod
+    def of(
+        cls, places: Iterable[Place], recorder: Recorder, memory: Memory | None, schedule: Schedule
+    ) -> ProfileResult:
+        """What a tool has at present, which does not change any more."""
+        kept = {place: replace(place, kernels=dict(place.kernels)) for place in places}
+        devices = [] if memory is None else [one for one in memory.devices.values() if one.peak]
+        peaks = []
+        for device in devices:
+            owners = sorted(device.at_peak().items(), key=lambda item: -item[1])
+            peaks.append(
+                Peak(device.name, device.peak, [(kept.get(place, place), size) for place, size in owners])
+            )
+        events = [event._replace(place=kept[event.place]) for event in recorder.events]
+        timeline = Timeline(
+            sorted(events, key=lambda event: (event.begin, -event.took)),
+            dict(recorder.threads),
+            _ended(recorder.windows, events),
+            {device.name: list(device.history) for device in devices},
+        )
+        return cls(kept.values(), peaks, timeline, recorder.dropped, str(schedule))
+
+    def by(self, *keys: str) -> ProfileResult:
+        """The same with a row for each value of these keys: "phase", "type", "module", "source".
+
+        Raises AmandaError for another key.
+        """
+        unknown = [key for key in keys if key not in KEYS]
+        if unknown or not keys:
+            raise AmandaError(
+                f"a profile is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
+            )
+        return ProfileResult(self.places, self.peaks, self.timeline, self.dropped, self._schedule, keys)
+
+    def modules(self) -> ModuleResult:
+        """A row for each module, with its own ops and with those of the modules in it."""
+        return ModuleResult(self)
+
+    def total(self, phase: str | None = None) -> float:
+        """Milliseconds in ops of one phase, or of all; ops within ops count once."""
+        return MS * sum(place.own for place in self.places if phase in (None, place.phase))
+
+    @property
+    def wall(self) -> float:
+        """Milliseconds that the recorded steps took, from the first op of each to its last."""
+        return MS * sum((step.end or step.begin) - step.begin for step in self.timeline.steps)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Rows by their keys, those with most time of their own first."""
+        groups: dict[tuple[str, ...], list[Place]] = {}
+        for place in self.places:
+            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
+        at_peak = self._at_peak()
+        whole = sum(place.own for place in self.places)
+        rows = [(*key, *_sums(places, whole, at_peak)) for key, places in groups.items()]
+        own = len(self._by) + 2
+        return sorted(rows, key=lambda row: -(row[own] or 0))
+
+    def _at_peak(self) -> dict[int, int]:
+        """Bytes at the peaks by the identity of their place."""
+        found: dict[int, int] = {}
+        for peak in self.peaks:
+            for place, size in peak.owners:
+                found[id(place)] = found.get(id(place), 0) + size
+        return found
+
+    def facts(self) -> Mapping[str, Any]:
+        """Totals, steps, peaks with their owners, and each op in nanoseconds."""
+        at_peak = self._at_peak()
+        return {
+            "by": self._by,
+            "schedule": self._schedule,
+            "steps": [
+                {"step": one.number, "ms": MS * ((one.end or one.begin) - one.begin)}
+                for one in self.timeline.steps
+            ],
+            "wall_ms": self.wall,
+            "totals_ms": {phase: self.total(phase) for phase in _phases(self.places)},
+            "executions": {"kept": len(self.timeline.events), "dropped": self.dropped},
+            "peaks": [
+                {"device": peak.device, "bytes": peak.size,
+                 "owners": [{**_names(place), "bytes": size} for place, size in peak.owners]}
+                for peak in self.peaks
+            ],
+            "places": [
+                {**_names(place), "calls": place.calls, "timed": place.timed, "total_ns": place.total,
+                 "self_ns": place.own, "min_ns": place.least, "max_ns": place.most, "device_ns": place.device,
+                 "allocated": place.allocated, "at_peak": at_peak.get(id(place), 0)}
+                for place in self.places
+            ],
+        }  # fmt: skip
+
+    def notes(self) -> Sequence[str]:
+        """What the times are, the peaks, and what is not in the table."""
+        ops, steps = self.total(), len(self.timeline.steps)
+        notes = []
+        if self.places:
+            share = f", {ops / self.wall:.0%}" if self.wall else ""
+            notes.append(
+                f"Ops took {ops:,.3f} ms of {self.wall:,.3f} ms in {steps} recorded "
+                f"step{'s' if steps != 1 else ''}{share}; an op that does nothing would show "
+                f"{floor() / 1000:.2f} us. Routines of tools are not in these times."
+            )
+        notes += [f"{str(peak)[0].upper()}{str(peak)[1:]}." for peak in self.peaks]
+        untimed = sum(place.calls - place.timed for place in self.places)
+        if untimed:
+            notes.append(f"{untimed:,} executions have no time: no value goes into them.")
+        if self.dropped:
+            kept = len(self.timeline.events)
+            notes.append(
+                f"The timeline has the first {kept:,} executions, {self.dropped:,} more are in the sums "
+                "alone; `limit` says how many are kept."
+            )
+        return notes
+
+    # ---- timelines ----
+
+    def to_trace(self) -> dict[str, Any]:
+        """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""
+        return _trace.trace(self.timeline, self.dropped)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a file in the form that its suffix names.
+
+        A name that ends in `trace.json` or `trace.json.gz` is for the timeline.  Raises AmandaError for a
+        suffix that names no form.
+        """
+        path = Path(path)
+        if path.name.endswith(_trace.ENDINGS):
+            return _trace.write(self.to_trace(), path)
+        return super().save(path)
+
+    def to_tensorboard(self, folder: str | Path) -> Path:
+        """Write the timeline as the PyTorch profiler plugin of TensorBoard reads it; the file."""
+        return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
+
+
+class ModuleResult(Result):
+    """Times and bytes by module: self is what its own ops took, total includes the modules in it."""
+
+    name: ClassVar[str] = "profile.modules"
+    title = "Profile by module"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("module", show=partial(shortened, width=60)),
+        Column("calls", show="{:,}".format, number=True),
+        Column("self ms", show=_milliseconds, total=True),
+        Column("total ms", show=_milliseconds, number=True),
+        Column("forward ms", show=_milliseconds, number=True),
+        Column("backward ms", show=_milliseconds, number=True),
+        Column("share", show="{:.1%}".format, number=True),
+        Column("allocated", show=_bytes, number=True),
+    )
+
+    def __init__(self, profile: ProfileResult) -> None:
+        self._profile = profile
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Rows from the outermost module inwards; "" is the model, and what no module calls."""
+        found: dict[str, list[Place]] = {}
+        for place in self._profile.places:
+            for path in _around(place.module):
+                found.setdefault(path, []).append(place)
+        whole = sum(place.own for place in self._profile.places)
+        return [(path, *_of_module(path, found[path], whole)) for path in sorted(found, key=_in_order)]
+
+
+def _around(module: str) -> Iterable[str]:
+    """A module's path and those of the modules around it, outermost first."""
+    parts = [part for part in module.replace("/", ".").split(".") if part]
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+def _in_order(path: str) -> list[tuple[int, int, str]]:
+    """A key that puts `layer.2` ahead of `layer.10`."""
+    parts = path.split(".") if path else []
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def _of_module(path: str, places: Sequence[Place], whole: int) -> tuple[Any, ...]:
+    def took(*phases: str) -> int:
+        return sum(place.own for place in places if not phases or place.phase in phases)
+
+    own = sum(place.own for place in places if list(_around(place.module))[-1] == path)
+    allocated = [place.allocated for place in places if place.allocated is not None]
+    return (
+        sum(place.calls for place in places), MS * own, MS * took(), MS * took("forward"),
+        MS * took("backward"), took() / whole if whole else 0.0, sum(allocated) if allocated else None,
+    )  # fmt: skip
+
+
+def _sums(places: Sequence[Place], whole: int, at_peak: Mapping[int, int]) -> tuple[Any, ...]:
+    timed, own = sum(place.timed for place in places), sum(place.own for place in places)
+    total = sum(place.total for place in places)
+    device = [place.device for place in places if place.device is not None]
+    allocated = [place.allocated for place in places if place.allocated is not None]
+    held = [at_peak[id(place)] for place in places if id(place) in at_peak]
+    return (
+        sum(place.calls for place in places),
+        MS * total if timed else None,
+        MS * own if timed else None,
+        total / timed / 1000 if timed else None,
+        own / whole if whole else 0.0,
+        MS * sum(device) if device else None,
+        sum(allocated) if allocated else None,
+        sum(held) if held else None,
+    )
+
+
+def _phases(places: Iterable[Place]) -> Iterable[str]:
+    return dict.fromkeys(place.phase for place in places)
+
+
+def _names(place: Place) -> dict[str, str]:
+    return {key: getattr(place, key) for key in KEYS}
+
+
+def _ended(steps: Sequence[Step], events: Sequence[Event]) -> list[Step]:
+    """Steps from the first op that began in each to the last that ended."""
+    ended: list[Step] = []
+    for step in steps:
+        past = step.end or sys.maxsize
+        inside = [one for one in events if step.begin <= one.begin < past]
+        if inside:
+            end = max(one.begin + one.took for one in inside)
+            ended.append(Step(step.number, min(one.begin for one in inside), end))
+    return ended

@@ -1,0 +1,171 @@
+"""The tool: reads the clock next to each op and its backward ops, and follows the memory of tensors."""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from typing import Any
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.profile import _pytorch, _tensorflow
+from amanda.tools.profile._memory import Memory
+from amanda.tools.profile._place import Place
+from amanda.tools.profile._recorder import Recorder, Routines
+from amanda.tools.profile._result import ProfileResult
+from amanda.tools.profile._steps import Schedule
+
+
+class ProfileTool(amanda.Tool):
+    """Measures what is executed in its scopes; `result` tells, `clear` starts anew.
+
+    wait, warmup, active, repeat: which steps are recorded: in each cycle `wait` and `warmup` steps pass by
+    and `active` are recorded, all that follow where it is 0; `repeat` cycles, 0 for no end.  A step begins
+    when the op that came first executes again, or where `step()` says so.
+    backward: measure backward ops too.  memory: follow the memory of tensors.
+    limit: executions that are kept for the timeline; sums go on beyond.
+
+    Raises ToolError for numbers below 0, and for `repeat` without `active`.
+    """
+
+    def __init__(
+        self,
+        wait: int = 0,
+        warmup: int = 0,
+        active: int = 0,
+        repeat: int = 0,
+        backward: bool = True,
+        memory: bool = True,
+        limit: int = 100_000,
+    ) -> None:
+        super().__init__()
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise ToolError(f"limit is a number of executions, 0 or more, not {limit!r}")
+        schedule = Schedule(wait, warmup, active, repeat)
+        schedule.check()
+        self._schedule = schedule
+        self._places: dict[tuple[int, int | None], Place] = {}
+        self._memory = Memory(limit) if memory else None
+        self._recorder = Recorder(schedule, limit, self._on_window)
+        self._sequences: dict[int, int] = {}
+        rules = [["*", roles], ["pytorch", _pytorch.roles], ["tensorflow", _tensorflow.roles]]
+        rules += [[f"tensorflow/*/{mode}", _tensorflow.in_graph] for mode in ("graph", "function")]
+        self.depends_on(StandardMapping(), MappingTool(rules))
+        self.add_inst_for_op(self._forward)
+        if backward:
+            self.add_inst_for_op(self._backward, backward=True)
+
+    def step(self) -> None:
+        """End the present step here; from now on no step begins by itself."""
+        self._recorder.step()
+
+    @property
+    def result(self) -> ProfileResult:
+        """What was recorded so far."""
+        self._recorder.device_times.settle()
+        if self._memory is not None:
+            self._memory.drain()
+        return ProfileResult.of(self._places.values(), self._recorder, self._memory, self._schedule)
+
+    def clear(self) -> None:
+        """Forget what was recorded; what was analysed stays, and steps count from 0."""
+        for place in self._places.values():
+            place.clear()
+        if self._memory is not None:
+            self._memory.clear()
+        self._recorder.clear()
+
+    def _on_window(self, recording: bool) -> None:
+        if self._memory is not None:
+            (self._memory.start if recording else self._memory.stop)()
+
+    # ---- analysis ----
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        if context["profile.passes"]:
+            return
+        place = self._place(context, context["profile.phase"], context["type"])
+        self._follow_memory(context, place)
+        if context["profile.parallel"] and not _has_tensor(context):
+            context.insert_after_op(self._recorder.counting(place), outputs=[])
+            return
+        begin, end = self._routines(context, place, True)
+        context.insert_before_op(begin, inputs=None if context["profile.parallel"] else [])
+        context.insert_after_op(end, outputs=[])
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        if context["profile.passes"]:
+            return
+        place = self._place(context, "backward", context["backward_type"])
+        self._follow_memory(context, place)
+        if context["profile.parallel"] and not context.get_grad_outputs():
+            context.insert_after_backward_op(self._recorder.counting(place), grad_inputs=[])
+            return
+        begin, end = self._routines(context, place, False)
+        context.insert_before_backward_op(begin, grad_outputs=None if context["profile.parallel"] else [])
+        context.insert_after_backward_op(end, grad_inputs=[])
+
+    def _place(self, context: amanda.OpContext, phase: str, kind: str) -> Place:
+        key = context.get_op_id(), context.get_backward_op_id()
+        if key not in self._places:
+            self._places[key] = Place(
+                phase, kind, context.get_scope(), context.get_source(), key[0], len(self._places),
+                runs_others=context["profile.runs_others"],
+            )  # fmt: skip
+        return self._places[key]
+
+    def _routines(self, context: amanda.OpContext, place: Place, begins_steps: bool) -> Routines:
+        if context["profile.parallel"]:
+            return self._recorder.in_parallel(place, begins_steps)
+        if context["profile.device"] is not None:
+            return self._recorder.on_device(place, begins_steps, context["profile.device"])
+        return self._recorder.in_sequence(place, begins_steps)
+
+    # ---- memory ----
+
+    def _follow_memory(self, context: amanda.OpContext, place: Place) -> None:
+        if self._memory is None:
+            return
+        forward = context.is_forward()
+        before = context.insert_before_op if forward else context.insert_before_backward_op
+        after = context.insert_after_op if forward else context.insert_after_backward_op
+        if context["profile.storages"] is not None:
+            kwargs = {"storages": context["profile.storages"]}
+            before(self._given, **kwargs)
+            saved = context["profile.saved"] if forward else None
+            after(self._made, place=place, saved=saved, **kwargs)
+        elif context["profile.bytes"] is not None:
+            after(self._sized, place=place, nbytes=context["profile.bytes"])
+
+    @amanda.observer
+    def _given(self, *values: Any, storages: Any) -> None:
+        assert self._memory is not None
+        self._memory.meet(storages(values), None)
+
+    @amanda.observer
+    def _made(self, *values: Any, place: Place, storages: Any, saved: Any) -> None:
+        assert self._memory is not None
+        self._memory.meet(storages(values), place)
+        if saved is not None:
+            thread = get_ident()  # autograd numbers the nodes of each thread
+            found, self._sequences[thread] = saved(values, self._sequences.get(thread, 0))
+            self._memory.meet(found, place)
+
+    @amanda.observer
+    def _sized(self, *values: Any, place: Place, nbytes: Any) -> None:
+        if self._recorder.recording:
+            place.allocated = (place.allocated or 0) + (nbytes(values) or 0)
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write what the tool asks for where no framework's rule does."""
+    context.setdefault("profile.phase", "forward")
+    for key in ("passes", "parallel", "runs_others"):
+        context.setdefault(f"profile.{key}", False)
+    for key in ("storages", "saved", "bytes", "device"):
+        context.setdefault(f"profile.{key}", None)
+
+
+def _has_tensor(context: amanda.OpContext) -> bool:
+    values = context.get_inputs()
+    return any(context["shape"](one) is not None or isinstance(one, (list, tuple)) for one in values)
