@@ -16,7 +16,7 @@ def roles(context: amanda.OpContext) -> None:
         return
     context["profile.phase"] = "optimizer" if _in_optimizer() else "forward"
     context["profile.storages"] = storages
-    context["profile.saved"] = saved
+    context["profile.saved"], context["profile.sequence"] = saved, sequence
     context["profile.device"] = clock_for(context.get_inputs())
 
 
@@ -98,26 +98,35 @@ def _storages(torch: Any, values: Iterable[Any]) -> Iterator[Storage]:
 _SAVED: dict[type, tuple[str, ...]] = {}
 
 
-def saved(outputs: Iterable[Any], since: int) -> tuple[list[Storage], int]:
-    """What the nodes have saved for the backward pass that ops made since a sequence number; the next one.
+def sequence() -> int:
+    """The number that autograd gives to the next node which is made on this thread."""
+    import torch
+
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def saved(outputs: Iterable[Any], since: int) -> list[Storage]:
+    """What the nodes that an op made, from a sequence number on, have saved for the backward pass.
 
     Nodes of Python functions, and saved tensors that hooks pack, are left alone.
     """
     import torch
 
-    present = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
-        return [], present
+    present = sequence()
+    if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return []
     found: list[Any] = []
+    seen: set[Any] = set()
     with torch._C.DisableTorchFunction():
         nodes = [one.grad_fn for one in _flat(outputs) if isinstance(one, torch.Tensor)]
         while nodes:
             node = nodes.pop()
-            if node is None or not since <= node._sequence_nr() < present:
+            if node is None or node in seen or not since <= node._sequence_nr() < present:
                 continue
+            seen.add(node)
             found += _saved_by(node)
             nodes += [one for one, _ in node.next_functions]
-        return list(_storages(torch, found)), present
+        return list(_storages(torch, found))
 
 
 def _saved_by(node: Any) -> Iterator[Any]:

@@ -131,15 +131,16 @@ class ProfileTool(amanda.Tool):
         after = context.insert_after_op if forward else context.insert_after_backward_op
         if context["profile.storages"] is not None:
             kwargs = {"storages": context["profile.storages"]}
-            before(self._given, **kwargs)
-            saved = context["profile.saved"] if forward else None
-            after(self._made, place=place, saved=saved, **kwargs)
+            before(self._given, sequence=context["profile.sequence"] if forward else None, **kwargs)
+            after(self._made, place=place, saved=context["profile.saved"] if forward else None, **kwargs)
         elif context["profile.bytes"] is not None:
             after(self._sized, place=place, nbytes=context["profile.bytes"])
 
     @amanda.observer
-    def _given(self, *values: Any, storages: Any) -> None:
+    def _given(self, *values: Any, storages: Any, sequence: Any) -> None:
         assert self._memory is not None
+        if sequence is not None:
+            self._sequences[get_ident()] = sequence()
         self._memory.meet(storages(values), None)
 
     @amanda.observer
@@ -147,9 +148,7 @@ class ProfileTool(amanda.Tool):
         assert self._memory is not None
         self._memory.meet(storages(values), place)
         if saved is not None:
-            thread = get_ident()  # autograd numbers the nodes of each thread
-            found, self._sequences[thread] = saved(values, self._sequences.get(thread, 0))
-            self._memory.meet(found, place)
+            self._memory.meet(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
     def _sized(self, *values: Any, place: Place, nbytes: Any) -> None:
@@ -162,7 +161,7 @@ def roles(context: amanda.OpContext) -> None:
     context.setdefault("profile.phase", "forward")
     for key in ("passes", "parallel", "runs_others"):
         context.setdefault(f"profile.{key}", False)
-    for key in ("storages", "saved", "bytes", "device"):
+    for key in ("storages", "saved", "sequence", "bytes", "device"):
         context.setdefault(f"profile.{key}", None)
 
 
