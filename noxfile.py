@@ -41,6 +41,7 @@ TESTS = (
     "nbclient",
     "ipykernel",
     "towncrier",
+    "playwright",
 )
 # Alone, and what the tests need of the rest:
 LIBRARIES = ("captum", "fvcore", "iopath", "nnsight", "pytorchfi")

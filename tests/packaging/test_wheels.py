@@ -91,8 +91,19 @@ def test_other_wheels_fit_every_platform(wheel: ZipFile) -> None:
 
 
 def test_the_licence_is_inside(wheel: ZipFile) -> None:
-    assert metadata(wheel, "METADATA")["License-Expression"] == "Apache-2.0"
+    vendors = Path(str(wheel.filename)).name.startswith("amanda_tools-")
+    expected = "Apache-2.0 AND MIT" if vendors else "Apache-2.0"
+    assert metadata(wheel, "METADATA")["License-Expression"] == expected
     assert [name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+
+
+def test_vendored_files_have_their_licence_beside_them_and_in_the_metadata(wheel: ZipFile) -> None:
+    vendored = [path for path in files(wheel) if path.name.endswith(".min.js")]
+    names = {name.partition(".dist-info/licenses/")[2] for name in wheel.namelist()}
+    for path in vendored:
+        licence = path.with_name(path.name.replace(".min.js", ".LICENSE"))
+        assert licence in files(wheel)
+        assert [name for name in names if name.endswith(str(licence))]
 
 
 def test_the_extras_name_the_other_distributions(wheels: Path) -> None:

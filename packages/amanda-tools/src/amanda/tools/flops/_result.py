@@ -37,7 +37,7 @@ _columns = (
     Column("MACs", show=amount, total=True),
     Column("FLOPs", show=amount, total=True),
     Column("parameters", show=amount, number=True),
-    Column("bytes", show=partial(amount, unit="B"), total=True),
+    Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
     Column("FLOPs/byte", show="{:.2f}".format, number=True),
 )
 

@@ -27,12 +27,14 @@ class Column:
 
     name: as in files and data frames.  show: how a value is written in a table.
     total: whether the values of all rows are added up below them.  number: aligned to the right.
+    unit: of the values, "s" or "B" say; what shows files writes them with it.
     """
 
     name: str
     show: Callable[[Any], str] = str
     total: bool = False
     number: bool = False
+    unit: str = ""
 
 
 class Result(ABC):
@@ -130,12 +132,17 @@ class Result(ABC):
         return pandas.DataFrame(list(self.rows()), columns=[column.name for column in self.columns])
 
     def to_dict(self) -> dict[str, Any]:
-        """Schema and version, facts, and each row as an object of its columns."""
+        """Schema and version, facts, what is said of the table, and each row as an object of its columns."""
         names = [column.name for column in self.columns]
         return {
             "schema": f"amanda.{self.name}",
             "version": self.version,
             **self.facts(),
+            "title": self.title,
+            "notes": list(self.notes()),
+            "columns": [
+                {"name": column.name, "total": column.total, "unit": column.unit} for column in self.columns
+            ],
             "rows": [dict(zip(names, row, strict=True)) for row in self.rows()],
         }
 

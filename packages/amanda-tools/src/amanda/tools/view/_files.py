@@ -1,0 +1,83 @@
+"""Reading what other tools saved, with nothing believed that was not looked at."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Result
+
+_NEWEST = {"amanda.trace": 1}
+"""Versions of the schemas of which more is read than the table."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one result that was never in a file.
+
+    name: what people call it.  schema: `amanda.<tool>`, or "chrome trace".
+    """
+
+    name: str
+    schema: str
+    version: int
+    content: Mapping[str, Any]
+
+    def list_of(self, key: str) -> list[dict[str, Any]]:
+        """The objects under a key.  Raises AmandaError for anything that is no list of objects."""
+        found = self.content.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
+        return found
+
+
+def read(given: str | Path | Result) -> Source:
+    """A file or a result, with its schema known.
+
+    Raises AmandaError where the file cannot be read, is no JSON, or is of a schema or version not known.
+    """
+    if isinstance(given, Result):
+        return _source(given.name, given.to_dict())
+    path = Path(given)
+    try:
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        content = json.loads(text)
+    except OSError as error:
+        raise AmandaError(f"cannot read {path}: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise AmandaError(f"{path} is a gzip file that ends too early or is damaged: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise AmandaError(
+            f"{path} is no JSON ({error}); `view` takes what a result's save() wrote to a name with .json"
+        ) from error
+    return _source(path.name, content)
+
+
+def _source(name: str, content: Any) -> Source:
+    if isinstance(content, list):  # the array format of Chrome traces
+        content = {"traceEvents": content}
+    if not isinstance(content, dict):
+        raise AmandaError(f"{name} holds {type(content).__name__}, no object with a schema")
+    schema = content.get("schema")
+    if schema is None and "traceEvents" in content:
+        return Source(name, "chrome trace", 1, content)
+    if not isinstance(schema, str) or not schema.startswith("amanda."):
+        raise AmandaError(
+            f"{name} has the schema {schema!r}; expected one that begins with 'amanda.', or a Chrome trace"
+        )
+    version = content.get("version")
+    if not isinstance(version, int):
+        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected a whole number")
+    if version > _NEWEST.get(schema, version):
+        raise AmandaError(
+            f"{name} is {schema} {version}, newer than {_NEWEST[schema]}, which this amanda-tools reads: "
+            "update amanda-tools"
+        )
+    return Source(name, schema, version, content)

@@ -1,0 +1,128 @@
+"""The page: template, style and scripts of this package around what was saved."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Result
+from amanda.tools.view._files import Source, read
+from amanda.tools.view._graph import graph, op_columns
+from amanda.tools.view._tables import Ops, is_about_ops, ops_of_rows, table
+from amanda.tools.view._timeline import ops_of_events, timeline
+
+_SCRIPTS = ("dom", "model", "tree", "layout", "graph", "table", "timeline", "details", "main")
+
+
+def to_page(*given: str | Path | Result, title: str | None = None) -> str:
+    """A self-contained HTML page of saved files, or of results themselves.
+
+    The first trace among them gives the graph; tables of ops become columns beside it, Chrome traces the
+    timeline.  Raises AmandaError where a file cannot be read or is of no schema that is known.
+    """
+    if not given:
+        raise AmandaError("a page is made of one result or more; none was given")
+    sources = [read(one) for one in given]
+    shown = title or ", ".join(source.name for source in sources)
+    style, script, library = _text("view.css"), _script(), _text("dagre.min.js")
+    library = library.partition("//# sourceMappingURL")[0]
+    parts = {
+        "title": escape(shown),
+        "policy": _policy(style, (library, script)),
+        "style": style,
+        "notice": escape(_text("dagre.LICENSE")).replace("--", "- -"),
+        "library": library,
+        "data": _embedded(document(sources, shown)),
+        "script": script,
+    }
+    page = _text("index.html")
+    head, *rest = page.split("{{")
+    return head + "".join(parts[name] + after for name, _, after in (one.partition("}}") for one in rest))
+
+
+def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
+    """All that the page shows, as plain values."""
+    trace = next((source for source in sources if source.schema == "amanda.trace"), None)
+    traces = [source for source in sources if source.schema == "chrome trace"]
+    tables = [source for source in sources if source is not trace and source not in traces]
+    about_ops = [source for source in tables if is_about_ops(source)]
+    if trace is not None:
+        ops = trace.list_of("ops")
+    else:
+        ops = ops_of_rows(about_ops) or next(filter(None, map(ops_of_events, traces)), [])
+    known = Ops(ops)
+    return {
+        "title": title,
+        "sources": [
+            {"name": source.name, "schema": source.schema, "version": source.version} for source in sources
+        ],
+        "facts": [fact for source in sources for fact in _facts(source)],
+        "ops": op_columns(ops),
+        "graph": None if trace is None else graph(trace),
+        "tables": [table(source, known) for source in tables],
+        "timelines": [timeline(source, known) for source in traces],
+    }
+
+
+def _facts(source: Source) -> list[tuple[str, str]]:
+    """What is said of the run as a whole."""
+    content = source.content
+    facts = []
+    if isinstance(content.get("frameworks"), list):
+        facts.append(("framework", ", ".join(map(str, content["frameworks"]))))
+    if content.get("dropped"):
+        facts.append((f"not in {source.name}", f"{content['dropped']} ops"))
+    return facts
+
+
+def _embedded(content: Any) -> str:
+    """JSON that ends no script element and is valid for every parser."""
+    try:
+        text = _json(content)
+    except ValueError:
+        text = _json(_finite(content))
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with words for the numbers that JSON has not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _policy(style: str, scripts: Sequence[str]) -> str:
+    """Nothing is loaded, and no script runs but those of the page."""
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    return f"default-src 'none'; img-src data:; style-src 'sha256-{_digest(style)}'; script-src {allowed}"
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _script() -> str:
+    modules = "\n".join(_text(f"{name}.js") for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{modules}\n}})();\n'
+
+
+def _text(name: str) -> str:
+    return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")

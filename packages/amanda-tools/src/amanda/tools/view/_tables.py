@@ -1,0 +1,132 @@
+"""Tables, and which ops their rows are about."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from amanda.errors import AmandaError
+from amanda.tools.view._files import Source
+
+KEYS = ("phase", "type", "module", "source")
+"""What tells ops apart in every table of ops."""
+
+Key = tuple[str, ...]
+
+
+class Ops:
+    """The ops of a page, and how rows and events find them.
+
+    columns: a list for each field of an op, all of one length.
+    """
+
+    def __init__(self, ops: Iterable[Mapping[str, Any]]) -> None:
+        self.all = list(ops)
+        self._by_key: dict[Key, list[int]] = defaultdict(list)
+        self._by_id: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, op in enumerate(self.all):
+            self._by_key[key_of(op)].append(index)
+            if op.get("id") is not None:
+                self._by_id[str(op["id"]), str(op.get("phase", ""))].append(index)
+
+    def about(self, row: Mapping[str, Any]) -> list[int]:
+        """The ops with a row's id, or with its phase, type, module and source."""
+        if row.get("id") is not None:
+            found = self._by_id.get((str(row["id"]), str(row.get("phase", ""))))
+            if found:
+                return found
+        return self._by_key.get(key_of(row), [])
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """What is the same in all tables for one op."""
+    return tuple(str(row.get(key) or "") for key in KEYS)
+
+
+def is_about_ops(source: Source) -> bool:
+    """Whether its rows say which op they are about."""
+    rows = source.list_of("rows")
+    return bool(rows) and all(key in rows[0] for key in KEYS)
+
+
+def ops_of_rows(sources: Iterable[Source]) -> list[dict[str, Any]]:
+    """Ops of which no graph is known, in the order in which tables name them."""
+    most: dict[Key, int] = {}
+    for source in sources:
+        seen: dict[Key, int] = defaultdict(int)
+        for row in source.list_of("rows"):
+            seen[key_of(row)] += 1
+        for key, times in seen.items():
+            most[key] = max(most.get(key, 0), 1 if _ids(source) else times)
+    return [dict(zip(KEYS, key, strict=True)) for key, times in most.items() for _ in range(times)]
+
+
+def _ids(source: Source) -> bool:
+    return any("id" in row for row in source.list_of("rows")[:1])
+
+
+def table(source: Source, ops: Ops) -> dict[str, Any]:
+    """Columns and rows, with the ops of each row.
+
+    `ops` is None where the table is about something else.  As many rows as there are ops of one key are
+    theirs in turn; fewer are each about all of them.
+    """
+    columns = _columns(source)
+    rows = source.list_of("rows")
+    names = [column["name"] for column in columns]
+    return {
+        "name": source.name,
+        "schema": source.schema,
+        "title": _text(source.content.get("title")) or source.schema.removeprefix("amanda."),
+        "columns": columns,
+        "rows": [[row.get(name) for name in names] for row in rows],
+        "notes": [note for note in _list(source.content.get("notes")) if isinstance(note, str)],
+        "ops": _ops_of(rows, ops) if is_about_ops(source) else None,
+    }
+
+
+def _ops_of(rows: Sequence[Mapping[str, Any]], ops: Ops) -> list[list[int]]:
+    found = [ops.about(row) for row in rows]
+    rivals: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, indices in enumerate(found):
+        rivals[tuple(indices)].append(row)
+    for claimed, claimants in rivals.items():
+        if len(claimed) == len(claimants) > 1:
+            for row, index in zip(claimants, claimed, strict=True):
+                found[row] = [index]
+    return found
+
+
+def _columns(source: Source) -> list[dict[str, Any]]:
+    rows = source.list_of("rows")
+    given = {
+        column["name"]: column
+        for column in _list(source.content.get("columns"))
+        if isinstance(column, dict) and isinstance(column.get("name"), str)
+    }
+    names = [*given, *(name for name in (rows[0] if rows else {}) if name not in given)]
+    if not names and rows:
+        raise AmandaError(f"{source.name}: the rows of {source.schema} are empty objects")
+    return [
+        {
+            "name": name,
+            "number": all(_is_number(row.get(name)) for row in rows)
+            and any(row.get(name) is not None for row in rows),
+            "total": bool(given.get(name, {}).get("total")),
+            "unit": _text(given.get(name, {}).get("unit")),
+        }
+        for name in names
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,150 @@
+// A table that sorts, of any length: the rows in sight are elements.
+
+const LINE = 22;
+
+class DataTable {
+  // rows: how many.  columns: name, values by row, number, total, unit.  chosen: which rows a search leaves.
+  // selected: the rows of what is selected.  pick: called with a row.
+  constructor(element, { label, columns, rows, chosen, selected, pick, tell }) {
+    Object.assign(this, { element, columns, size: rows, chosen, selected, pick, tell });
+    this.sort = null;
+    this.widths = columns.map((column) => this.width(column));
+    this.head = h("div", { class: "line head", role: "row", "aria-rowindex": 1 }, columns.map((column, place) => this.header(column, place)));
+    this.body = h("div", { class: "lines", role: "rowgroup" });
+    this.foot = h("div", { class: "line foot", role: "row" });
+    this.scroll = h("div", { class: "scroll grid", role: "grid", tabindex: 0, "aria-label": label, "aria-colcount": columns.length },
+      this.head, this.body, this.foot);
+    this.scroll.style.setProperty("--width", `${this.widths.reduce((sum, width) => sum + width, 0)}px`);
+    const template = this.widths.map((width, place) => (columns[place].path ? `minmax(${width}px, 1fr)` : `${width}px`)).join(" ");
+    this.scroll.style.setProperty("--columns", template);
+    this.draw = eachFrame(() => this.render());
+    this.scroll.addEventListener("scroll", this.draw);
+    this.scroll.addEventListener("keydown", (event) => this.key(event));
+    this.body.addEventListener("click", (event) => {
+      const line = event.target.closest(".line");
+      if (line) this.pick(Number(line.dataset.row));
+    });
+    this.watch = new ResizeObserver(this.draw);
+    element.replaceChildren(this.scroll);
+    this.watch.observe(this.scroll);
+    this.list();
+    this.reveal();
+  }
+
+  remove() {
+    this.watch.disconnect();
+  }
+
+  width(column) {
+    const step = Math.max(1, Math.floor(this.size / 400));
+    let longest = column.name.length + 2.5;
+    for (let row = 0; row < this.size; row += step) longest = Math.max(longest, this.text(column, row).length);
+    return Math.ceil(Math.min(longest, column.path ? 26 : 28) * 7 + 18);
+  }
+
+  text(column, row) {
+    const value = column.values[row];
+    if (value === null && column.shared && column.shared[row]) return "″";
+    return column.plain ? String(value) : written(value, column);
+  }
+
+  header(column, place) {
+    return h("div", { class: `cell${column.number ? " number" : ""}`, role: "columnheader", "aria-sort": "none", "aria-colindex": place + 1 },
+      h("button", { type: "button", tabindex: -1, title: column.from ? `${column.name}, from ${column.from}` : column.name, onclick: () => this.sortBy(place) },
+        h("span", { class: "label" }, column.name), h("span", { class: "mark", "aria-hidden": "true" })));
+  }
+
+  // Numbers begin with the largest, words with the first; a third click restores the order of the file.
+  sortBy(place) {
+    const first = this.columns[place].number && !this.columns[place].plain ? -1 : 1;
+    if (!this.sort || this.sort.place !== place) this.sort = { place, direction: first };
+    else if (this.sort.direction === first) this.sort = { place, direction: -first };
+    else this.sort = null;
+    this.list();
+    this.scroll.scrollTop = 0;
+  }
+
+  list() {
+    const rows = [];
+    for (let row = 0; row < this.size; row += 1) if (this.chosen(row)) rows.push(row);
+    if (this.sort) {
+      const { values, number } = this.columns[this.sort.place];
+      const { direction } = this.sort;
+      const absent = (value) => value === null || value === undefined || Number.isNaN(value);
+      const compare = number ? (a, b) => a - b : (a, b) => collator.compare(written(a), written(b));
+      rows.sort((a, b) => {
+        const [x, y] = [values[a], values[b]];
+        if (absent(x) || absent(y)) return absent(x) - absent(y) || a - b;
+        return direction * compare(x, y) || a - b;
+      });
+    }
+    this.rows = rows;
+    this.at = null;
+    [...this.head.children].forEach((cell, place) => cell.setAttribute("aria-sort",
+      this.sort && this.sort.place === place ? (this.sort.direction > 0 ? "ascending" : "descending") : "none"));
+    this.body.style.height = `${rows.length * LINE}px`;
+    this.scroll.setAttribute("aria-rowcount", rows.length + 1);
+    this.foot.replaceChildren(...this.columns.map((column, place) => h("div", { class: `cell${column.number ? " number" : ""}`, role: "gridcell" },
+      column.total && column.number ? written(rows.reduce((sum, row) => sum + (Number.isFinite(column.values[row]) ? column.values[row] : 0), 0), column) : place === 0 ? "total" : "")));
+    this.foot.hidden = !rows.length || !this.columns.some((column) => column.total && column.number);
+    this.tell(rows.length, this.size);
+    this.draw();
+  }
+
+  render() {
+    const { scroll } = this;
+    const selected = this.selected();
+    const first = Math.max(0, Math.floor(scroll.scrollTop / LINE) - 10);
+    const last = Math.min(this.rows.length, Math.ceil((scroll.scrollTop + scroll.clientHeight) / LINE) + 10);
+    const lines = [];
+    for (let place = first; place < last; place += 1) lines.push(this.line(this.rows[place], place, selected));
+    this.body.replaceChildren(...lines);
+    const current = lines.find((line) => line.classList.contains("selected"));
+    if (current) scroll.setAttribute("aria-activedescendant", current.id);
+    else scroll.removeAttribute("aria-activedescendant");
+  }
+
+  line(row, place, selected) {
+    const line = h("div", {
+      class: `line${selected.has(row) ? " selected" : ""}${place % 2 ? " odd" : ""}`, role: "row", id: `line-${row}`,
+      "data-row": row, "aria-rowindex": place + 2, "aria-selected": String(selected.has(row)) },
+    this.columns.map((column) => {
+      const text = this.text(column, row);
+      const long = text.length > 16 || column.path;
+      return h("div", { class: `cell${column.number ? " number" : ""}${column.path ? " path" : ""}${column.code ? " code" : ""}`, role: "gridcell", title: long ? text : null },
+        column.path ? h("bdi", {}, text) : text);
+    }));
+    line.style.top = `${place * LINE}px`;
+    return line;
+  }
+
+  placeOf(row) {
+    if (!this.at) this.at = new Map(this.rows.map((one, place) => [one, place]));
+    return this.at.get(row);
+  }
+
+  reveal() {
+    const [row] = this.selected();
+    const place = row === undefined ? undefined : this.placeOf(row);
+    if (place !== undefined) {
+      const { scroll } = this;
+      const top = place * LINE;
+      const room = scroll.clientHeight - LINE * (this.foot.hidden ? 2 : 3);
+      if (top < scroll.scrollTop || top > scroll.scrollTop + room) scroll.scrollTop = Math.max(0, top - room / 2);
+    }
+    this.draw();
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const page = Math.max(1, Math.floor(this.scroll.clientHeight / LINE) - 3);
+    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
+    if (!(event.key in moves) || !this.rows.length || event.target !== this.scroll) return;
+    const [row] = this.selected();
+    const place = row === undefined ? undefined : this.placeOf(row);
+    this.pick(this.rows[place === undefined ? 0 : clamp(place + moves[event.key], 0, this.rows.length - 1)]);
+    event.preventDefault();
+  }
+}
+
+const collator = new Intl.Collator("en", { numeric: true });

@@ -1,0 +1,322 @@
+// Events on tracks, on a canvas; zoomed by the wheel, moved by dragging, an event is selected by a click.
+
+const LANE = 18;
+const AXIS = 22;
+const TRACK = 18;
+const PLOT = 46;
+
+class Timeline {
+  constructor(model, content, element, tools) {
+    Object.assign(this, { model, content, element, tools });
+    this.title = "Timeline";
+    this.events = content.events;
+    this.size = this.events.start.length;
+    this.end = Math.max(1, ...content.counters.flatMap((counter) => counter.points.map(([at]) => at)).slice(-1));
+    for (let i = 0; i < this.size; i += 1) this.end = Math.max(this.end, this.events.start[i] + this.events.duration[i]);
+    this.byLane = this.lanes();
+    this.colours = this.events.name.map((name, i) => kindOf(this.events.op[i] >= 0 ? model.ops.type[this.events.op[i]] : name.replace(/^aten::/, "")));
+    this.from = 0;
+    this.to = this.end;
+    this.top = 0;
+    this.current = -1;  // the event that was clicked
+    this.draw = eachFrame(() => this.render());
+    model.on("selection", () => this.follow());
+    model.on("search", () => { if (this.shown) this.draw(); });
+  }
+
+  // For each track and depth its events by their start; what lies in sight is found by halving.
+  lanes() {
+    const lanes = this.content.tracks.map((track) => Array.from({ length: track.depth }, () => []));
+    for (let i = 0; i < this.size; i += 1) lanes[this.events.track[i]][this.events.depth[i]].push(i);
+    return lanes;
+  }
+
+  show() {
+    this.shown = true;
+    this.canvas = h("canvas", { class: "timeline", tabindex: 0, role: "img" });
+    this.tip = h("div", { class: "tip", hidden: true });
+    this.said = h("p", { class: "note", "aria-live": "polite" });
+    this.element.replaceChildren(this.canvas, this.tip, this.said);
+    if (this.content.dropped) this.said.textContent = `${plural(this.content.dropped, "shorter event")} not shown`;
+    const button = (text, title, action) => h("button", { type: "button", title, "aria-label": title, onclick: action }, text);
+    this.tools.replaceChildren(button("−", "Zoom out", () => this.zoom(1.6)), button("+", "Zoom in", () => this.zoom(1 / 1.6)),
+      button("Fit", "Show all of the time", () => this.look(0, this.end)));
+    this.listen();
+    this.watch = new ResizeObserver(this.draw);
+    this.watch.observe(this.element);
+    this.dark = matchMedia("(prefers-color-scheme: dark)");
+    this.dark.addEventListener("change", this.draw);
+    this.follow();
+    this.render();
+  }
+
+  hide() {
+    this.shown = false;
+    if (this.watch) this.watch.disconnect();
+    if (this.dark) this.dark.removeEventListener("change", this.draw);
+    this.element.replaceChildren();
+    this.tools.replaceChildren();
+  }
+
+  get width() { return this.canvas.clientWidth; }
+
+  x(time) { return ((time - this.from) / (this.to - this.from)) * this.width; }
+
+  time(x) { return this.from + (x / this.width) * (this.to - this.from); }
+
+  look(from, to) {
+    const span = clamp(to - from, Math.min(0.05, this.end), this.end);
+    this.from = clamp(from, 0, this.end - span);
+    this.to = this.from + span;
+    if (this.shown) this.draw();
+  }
+
+  zoom(factor, x = this.width / 2) {
+    const at = this.time(x);
+    const span = clamp((this.to - this.from) * factor, Math.min(0.05, this.end), this.end);
+    this.look(at - (x / this.width) * span, at - (x / this.width) * span + span);
+  }
+
+  // The selected op's event comes into sight.
+  follow() {
+    const op = this.model.selectedOp;
+    if (this.current < 0 || this.events.op[this.current] !== op) this.current = op < 0 ? -1 : this.events.op.indexOf(op);
+    if (!this.shown) return;
+    if (this.current >= 0) {
+      const start = this.events.start[this.current];
+      const end = start + this.events.duration[this.current];
+      const span = this.to - this.from;
+      if (end < this.from || start > this.to) this.look((start + end - span) / 2, (start + end + span) / 2);
+    }
+    this.draw();
+  }
+
+  // ---- drawing ----
+
+  render() {
+    if (!this.shown) return;
+    const { canvas } = this;
+    const ratio = window.devicePixelRatio || 1;
+    const [wide, tall] = [canvas.clientWidth, canvas.clientHeight];
+    canvas.width = Math.round(wide * ratio);
+    canvas.height = Math.round(tall * ratio);
+    const pen = canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    const style = getComputedStyle(document.documentElement);
+    this.colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    pen.textBaseline = "middle";
+    this.boxes = [];
+    let y = AXIS - this.top;
+    for (const counter of this.content.counters) {
+      this.plot(pen, counter, y, wide);
+      y += PLOT;
+    }
+    this.content.tracks.forEach((track, index) => {
+      pen.fillStyle = this.colour("soft");
+      pen.fillText(track.name, 8, y + TRACK / 2);
+      y += TRACK;
+      this.byLane[index].forEach((lane) => {
+        if (y > -LANE && y < tall) this.lane(pen, lane, y, wide);
+        y += LANE;
+      });
+      y += 6;
+    });
+    this.height = y + this.top;
+    this.axis(pen, wide, tall);
+    canvas.setAttribute("aria-label", this.spoken());
+    canvas.dataset.from = this.from.toFixed(3);
+    canvas.dataset.to = this.to.toFixed(3);
+  }
+
+  lane(pen, lane, y, wide) {
+    const { start, duration, name, op } = this.events;
+    const { matches, selectedOp } = this.model;
+    let low = 0;
+    for (let high = lane.length; low < high;) {
+      const middle = (low + high) >> 1;
+      if (start[lane[middle]] + duration[lane[middle]] < this.from) low = middle + 1;
+      else high = middle;
+    }
+    let painted = -1;
+    for (let place = low; place < lane.length && start[lane[place]] <= this.to; place += 1) {
+      const i = lane[place];
+      const left = Math.max(-2, this.x(start[i]));
+      const right = Math.min(wide + 2, this.x(start[i] + duration[i]));
+      const chosen = i === this.current || (selectedOp >= 0 && op[i] === selectedOp);
+      if (right < painted + 0.5 && !chosen) continue;  // under a pixel that is painted
+      const width = Math.max(right - left - 0.5, 0.75);
+      pen.globalAlpha = matches && !(op[i] >= 0 && matches[op[i]]) ? 0.2 : 1;
+      pen.fillStyle = this.colour(kindClass(this.colours[i]));
+      pen.fillRect(left, y + 1, width, LANE - 2);
+      if (chosen) {
+        pen.globalAlpha = 1;
+        pen.strokeStyle = this.colour("accent");
+        pen.lineWidth = 2;
+        pen.strokeRect(left, y + 1, Math.max(width, 2), LANE - 2);
+      }
+      if (width > 28) {
+        pen.fillStyle = this.colour("on-kind");
+        const visible = Math.max(left, 0);
+        pen.fillText(fitted(pen, name[i], Math.min(right, wide) - visible - 8), visible + 4, y + LANE / 2 + 0.5);
+      }
+      this.boxes.push([left, y, left + Math.max(width, 3), y + LANE, i]);
+      painted = right;
+    }
+    pen.globalAlpha = 1;
+  }
+
+  plot(pen, counter, y, wide) {
+    const most = counter.points.reduce((found, [, value]) => Math.max(found, value), 0) || 1;
+    const base = y + PLOT - 6;
+    const high = (value) => base - (value / most) * (PLOT - 20);
+    pen.fillStyle = this.colour("plot");
+    pen.beginPath();
+    pen.moveTo(0, base);
+    let value = 0;
+    for (const [at, next] of counter.points) {
+      const x = clamp(this.x(at), 0, wide);
+      pen.lineTo(x, high(value));
+      pen.lineTo(x, high(next));
+      value = next;
+    }
+    pen.lineTo(clamp(this.x(this.end), 0, wide), high(value));
+    pen.lineTo(clamp(this.x(this.end), 0, wide), base);
+    pen.fill();
+    pen.fillStyle = this.colour("soft");
+    pen.fillText(`${counter.name}, at most ${amount(most)}`, 8, y + 8);
+  }
+
+  axis(pen, wide, tall) {
+    pen.fillStyle = this.colour("panel");
+    pen.fillRect(0, 0, wide, AXIS);
+    const rough = ((this.to - this.from) / Math.max(wide, 1)) * 110;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
+    pen.strokeStyle = this.colour("line");
+    pen.fillStyle = this.colour("soft");
+    pen.lineWidth = 1;
+    for (let at = Math.ceil(this.from / step) * step; at <= this.to; at += step) {
+      const x = Math.round(this.x(at)) + 0.5;
+      pen.globalAlpha = 0.5;
+      pen.beginPath();
+      pen.moveTo(x, AXIS);
+      pen.lineTo(x, tall);
+      pen.stroke();
+      pen.globalAlpha = 1;
+      pen.fillText(duration(Number((at * 1e-6).toPrecision(9))), x + 4, AXIS / 2);
+    }
+    pen.beginPath();
+    pen.moveTo(0, AXIS - 0.5);
+    pen.lineTo(wide, AXIS - 0.5);
+    pen.stroke();
+  }
+
+  spoken() {
+    const all = `Timeline of ${plural(this.size, "event")}, ${duration(this.end * 1e-6)}`;
+    if (this.current < 0) return all;
+    const { name, start, duration: lasting } = this.events;
+    return `${all}; selected: ${name[this.current]}, ${duration(lasting[this.current] * 1e-6)} from ${duration(start[this.current] * 1e-6)} on`;
+  }
+
+  // ---- moving ----
+
+  listen() {
+    const { canvas } = this;
+    let drag = null;
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      if (event.shiftKey) this.scrollBy(event.deltaY || event.deltaX);
+      else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.slide(event.deltaX);
+      else this.zoom(Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.002)), event.offsetX);
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => {
+      drag = { x: event.clientX, y: event.clientY, moved: false };
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (!drag) { this.hover(event); return; }
+      const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
+      if (!drag.moved && Math.hypot(dx, dy) < 4) return;
+      this.slide(-dx);
+      this.scrollBy(-dy);
+      drag = { x: event.clientX, y: event.clientY, moved: true };
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      if (drag && !drag.moved) this.pick(this.eventAt(event.offsetX, event.offsetY));
+      drag = null;
+    });
+    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    canvas.addEventListener("dblclick", (event) => {
+      const i = this.eventAt(event.offsetX, event.offsetY);
+      if (i >= 0) this.look(this.events.start[i] - this.events.duration[i] * 0.1, this.events.start[i] + this.events.duration[i] * 1.1);
+    });
+    canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  slide(pixels) {
+    const step = (pixels / this.width) * (this.to - this.from);
+    const span = this.to - this.from;
+    this.look(this.from + step, this.from + step + span);
+  }
+
+  scrollBy(pixels) {
+    this.top = clamp(this.top + pixels, 0, Math.max(0, this.height - this.canvas.clientHeight));
+    this.draw();
+  }
+
+  eventAt(x, y) {
+    for (let place = this.boxes.length - 1; place >= 0; place -= 1) {
+      const [left, top, right, bottom, i] = this.boxes[place];
+      if (x >= left && x <= right && y >= top && y < bottom && y > AXIS) return i;
+    }
+    return -1;
+  }
+
+  pick(i) {
+    this.current = i;
+    const op = i < 0 ? -1 : this.events.op[i];
+    if (op === this.model.selectedOp) this.draw();
+    this.model.selectOp(op);
+    this.model.event = i < 0 ? null : { timeline: this, index: i };
+    this.model.tell("event");
+    this.draw();
+  }
+
+  // Its neighbour in the same lane.
+  step(direction) {
+    const i = this.current < 0 ? 0 : this.current;
+    const lane = this.size ? this.byLane[this.events.track[i]][this.events.depth[i]] : [];
+    const next = lane[this.current < 0 ? 0 : clamp(lane.indexOf(i) + direction, 0, lane.length - 1)];
+    if (next !== undefined) this.pick(next);
+  }
+
+  hover(event) {
+    const i = this.eventAt(event.offsetX, event.offsetY);
+    this.tip.hidden = i < 0;
+    if (i < 0) return;
+    const op = this.events.op[i];
+    this.tip.replaceChildren(h("strong", {}, this.events.name[i]), ` ${duration(this.events.duration[i] * 1e-6)}`,
+      op >= 0 ? h("div", {}, this.model.ops.module[op]) : "");
+    this.tip.style.left = `${Math.max(0, Math.min(event.offsetX + 12, this.width - this.tip.offsetWidth - 4))}px`;
+    this.tip.style.top = `${event.offsetY + 16}px`;
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const actions = {
+      ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1), ArrowUp: () => this.scrollBy(-40), ArrowDown: () => this.scrollBy(40),
+      "+": () => this.zoom(1 / 1.6), "=": () => this.zoom(1 / 1.6), "-": () => this.zoom(1.6), 0: () => this.look(0, this.end),
+    };
+    if (!(event.key in actions)) return;
+    actions[event.key]();
+    event.preventDefault();
+  }
+}
+
+function fitted(pen, text, width) {
+  if (pen.measureText(text).width <= width) return text;
+  let most = text.length;
+  while (most > 1 && pen.measureText(`${text.slice(0, most)}…`).width > width) most -= Math.max(1, Math.floor(most / 8));
+  return most > 1 ? `${text.slice(0, most)}…` : "";
+}

@@ -1,0 +1,275 @@
+"""The page of `amanda view`, without a browser: what is read, joined and embedded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_trace import flops_of, transformer
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Column, Result
+from amanda.tools.view import main, to_page
+
+KEYS = ("phase", "type", "module", "source")
+
+
+def saved(folder: Path, name: str, content: Any) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(content))
+    return path
+
+
+def table(rows: list[dict[str, Any]], schema: str = "amanda.cost", **more: Any) -> dict[str, Any]:
+    return {"schema": schema, "version": 1, "rows": rows, **more}
+
+
+def row(type_: str, line: int, **values: Any) -> dict[str, Any]:
+    return {**dict(zip(KEYS, ("forward", type_, "net", f"a.py:{line}"), strict=True)), **values}
+
+
+def embedded(page: str) -> dict[str, Any]:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    content: dict[str, Any] = json.loads(data)
+    return content
+
+
+def shown(folder: Path, *contents: Any) -> dict[str, Any]:
+    return embedded(to_page(*(saved(folder, f"{i}.json", one) for i, one in enumerate(contents))))
+
+
+@pytest.fixture
+def trace() -> dict[str, Any]:
+    return transformer(layers=1)
+
+
+# ---- the page ----
+
+
+def test_a_page_stands_alone_and_is_small(tmp_path: Path) -> None:
+    page = to_page(saved(tmp_path, "a.json", table([row("relu", 1)])))
+    assert len(page) < 300_000
+    links = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)""", page.partition("<body>")[0])
+    assert links == ["data:,"]
+    assert "sourceMappingURL" not in page
+    assert "default-src 'none'" in page
+    assert "Permission is hereby granted" in page  # the licence of what is vendored
+
+
+def test_names_are_data_in_the_page(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script><!--\u2028\ud800"
+    page = to_page(saved(tmp_path, "a.json", table([row(name, 1)])), title="<b>&")
+    assert page.count("<script") == 3
+    assert "<title>&lt;b&gt;&amp;</title>" in page
+    assert "\u2028" not in page
+    page.encode()
+    assert embedded(page)["ops"]["type"] == [name]
+
+
+def test_numbers_that_json_has_not_become_words(tmp_path: Path) -> None:
+    rows = [row("a", 1, x=float("nan")), row("b", 2, x=float("inf")), row("c", 3, x=-float("inf"))]
+    (found,) = shown(tmp_path, table(rows))["tables"]
+    assert [one[-1] for one in found["rows"]] == ["NaN", "Infinity", "-Infinity"]
+    assert found["columns"][-1]["number"]
+
+
+def test_a_result_needs_no_file() -> None:
+    class Calls(Result):
+        name, title = "calls", "Calls"
+        columns = (*map(Column, KEYS), Column("calls", total=True), Column("time", unit="s"))
+
+        def rows(self) -> Sequence[Sequence[Any]]:
+            return [("forward", "relu", "", "a.py:1", 3, 0.5)]
+
+        def notes(self) -> Sequence[str]:
+            return ["A note."]
+
+    found = embedded(to_page(Calls()))
+    assert found["title"] == "calls"
+    assert found["tables"][0]["title"] == "Calls"
+    assert found["tables"][0]["notes"] == ["A note."]
+    assert found["tables"][0]["columns"][-2:] == [
+        {"name": "calls", "number": True, "total": True, "unit": ""},
+        {"name": "time", "number": True, "total": False, "unit": "s"},
+    ]
+
+
+# ---- joining ----
+
+
+def test_a_trace_has_its_ops_tensors_and_edges(tmp_path: Path, trace: dict[str, Any]) -> None:
+    found = shown(tmp_path, trace)
+    assert found["ops"]["type"] == [op["type"] for op in trace["ops"]]
+    assert found["graph"]["tensors"]["shape"] == [tensor["shape"] for tensor in trace["tensors"]]
+    edges = list(zip(*(found["graph"]["edges"][i::3] for i in range(3)), strict=True))
+    assert edges
+    for producer, consumer, tensor in edges:
+        given = trace["tensors"][tensor]
+        assert consumer in given["consumers"]
+        assert producer == (-1 if given["producer"] is None else given["producer"])
+    parameters = {tensor["index"] for tensor in trace["tensors"] if tensor["kind"] == "parameter"}
+    assert not parameters & {edge[2] for edge in edges}
+
+
+def test_tables_find_the_ops_of_a_trace(tmp_path: Path, trace: dict[str, Any]) -> None:
+    found = shown(tmp_path, trace, flops_of(trace))
+    (rows,) = (one["ops"] for one in found["tables"])
+    assert rows == [[op] for op in range(len(trace["ops"]))]
+
+
+def test_an_id_goes_before_the_place(tmp_path: Path, trace: dict[str, Any]) -> None:
+    last = {**trace["ops"][-1], "source": "elsewhere.py:1"}
+    (found,) = shown(tmp_path, trace, table([last]))["tables"]
+    assert found["ops"] == [[len(trace["ops"]) - 1]]
+
+
+def test_one_row_stands_for_all_ops_of_its_place_and_as_many_rows_are_theirs_in_turn(tmp_path: Path) -> None:
+    ops = [row("add", 1), row("add", 1), row("mul", 1)]
+    trace = {"schema": "amanda.trace", "version": 1, "ops": ops, "tensors": []}
+    one, two = shown(tmp_path, trace, table(ops[1:]), table(ops))["tables"]
+    assert one["ops"] == [[0, 1], [2]]
+    assert two["ops"] == [[0], [1], [2]]
+
+
+def test_without_a_trace_tables_name_the_ops(tmp_path: Path) -> None:
+    costs = table([row("add", 1), row("add", 1), row("mul", 2)])
+    times = table([row("mul", 2), row("relu", 3), row("add", 1)], schema="amanda.times")
+    found = shown(tmp_path, costs, times)
+    assert found["ops"]["type"] == ["add", "add", "mul", "relu"]
+    assert [one["ops"] for one in found["tables"]] == [[[0], [1], [2]], [[2], [3], [0, 1]]]
+    assert found["graph"] is None
+
+
+def test_a_table_that_is_not_about_ops_stays_a_table(tmp_path: Path) -> None:
+    found = shown(tmp_path, table([{"module": "layer1", "calls": 3}]))
+    assert found["tables"][0]["ops"] is None
+    assert found["ops"]["type"] == []
+
+
+def test_columns_that_only_some_rows_have_numbers_in_are_words(tmp_path: Path) -> None:
+    (found,) = shown(tmp_path, table([row("a", 1, x=1, y=None), row("b", 2, x="?", y=2.5)]))["tables"]
+    assert {one["name"]: one["number"] for one in found["columns"]} == {
+        **dict.fromkeys(KEYS, False), "x": False, "y": True,
+    }  # fmt: skip
+
+
+# ---- timelines ----
+
+
+def span(name: str, start: float, lasting: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": start, "dur": lasting, "pid": 1, "tid": 2, "args": args}
+
+
+def test_events_are_nested_on_their_tracks(tmp_path: Path) -> None:
+    events = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "main"}},
+        span("step", 100, 50, **row("step", 1)), span("conv", 100, 20), span("relu", 130, 20),
+        {"ph": "B", "name": "open", "ts": 110, "pid": 1, "tid": 3},
+        {"ph": "B", "name": "inner", "ts": 112, "pid": 1, "tid": 3},
+        {"ph": "E", "ts": 115, "pid": 1, "tid": 3}, {"ph": "E", "ts": 118, "pid": 1, "tid": 3},
+        {"ph": "C", "name": "memory", "ts": 105, "pid": 1, "args": {"bytes": 7}},
+    ]  # fmt: skip
+    found = shown(tmp_path, {"traceEvents": events})
+    (timeline,) = found["timelines"]
+    columns = timeline["events"]
+    assert [one["name"] for one in timeline["tracks"]] == ["process 1 · main", "process 1 · thread 3"]
+    assert [one["depth"] for one in timeline["tracks"]] == [2, 2]
+    assert columns["name"] == ["step", "conv", "open", "inner", "relu"]
+    assert columns["depth"] == [0, 1, 0, 1, 1]
+    assert columns["start"] == [0, 0, 10, 12, 30]
+    assert columns["duration"] == [50, 20, 8, 3, 20]
+    assert columns["op"] == [0, -1, -1, -1, -1]
+    assert found["ops"]["type"] == ["step"]
+    assert timeline["counters"] == [{"name": "memory · bytes", "points": [[5, 7]]}]
+
+
+def test_events_find_the_ops_of_a_trace(tmp_path: Path, trace: dict[str, Any]) -> None:
+    events = [span(op["type"], 10 * op["index"], 9, id=op["id"], phase=op["phase"]) for op in trace["ops"]]
+    path = tmp_path / "times.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(events).encode()))
+    found = embedded(to_page(saved(tmp_path, "trace.json", trace), path))
+    assert found["timelines"][0]["events"]["op"] == [op["index"] for op in trace["ops"]]
+
+
+def test_where_there_are_too_many_events_the_longest_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from amanda.tools.view import _timeline
+
+    monkeypatch.setattr(_timeline, "_MOST", 2)
+    (found,) = shown(tmp_path, [span("a", 0, 1), span("b", 2, 5), span("c", 9, 3)])["timelines"]
+    assert found["events"]["name"] == ["b", "c"]
+    assert found["dropped"] == 1
+
+
+# ---- what is wrong is said ----
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"x\.json is no JSON \(.*\); `view` takes"),
+        ("3", r"x\.json holds int, no object with a schema"),
+        ('{"schema": "other"}', r"x\.json has the schema 'other'; expected one that begins with 'amanda\.'"),
+        ('{"rows": []}', r"x\.json has the schema None"),
+        ('{"schema": "amanda.trace", "version": "1"}', r"the version of amanda\.trace is '1'"),
+        ('{"schema": "amanda.trace", "version": 99}', r"amanda\.trace 99, newer than 1, .*update amanda"),
+        ('{"schema": "amanda.cost", "version": 1, "rows": 3}', r"x\.json: `rows` is to be a list of objects"),
+        ('{"schema": "amanda.trace", "version": 1, "ops": [], "tensors": [{"consumers": [4]}]}',
+         r"x\.json: tensor 0 names op 4, but the ops are numbered 0 to -1"),
+        ('[{"ph": "X", "name": "a", "ts": "now"}]', r"the event 'a' begins at 'now' and takes 0"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(AmandaError, match=message):
+        to_page(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AmandaError, match=r"cannot read .*absent\.json: No such file"):
+        to_page(tmp_path / "absent.json")
+    (tmp_path / "cut.json").write_bytes(gzip.compress(b"{}" * 99)[:20])
+    with pytest.raises(AmandaError, match=r"cut\.json is a gzip file that ends too early"):
+        to_page(tmp_path / "cut.json")
+    with pytest.raises(AmandaError, match="one result or more"):
+        to_page()
+
+
+# ---- the command ----
+
+
+def test_the_command_writes_a_page_and_says_where(tmp_path: Path, trace: dict[str, Any]) -> None:
+    saved(tmp_path, "net.json", trace)
+    command = [sys.executable, "-m", "amanda", "view", "net.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "net.view.html\n", "")
+    assert embedded((tmp_path / "net.view.html").read_text())["title"] == "net.json"
+    failed = subprocess.run(
+        [*command, "absent.json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert "cannot read absent.json" in failed.stderr
+
+
+def test_the_page_is_written_where_wanted_and_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    given, page = saved(tmp_path, "a.json", table([row("relu", 1)])), tmp_path / "b.html"
+    assert main([str(given), "--output", str(page), "--title", "Mine", "--open"]) == 0
+    assert opened == [page.as_uri()]
+    assert "<title>Mine</title>" in page.read_text()
+    assert capsys.readouterr().out == f"{page}\n"
+    with pytest.raises(AmandaError, match=r"cannot write .*absent/b\.html"):
+        main([str(given), "-o", str(tmp_path / "absent" / "b.html")])

@@ -1,0 +1,475 @@
+"""The page of `amanda view` in a real browser, without a window.
+
+They need Chromium (`apt-get install chromium`, or AMANDA_CHROMIUM names one) and playwright, which nox
+installs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from made_trace import Trace, flops_of, transformer
+
+from amanda.tools.view import to_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+TIMES = "\u00d7"
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = os.environ.get("AMANDA_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium, or set AMANDA_CHROMIUM to one")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Function that opens the page of some results; afterwards nothing was loaded and nothing went wrong."""
+    wrong: list[str] = []
+    pages = []
+
+    def show(*contents: dict[str, Any], refusals: bool = False, **options: Any) -> Page:
+        given = []
+        for i, content in enumerate(contents):
+            given.append(tmp_path / f"{i}.json")
+            given[-1].write_text(json.dumps(content))
+        target = tmp_path / "page.html"
+        target.write_text(to_page(*given))
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, **options)
+        pages.append(page)
+        page.set_default_timeout(15_000)
+        if not refusals:
+            page.on("console", lambda message: wrong.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+        page.on(
+            "request", lambda request: None if request.url == target.as_uri() else wrong.append(request.url)
+        )
+        page.goto(target.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield show
+    for page in pages:
+        page.close()
+    assert [one for one in wrong if one != "data:,"] == []
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Any]:
+    return transformer(layers=2)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for what a frame or two bring."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
+
+
+def found(page: Page, text: str) -> None:
+    """The search has come to say so."""
+    until(lambda: page.inner_text("#found").startswith(text))
+
+
+def selected(page: Page, name: str) -> None:
+    until(lambda: page.locator("#tree .row.selected .name").all_inner_texts() == [name])
+
+
+def tree_names(page: Page) -> list[str]:
+    return page.locator("#tree .row .name").all_inner_texts()
+
+
+def node(page: Page, name: str) -> Any:
+    """The row of a module in the tree."""
+    return page.locator("#tree .row.module", has=page.locator(f".name:text-is('{name}')")).first
+
+
+def titles(page: Page) -> list[str]:
+    return page.locator(".graph .node .title").all_text_contents()
+
+
+def lines(page: Page, column: int) -> list[str]:
+    return page.locator(f"#table .lines .cell:nth-child({column})").all_inner_texts()
+
+
+def column_of(page: Page, name: str) -> int:
+    return page.locator("#table .head .label").all_inner_texts().index(name) + 1
+
+
+# ---- folding ----
+
+
+def test_modules_fold_in_the_tree_and_in_the_graph(show: Open, small: dict[str, Any]) -> None:
+    page = show(small)
+    node(page, "0").locator(".chevron").click()
+    until(lambda: node(page, "0").get_attribute("aria-expanded") == "false")
+    assert {"0", "linear", "cross_entropy"} <= set(titles(page))
+    folded = page.locator(".graph .node", has=page.locator(".title:text-is('0')"))
+    assert folded.locator(".sub").text_content() == "19 ops"
+    node(page, "0").locator(".chevron").click()
+    until(lambda: node(page, "0").get_attribute("aria-expanded") == "true")
+    assert "0" not in titles(page)
+    assert "mlp" in titles(page)
+    assert page.locator(".graph .cluster .title:text-is('0')").count() == 1
+    until(lambda: "norm1" in tree_names(page))
+    page.get_by_role("button", name="Show the whole graph").click()
+    page.locator(".graph .node", has=page.locator(".title:text-is('mlp')")).first.dblclick()
+    until(lambda: "gelu" in titles(page))
+    until(lambda: node(page, "mlp").get_attribute("aria-expanded") == "true")
+    page.click("#fold-all")
+    assert "gelu" not in titles(page)
+
+
+def test_the_keyboard_moves_and_folds_in_the_tree(show: Open, small: dict[str, Any]) -> None:
+    page = show(small)
+    page.focus("#tree")
+    page.keyboard.press("Home")
+    selected(page, "encoder")
+    page.keyboard.press("ArrowLeft")
+    until(lambda: node(page, "encoder").get_attribute("aria-expanded") == "false")
+    page.keyboard.press("ArrowDown")
+    selected(page, "head")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    selected(page, "layer")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    selected(page, "encoder")
+    active = page.get_attribute("#tree", "aria-activedescendant")
+    assert page.locator(f"#{active}").get_attribute("aria-selected") == "true"
+
+
+def test_the_graph_has_an_edge_for_each_tensor_between_what_is_drawn(show: Open) -> None:
+    trace = Trace()
+    x = trace.tensor([2, 3], "input", name="x")
+    a = trace.op("relu", "", 1, [x], [2, 3])
+    b = trace.op("add", "block", 2, [x, a], [2, 3])
+    c = trace.op("mul", "block", 3, [b, a], [2, 3])
+    trace.op("sum", "", 4, [c], [])
+    page = show(trace.content())
+    assert sorted(titles(page)) == ["add", "mul", "relu", "sum", "x"]
+    # x to relu, x to block, relu to block, block to sum; within: in to add, in to mul, add to mul, mul to out
+    assert page.locator(".graph .edge").count() == 8
+    labels = page.locator(".graph .edge-label").all_text_contents()
+    assert sorted(labels) == [f"2{TIMES}3"] * 5
+    node(page, "block").locator(".chevron").click()
+    assert sorted(titles(page)) == ["block", "relu", "sum", "x"]
+    assert page.locator(".graph .edge").count() == 4
+
+
+def test_phases_are_shown_one_by_one_or_together(show: Open, small: dict[str, Any]) -> None:
+    page = show(small)
+    assert "cross_entropy_backward" not in titles(page)
+    page.click("[data-mode=backward]")
+    assert "cross_entropy_backward" in titles(page)
+    assert "cross_entropy" not in titles(page)
+    page.click("[data-mode=all]")
+    assert {"cross_entropy_backward", "cross_entropy"} <= set(titles(page))
+
+
+# ---- searching ----
+
+
+def test_search_leaves_what_it_finds(show: Open, small: dict[str, Any]) -> None:
+    page = show(small)
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "query"
+    page.keyboard.type("gelu phase:forward")
+    until(lambda: page.inner_text("#found") != "")
+    expected = [op["index"] for op in small["ops"] if op["type"] == "gelu"]
+    found(page, f"2 of {len(small['ops'])}")
+    until(lambda: lines(page, 1) == [str(index) for index in expected])
+    until(lambda: page.locator("#tree .row.op .name").all_inner_texts() == ["gelu", "gelu"])
+    page.keyboard.press("Enter")
+    until(lambda: page.inner_text("#facts h3") == "gelu")
+    assert page.locator(".graph .node.selected .title").text_content() == "gelu"
+    page.keyboard.press("Enter")
+    chosen = "#table .line.selected .cell:nth-child(1)"
+    until(lambda: page.locator(chosen).all_inner_texts() == [str(expected[1])])
+    page.keyboard.press("Escape")
+    until(lambda: page.inner_text("#rows") == f"{len(small['ops'])} rows")
+
+
+def test_search_takes_fields_and_stars(show: Open, small: dict[str, Any]) -> None:
+    page = show(small)
+    for query, count in (
+        ("module:encoder.layer.1.*", 34), ("type:lin*", 26), ("source:model.py:95", 2), ("no-such-op", 0),
+    ):  # fmt: skip
+        page.fill("#query", query)
+        found(page, f"{count} of")
+
+
+# ---- selecting ----
+
+
+def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any]) -> None:
+    timeline = {"traceEvents": [
+        {"ph": "X", "name": op["type"], "ts": 100 * op["index"], "dur": 90, "pid": 1, "tid": 1,
+         "args": {"id": op["id"], "phase": op["phase"]}}
+        for op in small["ops"]
+    ]}  # fmt: skip
+    page = show(small, flops_of(small), timeline)
+    op = next(op for op in small["ops"] if op["type"] == "scaled_dot_product_attention")
+    page.locator(f"#table .line[data-row='{op['index']}']").click()
+    selected(page, op["type"])
+    assert page.locator(".graph .node.selected .title").text_content() == op["type"]
+    facts = page.inner_text("#facts")
+    assert op["source"] in facts
+    assert op["id"] in facts
+    assert "8 4 128 16".replace(" ", TIMES) in facts
+    assert f"{op['index'] % 97} k" in facts  # its FLOPs
+    assert "scaled_dot_product_attention_backward" in facts
+    page.locator("#facts .tensors .link", has_text="transpose").first.click()
+    selected(page, "transpose")
+    page.locator("#views button", has_text="Timeline").click()
+    said = page.get_attribute(".timeline", "aria-label") or ""
+    assert "selected: transpose, 90 µs" in said
+
+
+def test_a_module_is_selected_with_its_totals(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small))
+    node(page, "layer").click()
+    inside = [op["index"] for op in small["ops"] if op["module"].startswith("encoder.layer.")]
+    total = sum(1000 * (index % 97) for index in inside)
+    assert f"{total / 1e6:.4g} M" in page.inner_text("#facts")
+    assert f"{len(inside) // 2} forward, {len(inside) // 2} backward" in page.inner_text("#facts")
+    page.click("text=Only this module")
+    found(page, f"{len(inside)} of")
+
+
+# ---- tables ----
+
+
+def test_a_column_sorts_down_up_and_back(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small))
+    place = column_of(page, "bytes")
+    head = page.locator(f"#table .head .cell:nth-child({place})")
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    last = len(small["ops"]) - 1
+    until(lambda: lines(page, 1)[:3] == [str(last), str(last - 1), str(last - 2)])
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    until(lambda: lines(page, 1)[:2] == ["0", "1"])
+    kinds = column_of(page, "type")
+    page.locator(f"#table .head .cell:nth-child({kinds}) button").click()
+    until(lambda: lines(page, kinds)[0] == "add")
+    shown = lines(page, kinds)
+    assert shown == sorted(shown)
+    page.focus("#table .grid")
+    page.keyboard.press("ArrowDown")
+    selected(page, shown[0])
+
+
+def test_totals_are_of_the_rows_that_are_left(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small))
+    place = column_of(page, "FLOPs")
+    page.fill("#query", "type:gelu")
+    until(lambda: page.inner_text("#found") != "")
+    total = sum(1000 * (op["index"] % 97) for op in small["ops"] if "gelu" in op["type"])
+    assert page.inner_text(f"#table .foot .cell:nth-child({place})") == f"{total // 1000} k"
+
+
+def test_a_table_alone_is_a_page(show: Open) -> None:
+    rows = [{"module": f"layer{i}", "time": i * 1e-6, "share": None} for i in range(30)]
+    columns = [{"name": "module"}, {"name": "time", "total": True, "unit": "s"}, {"name": "share"}]
+    page = show({"schema": "amanda.own", "version": 1, "title": "Times", "columns": columns, "rows": rows})
+    assert not page.locator("#tree").is_visible()
+    assert not page.locator("#upper").is_visible()
+    assert page.inner_text("#tables") == "Times"
+    assert lines(page, 2)[:3] == ["0 s", "1 µs", "2 µs"]
+    assert page.inner_text("#table .foot .cell:nth-child(2)") == "435 µs"
+
+
+def test_a_table_with_several_rows_for_an_op_stays_apart(show: Open, small: dict[str, Any]) -> None:
+    op = next(op for op in small["ops"] if op["type"] == "gelu")
+    place = {key: op[key] for key in ("phase", "type", "module", "source")}
+    rows = [
+        {**place, "tensor": name, "mean": mean}
+        for name, mean in (("input", 0.5), ("output", 0.25), ("gradient", 0.125))
+    ]
+    page = show(small, {"schema": "amanda.stats", "version": 1, "title": "Statistics", "rows": rows})
+    assert page.locator("#tables button").all_inner_texts() == ["Ops", "Statistics"]
+    page.locator("#tables button", has_text="Statistics").click()
+    page.locator("#table .line[data-row='1']").click()
+    assert page.inner_text("#facts h3") == "gelu"
+    assert "0.125" in page.inner_text("#facts")
+    page.fill("#query", "has:stats")
+    found(page, "1 of")
+
+
+# ---- timeline ----
+
+
+def test_the_timeline_zooms_moves_and_selects(show: Open) -> None:
+    events = [
+        {"ph": "X", "name": f"op{i}", "ts": 1000 * i, "dur": 800, "pid": 1, "tid": 1, "args": {"bytes": i}}
+        for i in range(10)
+    ]
+    page = show(
+        {"traceEvents": [*events, {"ph": "C", "name": "memory", "ts": 0, "pid": 1, "args": {"b": 4}}]}
+    )
+    canvas = page.locator(".timeline")
+    box = canvas.bounding_box()
+    assert box is not None
+
+    def span() -> tuple[float, float]:
+        page.wait_for_timeout(60)
+        return float(canvas.get_attribute("data-from") or 0), float(canvas.get_attribute("data-to") or 0)
+
+    assert span() == (0, 9800)
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+    page.mouse.wheel(0, -400)
+    start, end = span()
+    assert end - start < 5000
+    assert start < 4900 < end
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2 - 120, box["y"] + 60, steps=4)
+    page.mouse.up()
+    assert span()[0] > start
+    canvas.focus()
+    page.keyboard.press("0")
+    assert span() == (0, 9800)
+    lane = box["y"] + 22 + 46 + 18 + 9
+    page.mouse.click(box["x"] + box["width"] * 3400 / 9800, lane)
+    page.wait_for_timeout(60)
+    assert "selected: op3, 800 µs from 3 ms on" in (canvas.get_attribute("aria-label") or "")
+    assert "op3" in page.inner_text("#facts")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(60)
+    assert "selected: op4" in (canvas.get_attribute("aria-label") or "")
+
+
+# ---- safety, looks, size ----
+
+
+def test_names_run_no_code(show: Open) -> None:
+    evil = [
+        "<img src=x onerror=alert(1)>",
+        "</script><script>alert(2)</script>",
+        "<b>bold</b>",
+        "javascript:alert(3)",
+    ]
+    trace = Trace()
+    x = trace.tensor([1], "input", name=evil[0])
+    for i, name in enumerate(evil):
+        x = trace.op(name, evil[(i + 1) % 4].replace(".", "").replace("/", ""), 1, [x], [1])
+    content = trace.content()
+    content["frameworks"] = evil
+    table = {**flops_of(content), "title": evil[1], "notes": evil}
+    table["columns"].append({"name": evil[0]})
+    page = show(content, table)
+    page.click("#unfold-all")
+    for i in range(4):
+        page.locator(f"#table .line[data-row='{i}']").click()
+        assert page.inner_text("#facts h3") == evil[i]
+    assert page.locator("main img, main b, main script").count() == 0
+    assert evil[0] in page.inner_text("#table .head")
+
+
+def test_no_script_but_the_page_s_own_may_run(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, refusals=True)
+    blocked = page.evaluate(
+        """() => new Promise((done) => {
+          const element = document.createElement("div");
+          document.addEventListener("securitypolicyviolation", (event) => done(event.violatedDirective));
+          element.setAttribute("onclick", "window.ran = true");
+          document.body.append(element);
+          element.click();
+        })"""
+    )
+    assert blocked == "script-src-attr"
+    assert page.evaluate("window.ran") is None
+
+
+def luminance(page: Page, selector: str, what: str) -> float:
+    colour = page.evaluate(f"getComputedStyle(document.querySelector({selector!r})).{what}")
+    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(page: Page, text: str, on: str) -> float:
+    dark, light = sorted([luminance(page, text, "color"), luminance(page, on, "backgroundColor")])
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_legible_in_light_and_dark(show: Open, small: dict[str, Any], scheme: str) -> None:
+    page = show(small, color_scheme=scheme)
+    back = luminance(page, "#modules", "backgroundColor")
+    assert back < 0.05 if scheme == "dark" else back > 0.9
+    assert contrast(page, "#tree .name", "#modules") > 7
+    assert contrast(page, "#tree .count", "#modules") > 4.5
+    page.locator("#tree .row").first.click()
+    assert contrast(page, "#tree .selected .name", "#tree .selected") > 7
+    assert contrast(page, "#tree .selected .count", "#tree .selected") > 4.5
+    for other in ("light", "dark"):
+        page.click("#theme")
+        assert (luminance(page, "#modules", "backgroundColor") < 0.05) == (other == "dark")
+
+
+def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small))
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, [tabindex], [role=tab]")]
+          .filter((one) => !(one.textContent.trim() || one.getAttribute("aria-label") || one.labels?.length))
+          .map((one) => one.outerHTML)"""
+    )
+    assert unnamed == []
+    assert page.get_by_role("tree", name="Modules and ops").get_by_role("treeitem").count() > 5
+    assert page.get_by_role("grid", name="Ops").get_by_role("columnheader", name="FLOPs").count() == 1
+    assert page.get_by_role("tab", name="Graph").get_attribute("aria-selected") == "true"
+
+
+def test_ten_thousand_ops_stay_quick(show: Open) -> None:
+    trace = transformer(layers=265)
+    assert len(trace["ops"]) > 10_000
+    begun = time.monotonic()
+    page = show(trace, flops_of(trace))
+    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
+    assert paint < 8_000
+    assert time.monotonic() - begun < 25
+    assert page.locator("#tree .row").count() < 100  # elements are made for what is in sight
+    assert page.locator("#table .line").count() < 100
+
+    def took(action: Callable[[], Any]) -> float:
+        begun = time.monotonic()
+        action()
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        return time.monotonic() - begun
+
+    chevron = node(page, "1\u201340 of 265").locator(".chevron")
+    assert took(chevron.click) < 6
+    assert "12" in tree_names(page)
+    assert took(chevron.click) < 6
+    assert took(lambda: page.fill("#query", "type:gelu module:*.264.*")) < 6
+    found(page, "2 of 10,074")
+    assert took(lambda: page.keyboard.press("Enter")) < 6
+    assert page.locator(".graph .node.selected .title").text_content() == "gelu"
+    place = column_of(page, "FLOPs")
+    page.keyboard.press("Escape")
+    assert took(lambda: page.click(f"#table .head .cell:nth-child({place}) button")) < 6
+    assert took(lambda: page.click("#unfold-all")) < 40
+    assert int(page.get_attribute(".graph", "data-nodes") or 0) <= 1_200
+    assert "drawn folded" in page.inner_text("#upper .note")
