@@ -1,0 +1,15 @@
+"""The graph that a scope executes: forward and backward ops, and the tensors between them.
+
+tracer = TraceTool()
+with amanda.apply(tracer):
+    model(x).sum().backward()
+print(tracer.result)
+tracer.result.save("graph.json")
+"""
+
+from amanda.tools.trace._graph import Graph, Op, Tensor
+from amanda.tools.trace._live import GraphSoFar
+from amanda.tools.trace._result import TraceResult, load
+from amanda.tools.trace._tool import TraceTool
+
+__all__ = ["Graph", "GraphSoFar", "Op", "Tensor", "TraceResult", "TraceTool", "load"]

@@ -1,0 +1,198 @@
+"""The graph of what was executed: ops, and the tensors between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from amanda.errors import AmandaError
+
+if TYPE_CHECKING:
+    import networkx
+
+VERSION = 1
+"""Of the schema `amanda.trace`."""
+
+Position = int | None | tuple["int | None", ...]
+"""What is at one input or output: a tensor's index, nothing that is a tensor, or a list of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One value that flowed; what is written in place is another one afterwards.
+
+    shape: None for an extent that is not known, and for all where the rank is not.
+    kind: "parameter", "buffer", "constant", "input" (any other that no recorded op made), "activation",
+    "gradient".  name: path of a parameter in its model, a graph's name of a tensor.
+    producer: the op that made or wrote it.  consumers: the ops that read it, or write a part of its memory.
+    alias_of: the tensor whose memory it shares: what it is a view of, what it was before it was written.
+    """
+
+    index: int
+    shape: tuple[int | None, ...] | None
+    dtype: str | None
+    device: str | None
+    bytes: int | None
+    kind: str
+    name: str | None = None
+    producer: int | None = None
+    consumers: tuple[int, ...] = ()
+    alias_of: int | None = None
+
+    def __str__(self) -> str:
+        """Element type and extents: `float32[8,3,224,224]`."""
+        extents = "..." if self.shape is None else ",".join("?" if n is None else str(n) for n in self.shape)
+        return f"{self.dtype or '?'}[{extents}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op.
+
+    id: the op id, the same for each execution of one op.  name: the framework's own.
+    framework: position in the graph's `frameworks`.  source: the user's "file:line".
+    inputs, outputs: in the order of the op's schema; of a backward op the gradients that enter and leave
+    it, where those of a list are added up.  writes: what it wrote in memory that it was given, besides.
+    forward: the forward op of a backward op.  calls: how often it was executed; None where that is not known.
+    """
+
+    index: int
+    id: int
+    phase: str
+    type: str
+    name: str
+    framework: int
+    module: str
+    source: str
+    inputs: tuple[Position, ...]
+    outputs: tuple[Position, ...]
+    writes: tuple[int, ...] = ()
+    forward: int | None = None
+    calls: int | None = None
+    in_place: bool = False
+    attributes: Mapping[str, Any] | None = None
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Indices of all tensors among the inputs."""
+        return tuple(spread(self.inputs))
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """Indices of all tensors among the outputs, and of those written."""
+        return (*spread(self.outputs), *self.writes)
+
+
+def spread(positions: Sequence[Position]) -> Iterator[int]:
+    """The tensor indices at positions."""
+    for one in positions:
+        if isinstance(one, tuple):
+            yield from (index for index in one if index is not None)
+        elif one is not None:
+            yield one
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in the order of their execution, and tensors; indices refer into these.
+
+    frameworks: namespaces of the ops, e.g. "pytorch/2.13.0/eager".
+    executions: how many executions of each op are ops of their own.
+    dropped: how many ops came after the limit.
+    """
+
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    frameworks: tuple[str, ...] = ()
+    executions: int = 1
+    dropped: int = 0
+
+    def inputs(self, op: Op) -> tuple[Tensor, ...]:
+        """The tensors that an op reads, and those a part of whose memory it writes."""
+        parts = (self.tensors[index].alias_of for index in op.writes)
+        indices = (*op.reads, *(index for index in parts if index is not None))
+        return tuple(self.tensors[index] for index in dict.fromkeys(indices))
+
+    def outputs(self, op: Op) -> tuple[Tensor, ...]:
+        """The tensors that an op makes or writes."""
+        return tuple(self.tensors[index] for index in op.makes)
+
+    def producers(self, op: Op) -> tuple[Op, ...]:
+        """The ops that made what an op reads."""
+        indices = (tensor.producer for tensor in self.inputs(op))
+        return tuple(self.ops[i] for i in dict.fromkeys(indices) if i is not None and i != op.index)
+
+    def consumers(self, op: Op) -> tuple[Op, ...]:
+        """The ops that read what an op makes."""
+        indices = (i for tensor in self.outputs(op) for i in tensor.consumers)
+        return tuple(self.ops[i] for i in dict.fromkeys(indices) if i != op.index)
+
+    def backward(self, op: Op) -> tuple[Op, ...]:
+        """The backward ops of a forward op."""
+        return tuple(one for one in self.ops if one.forward == op.index)
+
+    # ---- forms ----
+
+    def to_networkx(self) -> networkx.MultiDiGraph[int]:
+        """A node for each op, by its index, and an edge for each tensor from its producer to a consumer.
+
+        Nodes have the op's fields as attributes; edges have the tensor's index as their key, and its fields.
+        """
+        import networkx
+
+        made = networkx.MultiDiGraph(
+            frameworks=self.frameworks, executions=self.executions, dropped=self.dropped
+        )
+        for op in self.ops:
+            made.add_node(op.index, **_fields(op))
+        for tensor in self.tensors:
+            for consumer in tensor.consumers if tensor.producer is not None else ():
+                if consumer != tensor.producer:
+                    made.add_edge(tensor.producer, consumer, key=tensor.index, **_fields(tensor))
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in files of the schema `amanda.trace`."""
+        return {
+            "frameworks": list(self.frameworks),
+            "executions": self.executions,
+            "dropped": self.dropped,
+            "ops": [{**_fields(op), "id": f"{op.id:016x}"} for op in self.ops],
+            "tensors": [_fields(tensor) for tensor in self.tensors],
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Graph:
+        """What `to_dict` gave, also after JSON.
+
+        Raises AmandaError for another schema or a later version.
+        """
+        schema, version = found.get("schema", "amanda.trace"), found.get("version", VERSION)
+        if schema != "amanda.trace" or version != VERSION:
+            raise AmandaError(
+                f"schema {schema!r}, version {version!r} was given; a graph has amanda.trace, {VERSION}"
+            )
+        ops = [{**op, "id": int(op["id"], 16)} for op in found["ops"]]
+        return cls(
+            tuple(_made(Op, op) for op in ops),
+            tuple(_made(Tensor, tensor) for tensor in found["tensors"]),
+            tuple(found["frameworks"]),
+            found["executions"],
+            found["dropped"],
+        )
+
+
+def _fields(item: Op | Tensor) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in fields(item)}
+
+
+def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
+    """An item of what JSON has of it: lists become tuples, unknown keys are left out."""
+    names = [field.name for field in fields(kind)]
+    plain = ("attributes",)
+    return kind(**{name: found[name] if name in plain else _tuples(found[name]) for name in names})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,53 @@
+"""What a tool that depends on the tracing one reads in its analyses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amanda.tools.trace._graph import Graph, Op, Tensor
+
+if TYPE_CHECKING:
+    import amanda
+    from amanda.tools.trace._following import Following
+    from amanda.tools.trace._tool import TraceTool
+
+
+class GraphSoFar:
+    """The graph that led to an op; the op itself is in it once it has been executed."""
+
+    def __init__(self, tool: TraceTool) -> None:
+        self._tool = tool
+
+    @property
+    def graph(self) -> Graph:
+        """All that was recorded."""
+        return self._tool.graph
+
+    def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:
+        """The recorded tensors that the op of a context is given; of a backward op the gradients."""
+        following: Following = context[self._tool]  # type: ignore[index]
+        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(following.given(context))))
+
+    def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:
+        """The ops that made what the op of a context is given."""
+        made_by = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
+        return tuple(self._tool.recorder.op(index) for index in made_by if index is not None)
+
+    def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
+        """The producers, their producers and so on, the nearest first, each once.
+
+        distance: over how many tensors at most; None for all.
+        """
+        found: dict[int, Op] = {}
+        level = self.producers(context)
+        while level and distance != 0:
+            found.update({op.index: op for op in level})
+            above = {one.index: one for op in level for one in self._tool.recorder.producers(op)}
+            level = tuple(one for index, one in above.items() if index not in found)
+            distance = None if distance is None else distance - 1
+        return tuple(found.values())
+
+    def op(self, context: amanda.OpContext) -> Op | None:
+        """The recorded op of a context; None before its first execution."""
+        index = self._tool.last_execution(context)
+        return None if index is None else self._tool.recorder.op(index)

@@ -1,0 +1,142 @@
+"""Tensors of PyTorch: weak references to them, their memory, and the edges of autograd's graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from amanda import interceptor
+from amanda.tools.trace._values import Description, Forget, Span, Values
+
+_PASSES_KEPT = 16
+
+
+class PyTorchValues(Values):
+    """Tensors by the address of what they are in C++.
+
+    A weak reference keeps the address from being given to another, and knows the tensor also while
+    no object of Python stands for it.
+    """
+
+    def __init__(self, shape: Callable[[Any], Any], dtype: Callable[[Any], Any]) -> None:
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        super().__init__(shape, dtype)
+        self._torch = torch
+        self._weak = torch._C._WeakTensorRef
+        self._weak_storage = StorageWeakRef
+        self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
+        self._arriving: dict[int, dict[Hashable, list[int]]] = {}
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether it is a tensor."""
+        return isinstance(value, self._torch.Tensor)
+
+    def key(self, tensor: Any) -> Hashable:
+        """Its address in C++."""
+        address: int = tensor._cdata
+        return address
+
+    def hold(self, tensor: Any, key: Hashable, forget: Forget) -> Any:
+        """A weak reference of C++'s, which does not tell by itself."""
+        return self._weak(tensor)
+
+    def is_gone(self, held: Any) -> bool:
+        """Whether the tensor is freed."""
+        return bool(held.expired())
+
+    def describe(self, tensor: Any) -> Description:
+        """Extents, element type, device and size."""
+        return Description(
+            tuple(tensor.shape), self._dtype(tensor), str(tensor.device),
+            tensor.numel() * tensor.element_size(),
+        )  # fmt: skip
+
+    def version(self, tensor: Any) -> int | None:
+        """Grows with each write; None of a tensor of the inference mode."""
+        version: int | None = None if tensor.is_inference() else tensor._version
+        return version
+
+    def span(self, tensor: Any) -> Span | None:
+        """Where its elements are; None of a sparse one, and where a transform hides it."""
+        try:
+            memory = tensor.untyped_storage()._cdata
+            start, strides = tensor.storage_offset(), tensor.stride()
+        except (NotImplementedError, RuntimeError):
+            return None
+        return Span(memory, start, tuple(tensor.shape), strides, tensor.element_size())
+
+    def hold_memory(self, tensor: Any) -> Any:
+        """A weak reference to its storage."""
+        return self._weak_storage(tensor.untyped_storage())
+
+    def is_memory_gone(self, held: Any) -> bool:
+        """Whether the storage is freed."""
+        return bool(held.expired())
+
+    # ---- parameters ----
+
+    def origin(self, tensor: Any) -> tuple[str, str | None]:
+        """Parameters and buffers by their path in the outermost module that is being called."""
+        parameter = isinstance(tensor, self._torch.nn.Parameter)
+        modules = [one for one in interceptor.subjects() if isinstance(one, self._torch.nn.Module)]
+        for root in modules[:1]:
+            found = self._named(root).get(id(tensor))
+            if (found is None and parameter) or (found and attrgetter(found[1])(root) is not tensor):
+                del self._names[root]  # it has changed since
+                found = self._named(root).get(id(tensor))
+            if found is not None:
+                return found
+        return ("parameter" if parameter else "input"), None
+
+    def _named(self, root: Any) -> dict[int, tuple[str, str]]:
+        """By the ids of a model's parameters and buffers, their kinds and paths."""
+        known = self._names.get(root)
+        if known is None:
+            known = self._names[root] = {}
+            for kind, pairs in (("buffer", root.named_buffers()), ("parameter", root.named_parameters())):
+                known.update({id(tensor): (kind, name) for name, tensor in pairs})
+        return known
+
+    # ---- the backward pass ----
+
+    def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
+        """What was sent to the node that runs; None where nothing was."""
+        node = self._torch._C._current_autograd_node()
+        sent = self._arriving.get(self._torch._C._current_graph_task_id())
+        if node is None or sent is None:
+            return None
+        name = self._node(node)
+        look = sent.pop if take else sent.get
+        return [look((name, position), None) or [] for position in range(count)]
+
+    def leave(self, gradients: Sequence[int | None]) -> None:
+        """Send gradients on to the nodes that come next."""
+        node = self._torch._C._current_autograd_node()
+        if node is None:
+            return
+        task = self._torch._C._current_graph_task_id()
+        if task not in self._arriving:
+            while len(self._arriving) >= _PASSES_KEPT:
+                del self._arriving[next(iter(self._arriving))]
+            self._arriving[task] = {}
+        sent = self._arriving[task]
+        for (after, position), gradient in zip(node.next_functions, gradients, strict=False):
+            if after is not None and gradient is not None:
+                sent.setdefault((self._node(after), position), []).append(gradient)
+
+    def _node(self, node: Any) -> Hashable:
+        """Tells the nodes of one pass apart: leaves have no number of their own."""
+        if isinstance(node, self._torch._C._functions.AccumulateGrad):
+            return node.variable._cdata
+        return type(node), node._sequence_nr()
+
+    def accumulated(self) -> Any:
+        """The gradient of the leaf at which gradients are added up."""
+        node = self._torch._C._current_autograd_node()
+        if isinstance(node, self._torch._C._functions.AccumulateGrad):
+            return node.variable.grad
+        return None

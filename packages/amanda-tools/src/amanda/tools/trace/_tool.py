@@ -1,0 +1,171 @@
+"""The tool: brings ops and the tensors at them to the recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.trace._attributes import plain
+from amanda.tools.trace._following import Following
+from amanda.tools.trace._graph import Graph, spread
+from amanda.tools.trace._live import GraphSoFar
+from amanda.tools.trace._recorder import Place, Recorder
+from amanda.tools.trace._result import TraceResult
+from amanda.tools.trace._values import Values
+
+
+class TraceTool(amanda.Tool):
+    """Records the graph of what its scopes execute: ops, forward and backward, and tensors between them.
+
+    executions: so many executions of each op are ops of the graph; further ones are counted at the last of
+    them, and what they make stands for what it made.  backward: whether backward ops are recorded.
+    limit: of ops; more are counted, and not recorded.  attributes: whether ops keep their arguments that
+    are no tensors.  `result` has the graph, `clear` starts anew.
+
+    A tool that depends on it finds `context["graph"]`, a `GraphSoFar`.
+    """
+
+    def __init__(
+        self, executions: int = 1, backward: bool = True, limit: int = 100_000, attributes: bool = True
+    ) -> None:
+        super().__init__()
+        if executions < 1 or limit < 1:
+            raise ToolError(
+                f"TraceTool was given executions={executions} and limit={limit}; both are 1 or more"
+            )
+        self._executions, self._limit, self._attributes = executions, limit, attributes
+        self.clear()
+        self.depends_on(StandardMapping(), MappingTool(self._rules()))
+        self.add_inst_for_op(self._forward)
+        self.add_closing_inst_for_op(self._forward_made, require_outputs=True)
+        if backward:
+            self.add_inst_for_op(self._backward, backward=True)
+            self.add_closing_inst_for_op(self._backward_made, backward=True, require_outputs=True)
+
+    @property
+    def result(self) -> TraceResult:
+        """The graph so far, as a table and in its forms."""
+        return TraceResult(self.graph)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph so far."""
+        return self.recorder.graph()
+
+    def clear(self) -> None:
+        """Forget the graph; ops are analysed anew."""
+        self.load_state_dict({})
+        self.recorder = Recorder(self._executions)
+        self._so_far = GraphSoFar(self)
+        self._followings: dict[str, Following] = {}
+        self._places: dict[Hashable, Place] = {}
+
+    # ---- frameworks ----
+
+    def _rules(self) -> list[list[Any]]:
+        """What follows a framework's tensors: a rule leaves it in the context, under the tool itself."""
+        return [["pytorch", self._pytorch], ["tensorflow", self._tensorflow], ["*", self._other]]
+
+    def _pytorch(self, context: amanda.OpContext) -> None:
+        from amanda.tools.trace._pytorch import PyTorchValues
+
+        self._follow(context, PyTorchValues)
+
+    def _tensorflow(self, context: amanda.OpContext) -> None:
+        from amanda.tools.trace._tensorflow import TensorFlowValues
+
+        self._follow(context, TensorFlowValues)
+
+    def _other(self, context: amanda.OpContext) -> None:
+        if self not in context:
+            self._follow(context, Values)
+
+    def _follow(self, context: amanda.OpContext, kind: Callable[[Any, Any], Values]) -> None:
+        framework = context.namespace[0]
+        if framework not in self._followings:
+            values = kind(context["shape"], context["dtype"])
+            self._followings[framework] = Following(values, self.recorder, self._executions, self._limit)
+        context[self] = self._followings[framework]  # type: ignore[index]
+        context["graph"] = self._so_far
+
+    # ---- analysis ----
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        place, following = self._place(context)
+        if not place.symbolic:
+            context.insert_before_op(following.enter, place=place)
+
+    def _forward_made(self, context: amanda.OpContext) -> None:
+        place, following = self._place(context)
+        if not place.symbolic:
+            context.insert_after_op(following.leave, place=place)
+            if self._executions > 1:
+                context.insert_after_op(self._note_execution, outputs=[], place=place)
+            return
+        index = following.add_symbols(place, context.get_inputs(), context.get_outputs() or [])
+        if index is not None:
+            following.values.call(context, list(spread(self.recorder.ops[index].inputs)))
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        place, following = self._place(context)
+        if not place.symbolic:
+            if self._executions > 1:
+                context.insert_before_backward_op(self._recall_execution, grad_outputs=[], place=place)
+            context.insert_before_backward_op(following.enter_backward, place=place)
+
+    def _backward_made(self, context: amanda.OpContext) -> None:
+        place, following = self._place(context)
+        if not place.symbolic:
+            context.insert_after_backward_op(following.leave_backward, place=place)
+            return
+        entering, leaving = context.get_grad_outputs() or [], context.get_grad_inputs() or []
+        following.add_backward_symbols(place, entering, leaving)
+
+    @staticmethod
+    @amanda.observer
+    def _note_execution(place: Place, run: dict[str, Any]) -> None:
+        run["traced"] = place.ops[-1] if place.ops else None
+
+    @staticmethod
+    @amanda.observer
+    def _recall_execution(place: Place, run: dict[str, Any]) -> None:
+        place.recalled = run.get("traced")
+
+    def _place(self, context: amanda.OpContext) -> tuple[Place, Following]:
+        """The place of a context's op, and what follows its tensors."""
+        following: Following = context[self]  # type: ignore[index]
+        key = self._key(context)
+        if key not in self._places:
+            self._places[key] = self._new_place(context, following.values)
+        return self._places[key], following
+
+    @staticmethod
+    def _key(context: amanda.OpContext) -> Hashable:
+        return context.get_op_id(), context.get_backward_op_id()
+
+    def _new_place(self, context: amanda.OpContext, values: Values) -> Place:
+        backward = context.is_backward()
+        attributes = plain(context.get_attrs()) if self._attributes and not backward else None
+        return Place(
+            context.get_op_id(),
+            "backward" if backward else "forward",
+            context["backward_type" if backward else "type"],
+            values.op_name(context),
+            str(context.namespace),
+            context.get_scope(),
+            context.get_source(),
+            context["in_place"] and not backward,
+            attributes,
+            self._places.get((context.get_op_id(), None)) if backward else None,
+            values.made(context),
+            values.is_symbolic(context),
+            () if backward else values.written(context),
+        )
+
+    def last_execution(self, context: amanda.OpContext) -> int | None:
+        """The index of the last recorded op of a context; None before its first execution."""
+        place = self._places.get(self._key(context))
+        return place.ops[-1] if place is not None and place.ops else None
