@@ -27,7 +27,7 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow")
-TOOLS = ("autoray", "ml-dtypes", "numpy", "pandas", "rich", "safetensors")
+TOOLS = ("autoray", "ml-dtypes", "networkx", "numpy", "pandas", "rich", "safetensors")
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 # What else these want is large, and not needed.
@@ -44,10 +44,10 @@ TESTS = (
     "playwright",
 )
 # Alone, and what the tests need of the rest:
-LIBRARIES = ("captum", "fvcore", "iopath", "nnsight", "pytorchfi")
+LIBRARIES = ("captum", "fvcore", "iopath", "nnsight", "pytorchfi", "torchlens")
 LIBRARIES_NEED = (
-    "cloudpickle", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor", "tqdm",
-    "websocket-client", "yacs", "zstandard",
+    "cloudpickle", "graphviz", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor",
+    "tqdm", "websocket-client", "yacs", "zstandard",
 )  # fmt: skip
 CHECKS = ("mypy", "ruff", "nox")
 SANITIZERS = (

@@ -53,7 +53,7 @@ class Following:
         index, executed, folded = self._executed(frame, None)
         if not folded:
             known = [one for one in frame.given if one is not None]
-            read, near = [one.index for one in known], [one.reference() for one in known]
+            read, near = [one.tensor for one in known], [one.reference() for one in known]
             executed.outputs = tuple(self.living.make(place, one, index, read, near) for one in outputs)
         for tensor in written.values():
             self.living.memory.note(self.values, tensor, index)
@@ -189,10 +189,7 @@ class Following:
             tensor = None if given is None else given.reference()
             if given is None or tensor is None:
                 continue
-            if given.version is None:
-                wrote = position in frame.place.written
-            else:
-                wrote = self.values.version(tensor) != given.version
+            wrote = position in frame.place.written or self.values.version(tensor) != given.version
             if wrote and not any(tensor is one for one in found.values()):
                 within = self.living.memory.since(self.values, tensor, frame.serial)
                 found.update({} if within else {position: tensor})
@@ -205,4 +202,4 @@ class Following:
             return index
         given = frame.given[position]
         assert given is not None
-        return self.living.written_by(op, given.index, tensor)
+        return self.living.written_by(op, given.tensor, tensor)

@@ -18,7 +18,7 @@ class Given(NamedTuple):
     """A tensor that an op was given: a weak reference, what it was recorded as, and its version then."""
 
     reference: Callable[[], Any]
-    index: int
+    tensor: int
     version: int | None
 
 

@@ -25,7 +25,7 @@ class GraphSoFar:
 
     def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:
         """The recorded tensors that the op of a context is given; of a backward op the gradients."""
-        following: Following = context[self._tool]  # type: ignore[index]
+        following: Following = context[self._tool.key]
         return tuple(map(self._tool.recorder.tensor, dict.fromkeys(following.given(context))))
 
     def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:

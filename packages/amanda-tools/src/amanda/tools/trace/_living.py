@@ -139,7 +139,7 @@ class Living:
                 old.producer, old.kind = op, kind  # a loop has read it before it is made
                 return alias
         owner = None if alias is None else self._recorder.values[alias]
-        if owner is not None and (not kind or owner.kind in _STATE and self.last_index(value) is not None):
+        if owner is not None and (not kind or (owner.kind in _STATE and self.last_index(value) is not None)):
             kind, name = owner.kind, owner.name
         return self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from amanda.tools.trace._values import Span, Values
 
 _KEPT = 128
@@ -74,11 +76,7 @@ def overlap(one: Span, other: Span) -> bool:
     if first[1] <= second[0] or second[1] <= first[0]:
         return False
     try:
-        import numpy as np
-    except ModuleNotFoundError:
-        return True
-    try:
-        return bool(np.shares_memory(_stand_in(one), _stand_in(other), max_work=10_000))
+        return bool(np.shares_memory(_stand_in(one), _stand_in(other), max_work=_WORK))
     except (np.exceptions.TooHardError, ValueError):
         return True
 
@@ -92,7 +90,6 @@ def _bounds(span: Span) -> tuple[int, int]:
 
 def _stand_in(span: Span) -> Any:
     """An array at addresses like the tensor's, whose elements nobody reads."""
-    import numpy as np
 
     class Described:
         __array_interface__ = {  # noqa: RUF012
@@ -105,3 +102,4 @@ def _stand_in(span: Span) -> Any:
 
 
 _BASE = 1 << 20
+_WORK: Any = 10_000

@@ -7,10 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import amanda
 from amanda import interceptor
 from amanda.tools.trace._values import Description, Forget, Span, Values
 
 _PASSES_KEPT = 16
+_AVERAGES = (3, 4)
+"""Positions of the running mean and variance among the inputs of normalisations."""
 
 
 class PyTorchValues(Values):
@@ -26,7 +29,8 @@ class PyTorchValues(Values):
 
         super().__init__(shape, dtype)
         self._torch = torch
-        self._weak = torch._C._WeakTensorRef
+        self._weak = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+        self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
         self._weak_storage = StorageWeakRef
         self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
         self._arriving: dict[int, dict[Hashable, list[int]]] = {}
@@ -60,6 +64,14 @@ class PyTorchValues(Values):
         version: int | None = None if tensor.is_inference() else tensor._version
         return version
 
+    def written(self, context: amanda.OpContext) -> Sequence[int]:
+        """Running averages are written, but their versions stay."""
+        if context["type"] in ("batch_norm", "instance_norm"):
+            attributes = context.get_attrs()
+            if attributes.get("training") or attributes.get("use_input_stats"):
+                return _AVERAGES
+        return super().written(context)
+
     def span(self, tensor: Any) -> Span | None:
         """Where its elements are; None of a sparse one, and where a transform hides it."""
         try:
@@ -71,7 +83,7 @@ class PyTorchValues(Values):
 
     def hold_memory(self, tensor: Any) -> Any:
         """A weak reference to its storage."""
-        return self._weak_storage(tensor.untyped_storage())
+        return self._weak_storage(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def is_memory_gone(self, held: Any) -> bool:
         """Whether the storage is freed."""
@@ -110,8 +122,10 @@ class PyTorchValues(Values):
         if node is None or sent is None:
             return None
         name = self._node(node)
-        look = sent.pop if take else sent.get
-        return [look((name, position), None) or [] for position in range(count)]
+        found = [sent.get((name, position), []) for position in range(count)]
+        for position in range(count) if take else ():
+            sent.pop((name, position), None)
+        return found
 
     def leave(self, gradients: Sequence[int | None]) -> None:
         """Send gradients on to the nodes that come next."""
@@ -130,13 +144,13 @@ class PyTorchValues(Values):
 
     def _node(self, node: Any) -> Hashable:
         """Tells the nodes of one pass apart: leaves have no number of their own."""
-        if isinstance(node, self._torch._C._functions.AccumulateGrad):
-            return node.variable._cdata
+        if isinstance(node, self._leaf):
+            return int(node.variable._cdata)
         return type(node), node._sequence_nr()
 
     def accumulated(self) -> Any:
         """The gradient of the leaf at which gradients are added up."""
         node = self._torch._C._current_autograd_node()
-        if isinstance(node, self._torch._C._functions.AccumulateGrad):
+        if isinstance(node, self._leaf):
             return node.variable.grad
         return None

@@ -14,8 +14,8 @@ from amanda.tools.trace._values import Description
 class Place:
     """An op of the program, forward or backward, and the recorded ops that are executions of it.
 
-    makes: kind of the tensors that it makes; "" for that of its first input.  written: positions of the
-    inputs that it writes, where their versions do not tell.  recalled: of a backward op that is executed,
+    makes: kind of the tensors that it makes; "" for that of its first input.  written: positions of
+    inputs that it writes.  recalled: of a backward op that is executed,
     the forward op, where several are executions of one.
     """
 

@@ -96,7 +96,7 @@ class TensorFlowValues(Values):
     def outer(self, tensor: Any) -> Any:
         """What a function captured, or what it is called with."""
         graph = getattr(tensor, "graph", None)
-        if not hasattr(graph, "captures"):
+        if graph is None or not hasattr(graph, "captures"):
             return None
         captured = self._captured.get(graph)
         if captured is None or tensor._id not in captured:

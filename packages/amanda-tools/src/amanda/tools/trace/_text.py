@@ -37,10 +37,9 @@ def _line(graph: Graph, op: Op) -> str:
     notes = [f"{op.phase} {op.index}"]
     notes += [f"of {op.forward}"] if op.forward is not None else []
     notes += [text for text in (op.module, op.source) if text]
-    return (
-        f"{made + ' = ' if made else ''}{op.type}{f'[{arguments}]' if arguments else ''}({given})"
-        f"  # {', '.join(notes)}"
-    )
+    left = f"{made} = " if made else ""
+    called = f"{op.type}{'_' if op.in_place else ''}{f'[{arguments}]' if arguments else ''}"
+    return f"{left}{called}({given})  # {', '.join(notes)}"
 
 
 def _written(graph: Graph, position: Position) -> str:

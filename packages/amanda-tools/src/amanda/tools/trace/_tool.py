@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from itertools import count
 from typing import Any
 
 import amanda
@@ -15,6 +16,8 @@ from amanda.tools.trace._live import GraphSoFar
 from amanda.tools.trace._recorder import Place, Recorder
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._values import Values
+
+_numbers = count(1)
 
 
 class TraceTool(amanda.Tool):
@@ -37,6 +40,7 @@ class TraceTool(amanda.Tool):
                 f"TraceTool was given executions={executions} and limit={limit}; both are 1 or more"
             )
         self._executions, self._limit, self._attributes = executions, limit, attributes
+        self.key = f"trace {next(_numbers)}"
         self.clear()
         self.depends_on(StandardMapping(), MappingTool(self._rules()))
         self.add_inst_for_op(self._forward)
@@ -66,7 +70,7 @@ class TraceTool(amanda.Tool):
     # ---- frameworks ----
 
     def _rules(self) -> list[list[Any]]:
-        """What follows a framework's tensors: a rule leaves it in the context, under the tool itself."""
+        """What follows a framework's tensors: a rule leaves it in the context, under the tool's key."""
         return [["pytorch", self._pytorch], ["tensorflow", self._tensorflow], ["*", self._other]]
 
     def _pytorch(self, context: amanda.OpContext) -> None:
@@ -80,7 +84,7 @@ class TraceTool(amanda.Tool):
         self._follow(context, TensorFlowValues)
 
     def _other(self, context: amanda.OpContext) -> None:
-        if self not in context:
+        if self.key not in context:
             self._follow(context, Values)
 
     def _follow(self, context: amanda.OpContext, kind: Callable[[Any, Any], Values]) -> None:
@@ -88,7 +92,7 @@ class TraceTool(amanda.Tool):
         if framework not in self._followings:
             values = kind(context["shape"], context["dtype"])
             self._followings[framework] = Following(values, self.recorder, self._executions, self._limit)
-        context[self] = self._followings[framework]  # type: ignore[index]
+        context[self.key] = self._followings[framework]
         context["graph"] = self._so_far
 
     # ---- analysis ----
@@ -136,7 +140,7 @@ class TraceTool(amanda.Tool):
 
     def _place(self, context: amanda.OpContext) -> tuple[Place, Following]:
         """The place of a context's op, and what follows its tensors."""
-        following: Following = context[self]  # type: ignore[index]
+        following: Following = context[self.key]
         key = self._key(context)
         if key not in self._places:
             self._places[key] = self._new_place(context, following.values)

@@ -100,7 +100,7 @@ class Values:
         return None
 
     def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """Positions of the inputs that an op writes, where their versions do not tell."""
+        """Positions of inputs that an op writes; versions tell of others."""
         return (0,) if context["in_place"] else ()
 
     def span(self, tensor: Any) -> Span | None:
