@@ -2,5 +2,6 @@
 
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
 from amanda.tools.mapping._standard import StandardMapping
+from amanda.tools.mapping._vocabulary import VOCABULARY
 
-__all__ = ["MappingTool", "Rule", "RuleError", "StandardMapping"]
+__all__ = ["VOCABULARY", "MappingTool", "Rule", "RuleError", "StandardMapping"]

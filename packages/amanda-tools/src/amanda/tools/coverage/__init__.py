@@ -1,0 +1,12 @@
+"""Which ops a run executed, and which of them the hooks of modules would have seen.
+
+coverage = CoverageTool()
+with amanda.apply(coverage):
+    model(x).sum().backward()
+print(coverage.result.by("phase"))
+"""
+
+from amanda.tools.coverage._result import CoverageResult, Place
+from amanda.tools.coverage._tool import CoverageTool
+
+__all__ = ["CoverageResult", "CoverageTool", "Place"]

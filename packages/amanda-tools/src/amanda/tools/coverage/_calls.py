@@ -1,0 +1,76 @@
+"""Calls of leaf modules: which ops they are made of, and which of those a hook at the module sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from amanda.tools.coverage._result import Place
+
+
+class Span:
+    """The ops of one call, in one phase, as they come: a hook sees into the first and out of the last."""
+
+    __slots__ = ("_count", "_first", "_last")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: Place
+        self._last: Place
+
+    def add(self, place: Place) -> None:
+        """One more op, which is the last so far."""
+        if self._count == 0:
+            self._first = place
+            place.entered += 1
+            place.whole += 1
+        else:
+            if self._count == 1:
+                self._first.whole -= 1
+            self._last.left -= 1
+        place.left += 1
+        self._last = place
+        self._count += 1
+
+
+class Call:
+    """One call of a module; number: of the times the tool was cleared before."""
+
+    __slots__ = ("backward", "forward", "leaf", "number")
+
+    def __init__(self, leaf: bool, number: int) -> None:
+        self.leaf = leaf
+        self.number = number
+        self.forward, self.backward = Span(), Span()
+
+
+class Modules:
+    """Finds the calls of modules on the stack.
+
+    codes: of the methods that hooks are called in.  is_leaf: whether a module has none within.
+    """
+
+    def __init__(self, codes: Callable[[], frozenset[CodeType]], is_leaf: Callable[[Any], bool]) -> None:
+        self._codes = codes
+        self._is_leaf = is_leaf
+
+    def innermost(self, frame: FrameType | None) -> FrameType | None:
+        """The frame of the call that an op belongs to."""
+        codes = self._codes()
+        while frame is not None and frame.f_code not in codes:
+            frame = frame.f_back
+        return frame
+
+    def outermost_class(self, frame: FrameType | None) -> str:
+        """Class of the module that is called first; "" outside of modules."""
+        codes, name = self._codes(), ""
+        while frame is not None:
+            if frame.f_code in codes:
+                name = type(frame.f_locals["self"]).__name__
+            frame = frame.f_back
+        return name
+
+    def call(self, frame: FrameType, number: int) -> Call:
+        """The call that a frame is of."""
+        return Call(self._is_leaf(frame.f_locals["self"]), number)

@@ -1,0 +1,29 @@
+"""Calls of PyTorch's modules."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import amanda
+from amanda.tools.coverage._calls import Modules
+
+
+@cache
+def _codes() -> frozenset[CodeType]:
+    from torch.nn import Module
+
+    return frozenset({Module._call_impl.__code__})
+
+
+def _is_leaf(module: Any) -> bool:
+    return next(module.children(), None) is None
+
+
+MODULES = Modules(_codes, _is_leaf)
+
+
+def describe(context: amanda.OpContext) -> None:
+    """Write `modules`, which finds the call that an op belongs to."""
+    context["modules"] = MODULES

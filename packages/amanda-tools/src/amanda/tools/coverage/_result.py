@@ -1,0 +1,126 @@
+"""What was executed, and what hooks would have seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.errors import AmandaError
+from amanda.tools.mapping import VOCABULARY
+from amanda.tools.results import Column, Result, shortened
+
+KEYS = ("phase", "type", "module", "source", "model")
+
+
+@dataclass
+class Place:
+    """One op, forward or backward.
+
+    model: class of the outermost module that calls it.  calls: how often it was executed.  whole: how often
+    hooks of modules would have seen what enters it and what leaves it.  entered, left: how often at least
+    the one, and the other.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    model: str
+    calls: int = 0
+    whole: int = 0
+    entered: int = 0
+    left: int = 0
+
+
+class CoverageResult(Result):
+    """Executions of ops, and those that hooks of modules would have seen.
+
+    places: each op apart.  by: the keys of a row, of `KEYS`.
+    """
+
+    name: ClassVar[str] = "coverage"
+
+    def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
+        self.places = [place for place in places if place.calls]
+        self._by = tuple(by)
+        keys = (Column(key, show=partial(shortened, width=44)) for key in self._by)
+        counts = (
+            Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")
+        )
+        self.columns = (*keys, *counts, Column("share", show="{:.1%}".format, number=True))  # type: ignore[misc]
+        self.title = "Ops that hooks of modules see" + (f" by {', '.join(by)}" if self._by != KEYS else "")
+
+    def by(self, *keys: str) -> CoverageResult:
+        """The same with a row for each value of these keys: "phase", "type", "module", "source", "model".
+
+        Raises AmandaError for another key.
+        """
+        unknown = [key for key in keys if key not in KEYS]
+        if unknown or not keys:
+            raise AmandaError(
+                f"coverage is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
+            )
+        return CoverageResult(self.places, keys)
+
+    def total(self, what: str = "calls", phase: str | None = None) -> int:
+        """The sum of "calls", "whole", "entered" or "left", of one phase or of both."""
+        return sum(getattr(place, what) for place in self.places if phase in (None, place.phase))
+
+    def share(self, phase: str | None = None) -> float:
+        """How much of what was executed hooks see whole, from 0 to 1; 1 where nothing was."""
+        calls = self.total("calls", phase)
+        return self.total("whole", phase) / calls if calls else 1.0
+
+    @property
+    def types(self) -> Mapping[str, int]:
+        """Types of forward ops with their executions, the most frequent first."""
+        counts: dict[str, int] = {}
+        for place in self.places:
+            if place.phase == "forward":
+                counts[place.type] = counts.get(place.type, 0) + place.calls
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def without_word(self) -> Mapping[str, int]:
+        """Those for which StandardMapping has no word, so that they have the framework's own name."""
+        return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Rows by their keys, those with most executions first."""
+        groups: dict[tuple[str, ...], list[Place]] = {}
+        for place in self.places:
+            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
+        rows = []
+        for key, places in groups.items():
+            calls, whole, entered, left = (
+                sum(getattr(place, what) for place in places)
+                for what in ("calls", "whole", "entered", "left")
+            )
+            rows.append((*key, calls, whole, entered, left, whole / calls))
+        return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Totals of each phase, the types of ops, and each op."""
+        totals = {
+            phase: {what: self.total(what, phase) for what in ("calls", "whole", "entered", "left")}
+            for phase in dict.fromkeys(place.phase for place in self.places)
+        }
+        return {
+            "totals": totals, "types": self.types, "without_word": self.without_word,
+            "places": [asdict(place) for place in self.places],
+        }  # fmt: skip
+
+    def notes(self) -> Sequence[str]:
+        """The share of each phase, what counts as seen, and types without a word."""
+        notes = [
+            f"Hooks at leaf modules see {self.total('whole', phase):,} of {self.total('calls', phase):,} "
+            f"{phase} ops ({self.share(phase):.1%}): those that are alone in the call of one."
+            for phase in ("forward", "backward")
+            if self.total("calls", phase)
+        ]
+        if missing := self.without_word:
+            listed = ", ".join(f"{kind} ({calls})" for kind, calls in missing.items())
+            notes.append(f"StandardMapping has no word for {listed}.")
+        return notes
