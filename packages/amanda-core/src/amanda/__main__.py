@@ -97,7 +97,8 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """The `amanda` script: run a subcommand and exit."""
     try:
         status = main()
         sys.stdout.flush()
@@ -105,3 +106,7 @@ if __name__ == "__main__":
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    console()

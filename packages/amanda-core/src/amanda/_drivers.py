@@ -51,8 +51,12 @@ def faulty_drivers() -> list[Plugin]:
 
 def absent_frameworks() -> list[str]:
     """Import names of the frameworks that have a driver and have not been imported."""
-    frameworks = {_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)}
-    return sorted(name for name in frameworks if not is_imported(name))
+    return [name for name in driven_frameworks() if not is_imported(name)]
+
+
+def driven_frameworks() -> list[str]:
+    """Import names of the frameworks that have a driver."""
+    return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from amanda import _hookspecs
-from amanda._drivers import absent_frameworks, faulty_drivers, list_drivers, loaded_drivers
+from amanda._drivers import absent_frameworks, driven_frameworks, faulty_drivers, list_drivers, loaded_drivers
 from amanda._entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
 from amanda.errors import OptionError, PluginError, UnknownToolError
 
@@ -22,12 +22,14 @@ __all__ = [
     "Plugin",
     "absent_frameworks",
     "did_you_mean",
+    "driven_frameworks",
     "faulty_drivers",
     "list_drivers",
     "list_tools",
     "load_tool",
     "loaded_drivers",
     "plugin_manager",
+    "tool_class",
 ]
 
 
@@ -38,6 +40,15 @@ def list_tools(load: bool = False) -> list[Plugin]:
     """
     tools = _tools()
     return [_judged(entry, same, load) for same in tools.values() for entry in same]
+
+
+def tool_class(name: str) -> type[Tool]:
+    """What a distribution registers as a tool, which makes one when it is called.
+
+    Raises UnknownToolError, and PluginError where the tool cannot be used.
+    """
+    kind: type[Tool] = _tool(name).load()
+    return kind
 
 
 def load_tool(name: str, /, **options: Any) -> Tool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.results import Column, Result, amount, check_schema, shortened
 
 KEYS = ("phase", "type", "module", "source")
 
@@ -75,6 +75,20 @@ class FlopsResult(Result):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
         chosen = [place for place in self.places if phase in (None, place.phase)]
         return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
+
+    def merged(self, *others: FlopsResult) -> FlopsResult:
+        """This and other runs or ranks as one: the calls of equal ops add up."""
+        places: dict[tuple[Any, ...], Place] = {}
+        for place in (one for result in (self, *others) for one in result.places):
+            known = places.setdefault(astuple(replace(place, calls=0)), replace(place, calls=0))
+            known.calls += place.calls
+        return FlopsResult(places.values(), self._by)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> FlopsResult:
+        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        check_schema(found, cls.name, cls.version)
+        return cls([Place(**place) for place in found["places"]], found["by"])
 
     @property
     def unsupported(self) -> Mapping[str, int]:

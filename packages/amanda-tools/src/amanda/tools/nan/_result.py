@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.nan._summary import Summary
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, check_schema, shortened
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,27 @@ class NanResult(Result):
         for found in findings:
             for side in ("inputs", "outputs"):
                 found[side] = {i: summary._asdict() for i, summary in found[side].items()}
-        return {"executions": self.executions, "passed_on": self.passed_on, "findings": findings}
+        return {
+            "executions": self.executions, "passed_on": self.passed_on, "dropped": self._dropped,
+            "findings": findings,
+        }  # fmt: skip
+
+    def merged(self, *others: NanResult) -> NanResult:
+        """This and other runs or ranks as one; `execution` counts in each of them apart."""
+        every = (self, *others)
+        return NanResult(
+            [finding for one in every for finding in one.findings],
+            sum(one.executions for one in every),
+            sum(one.passed_on for one in every),
+            sum(one._dropped for one in every),
+        )
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> NanResult:
+        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        check_schema(found, cls.name, cls.version)
+        findings = [Finding(**{**one, **_summaries(one)}) for one in found["findings"]]
+        return cls(findings, found["executions"], found["passed_on"], found.get("dropped", 0))
 
     def notes(self) -> Sequence[str]:
         """How much was looked at, and what is not in the table."""
@@ -91,3 +111,12 @@ class NanResult(Result):
         if self._dropped:
             notes.append(f"{self._dropped:,} more ops made NaN or Inf; `limit` says how many are kept.")
         return notes
+
+
+def _summaries(finding: Mapping[str, Any]) -> dict[str, dict[int, Summary]]:
+    return {
+        side: {
+            int(i): Summary(**{**told, "shape": tuple(told["shape"])}) for i, told in finding[side].items()
+        }
+        for side in ("inputs", "outputs")
+    }

@@ -8,7 +8,8 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
+from amanda.tools.results._merging import Mergeable, check_schema
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import amount, shortened
 
-__all__ = ["Column", "Result", "amount", "shortened"]
+__all__ = ["Column", "Mergeable", "Result", "amount", "check_schema", "shortened"]

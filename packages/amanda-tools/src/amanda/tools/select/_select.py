@@ -44,6 +44,7 @@ class Selection:
         if phase not in (None, *get_args(Phase)):
             raise SelectionError(f'phase is {phase!r}; it is "forward" or "backward"')
         self._phase = phase
+        self.wanted_types, self.wanted_modules = tuple(self._types), tuple(self._modules)
         self.matched = False
         self.types: set[str] = set()
         self.modules: set[str] = set()

@@ -1,0 +1,93 @@
+"""Configuration files, TOML or YAML, with the vocabulary of the command line.
+
+output = "results"
+
+[tools.flops]
+module = ["layer4.*"]
+
+[tools.nan]
+stop = true
+start = 100
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from amanda.tools.command._spec import SpecError, ToolSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = ("output", "tools")
+
+
+@dataclass
+class Config:
+    """Tools, and the folder for results."""
+
+    tools: list[ToolSpec] = field(default_factory=list)
+    output: Path | None = None
+
+
+def read_config(path: Path) -> Config:
+    """Read a file. Raises SpecError, which says what is wrong and where."""
+    found = _parsed(path)
+    if not isinstance(found, Mapping):
+        raise SpecError(f"{path} has no keys; it has {' and '.join(_KEYS)}")
+    for key in found:
+        if key not in _KEYS:
+            near = get_close_matches(str(key), _KEYS, n=1)
+            raise SpecError(
+                f"{path} has {key!r}; " + (f"did you mean {near[0]}?" if near else f"there are {_KEYS}")
+            )
+    output = found.get("output")
+    if output is not None and not isinstance(output, str):
+        raise SpecError(f"{path}: output is {output!r}; give the path of a folder")
+    return Config(_tools(path, found.get("tools", {})), None if output is None else Path(output))
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            return yaml.safe_load(text) or {}
+    except Exception as error:  # a parser's own; it has line and column
+        raise SpecError(f"{path} is no {path.suffix[1:].upper()}: {error}") from None
+    raise SpecError(f"{path} is neither .toml nor .yaml")
+
+
+def _tools(path: Path, found: Any) -> list[ToolSpec]:
+    """From a table of tools by name, or a list of names and tables that have a `name`."""
+    if isinstance(found, Mapping):
+        found = [
+            {**(one or {}), "name": name} if isinstance(one or {}, Mapping) else one
+            for name, one in found.items()
+        ]
+    if not isinstance(found, list):
+        raise SpecError(f"{path}: tools is {found!r}; give a table of tools by name, or a list")
+    specs = []
+    for one in found:
+        if isinstance(one, str):
+            specs.append(ToolSpec.parse(one))
+        elif isinstance(one, Mapping) and isinstance(one.get("name"), str):
+            specs.append(
+                ToolSpec(one["name"], {str(key): value for key, value in one.items() if key != "name"})
+            )
+        else:
+            raise SpecError(f"{path}: {one!r} among the tools is neither a name nor a table with a name")
+    return specs

@@ -1,0 +1,59 @@
+"""What `amanda run` hands to the program's processes, in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "AMANDA_TOOLS"
+PROCESS = "AMANDA_PROCESS"
+FOLDER = str(Path(__file__).parent / "launch")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+@dataclass(frozen=True)
+class Handed:
+    """tools: name and given options of each.  folder: where processes leave what the root gathers.
+
+    root: id of the process that gathers and prints.  output: folder for results.  quiet: print nothing.
+    frameworks: the import names at which the tools of a child begin.
+    """
+
+    tools: list[tuple[str, dict[str, Any]]]
+    folder: str
+    root: int
+    output: str | None
+    quiet: bool
+    frameworks: list[str]
+
+    def put(self, environment: MutableMapping[str, str]) -> None:
+        """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""
+        environment[VARIABLE] = json.dumps(asdict(self))
+        paths = [
+            path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER
+        ]
+        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *paths])
+        environment.pop(PROCESS, None)
+
+    @classmethod
+    def get(cls) -> Handed:
+        """What the environment of this process has."""
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+
+def process_label() -> str:
+    """A name for this process: "main", "rank0", "process123", "rank0.process123" for a child of a rank."""
+    above = os.environ.get(PROCESS, "")
+    rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
+    if rank and not above.startswith("rank"):
+        label = rank
+    elif above:
+        label = f"{rank}.process{os.getpid()}".lstrip(".")
+    else:
+        label = "main"
+    os.environ[PROCESS] = label
+    return label

@@ -1,0 +1,123 @@
+"""Starting the program: Python itself runs it, so that nothing about it is different."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+
+from amanda._plugins import driven_frameworks
+from amanda.tools.command._environment import Handed
+from amanda.tools.command._spec import SpecError, ToolSpec
+
+_WITH_VALUE = "WXQ"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
+    """The command line of a program, and whether it is a program of this Python's.
+
+    `script.py ...`, `-m module ...`, `-c code ...` and further options are for Python; another file that
+    can be executed, and the name of one on PATH, are run as they are.
+    Raises SpecError for what is not there.
+    """
+    first = program[0]
+    if first.startswith("-"):
+        _check_flags(program)
+        return [sys.executable, *program], True
+    path = Path(first)
+    if path.is_dir() or (path.is_file() and not _runs_itself(path)):
+        return [sys.executable, *program], True
+    found = first if path.is_file() else shutil.which(first)
+    if found is None:
+        near = get_close_matches(first, [str(one) for one in path.parent.glob("*.py")], n=1)
+        hint = f"did you mean {near[0]}?" if near else "give a script, -m module, or a command on PATH"
+        raise SpecError(f"there is no {first!r}; {hint}")
+    return [found, *program[1:]], _is_python(Path(found))
+
+
+def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | None, quiet: bool) -> int:
+    """Become the program, with the tools in its environment; comes back only where it is not Python's."""
+    command, python = command_of(program)
+    folder = tempfile.mkdtemp(prefix="amanda-")
+    handed = Handed(
+        [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
+        None if output is None else str(output.absolute()), quiet, driven_frameworks(),
+    )  # fmt: skip
+    environment = dict(os.environ)
+    handed.put(environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if python and hasattr(os, "register_at_fork"):
+        os.execve(command[0], command, environment)
+    return _supervise(command, environment, lambda: _tell(handed))
+
+
+def _tell(handed: Handed) -> None:
+    from amanda.tools.command._gathering import Gathering
+    from amanda.tools.steps import Steps
+
+    tools = [ToolSpec(name, given).make(Steps()) for name, given in handed.tools]
+    Gathering(handed, tools, [], "main").tell(saw_op=False)
+
+
+def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callable[[], None]) -> int:
+    """Run a program that is not Python's; its exit status, or its death by a signal."""
+    child = subprocess.Popen(command, env=environment)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        # From a terminal the child has it too; a second one tells it no more.
+        if number != signal.SIGINT or not os.isatty(0):
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    status = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    tell()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _check_flags(program: Sequence[str]) -> None:
+    """Refuse switches with which Python does not look at what its environment says."""
+    arguments = iter(program)
+    for argument in arguments:
+        if not argument.startswith("-") or argument.startswith("--") or argument == "-":
+            return
+        for letter in argument[1:]:
+            if letter in "mc":
+                return
+            if letter in "IES":
+                raise SpecError(
+                    f"tools cannot be applied under python -{letter}, which ignores PYTHONPATH or site"
+                )
+            if letter in _WITH_VALUE:
+                if argument.endswith(letter):
+                    next(arguments, None)
+                break
+
+
+def _runs_itself(path: Path) -> bool:
+    """Whether a file is a program that is not a script for Python."""
+    if path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK):
+        return False
+    return not _is_python(path)
+
+
+def _is_python(path: Path) -> bool:
+    """Whether a program is run by a Python."""
+    if path.resolve() == Path(sys.executable).resolve():
+        return True
+    with path.open("rb") as file:
+        first = file.readline(256)
+    return first.startswith(b"#!") and b"python" in first

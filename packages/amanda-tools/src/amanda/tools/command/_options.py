@@ -1,0 +1,211 @@
+"""Values of a tool's options from text, as its constructor's annotations say."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+Given = str | Sequence[Any] | int | float | bool | None
+"""What is given for an option: text, or a value that a configuration file has already."""
+
+REQUIRED: Any = inspect.Parameter.empty
+_LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
+_TRUTH = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+_NOT_TEXT = "its values are no text: make the tool in Python"
+
+
+class Unreadable(ValueError):
+    """A value is not of the kind that is expected; the message says what would be."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a tool: its name, the type of its values, its default (`REQUIRED` without one)."""
+
+    name: str
+    type: Any
+    default: Any
+
+    @property
+    def readable(self) -> bool:
+        """Whether it can be given as text."""
+        return _is_readable(self.type)
+
+    def read(self, given: Given) -> Any:
+        """The value. Raises Unreadable, which says what is expected."""
+        return read(given, self.type)
+
+    def __str__(self) -> str:
+        default = "" if self.default is REQUIRED else f" = {_shown(self.default)}"
+        return f"{self.name}: {expected(self.type)}{default}"
+
+
+def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
+    """The options of a tool's constructor by name."""
+    target = getattr(kind, "__init__") if isinstance(kind, type) else kind  # noqa: B009
+    try:
+        hints = typing.get_type_hints(target)
+    except Exception:  # a name that is there for type checkers alone, say
+        hints = {}
+    parameters = inspect.signature(kind).parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return {one.name: Option(one.name, hints.get(one.name, _guess(one)), one.default) for one in named}
+
+
+def read(given: Given, kind: Any) -> Any:
+    """A value of a type, from text or from a value of a configuration file. Raises Unreadable."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _read_first(given, members, kind)
+    if origin is Literal:
+        return _read_literal(given, members, kind)
+    if kind in _LISTS or origin in _LISTS:
+        return _read_list(given, origin or kind, members, kind)
+    if isinstance(given, (list, tuple)):
+        if len(given) != 1:
+            raise Unreadable(f"expected {expected(kind)}, not several values")
+        given = given[0]
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise Unreadable(_NOT_TEXT)
+    return reader(given)
+
+
+def expected(kind: Any) -> str:
+    """A type in words for people."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(expected(one) for one in members)
+    if origin is Literal:
+        return " or ".join(map(_shown, members))
+    if kind in _LISTS or origin in _LISTS:
+        inner = next((one for one in members if one is not Ellipsis), str)
+        return f"list of {expected(inner)}"
+    if kind in _NAMES:
+        return _NAMES[kind]
+    return getattr(kind, "__name__", str(kind)) if origin is None else str(kind).replace("typing.", "")
+
+
+def _read_first(given: Given, members: Sequence[Any], kind: Any) -> Any:
+    # A number is none before it is text, and None has a word of its own.
+    order = [*(one for one in members if one is not str), *(one for one in members if one is str)]
+    for member in order:
+        try:
+            return read(given, member)
+        except Unreadable:
+            continue
+    raise Unreadable(f"expected {expected(kind)}" if _is_readable(kind) else _NOT_TEXT)
+
+
+def _read_literal(given: Given, members: Sequence[Any], kind: Any) -> Any:
+    if isinstance(given, list) and len(given) == 1:
+        (given,) = given
+    for member in members:
+        if given == member or (isinstance(given, str) and given == str(member)):
+            return member
+    near = get_close_matches(str(given), list(map(str, members)), n=1)
+    raise Unreadable(f"expected {expected(kind)}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _read_list(given: Given, origin: Any, members: Sequence[Any], kind: Any) -> Any:
+    inner = next((one for one in members if one is not Ellipsis), str)
+    texts: list[Any] = []
+    for one in [given] if isinstance(given, str) or not isinstance(given, Sequence) else given:
+        # 1e+5 is one number.
+        texts += re.split(r"(?<![eE])\+" if inner is float else r"\+", one) if isinstance(one, str) else [one]
+    try:
+        values = [read(text, inner) for text in texts if text != ""]
+    except Unreadable:
+        raise Unreadable(f"expected {expected(kind)} (a+b)") from None
+    made = origin if origin in (list, tuple, set, frozenset) else list
+    return made(values)
+
+
+def _read_bool(given: Any) -> bool:
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, str) and given.lower() in _TRUTH:
+        return _TRUTH[given.lower()]
+    raise Unreadable("expected true or false")
+
+
+def _read_int(given: Any) -> int:
+    try:
+        if isinstance(given, bool) or (isinstance(given, float) and not given.is_integer()):
+            raise ValueError
+        return int(given, 0) if isinstance(given, str) else int(given)
+    except (ValueError, TypeError):
+        raise Unreadable("expected a whole number") from None
+
+
+def _read_float(given: Any) -> float:
+    try:
+        if isinstance(given, bool):
+            raise ValueError
+        return float(given)
+    except (ValueError, TypeError):
+        raise Unreadable("expected a number") from None
+
+
+def _read_none(given: Any) -> None:
+    if given is None or (isinstance(given, str) and given.lower() == "none"):
+        return
+    raise Unreadable("expected none")
+
+
+def _read_str(given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    raise Unreadable("expected text")
+
+
+def _read_path(given: Any) -> Path:
+    return Path(_read_str(given)).expanduser()
+
+
+_READERS: Mapping[Any, Callable[[Any], Any]] = {
+    bool: _read_bool, int: _read_int, float: _read_float, str: _read_str, Path: _read_path,
+    type(None): _read_none, Any: lambda given: given,
+}  # fmt: skip
+_NAMES: Mapping[Any, str] = {
+    bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path",
+    type(None): "none", Any: "text",
+}  # fmt: skip
+
+
+def _is_readable(kind: Any) -> bool:
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_is_readable(one) for one in members if one is not type(None))
+    if kind in _LISTS or origin in _LISTS:
+        return all(_is_readable(one) for one in members if one is not Ellipsis)
+    return origin is Literal or kind in _READERS
+
+
+def _guess(parameter: inspect.Parameter) -> Any:
+    """The type of an option without an annotation that can be read."""
+    default = parameter.default
+    return type(default) if type(default) in _READERS and default is not None else str
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

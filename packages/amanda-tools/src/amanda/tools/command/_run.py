@@ -1,0 +1,89 @@
+"""`amanda run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from amanda.errors import AmandaError
+from amanda.tools.command._config import Config, read_config
+from amanda.tools.command._launch import launch
+from amanda.tools.command._spec import SpecError, ToolSpec, combined
+from amanda.tools.steps import Steps
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.option(
+    "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help="A tool to apply."
+)
+@click.option(
+    "--config", type=click.Path(path_type=Path), metavar="FILE", help="Tools from a TOML or YAML file."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Save each result in this folder.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print no results.")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED)
+def _command(
+    tools: Sequence[str], config: Path | None, output: Path | None, quiet: bool, program: Sequence[str]
+) -> int:
+    """Run an unmodified program under tools.
+
+    PROGRAM is a script with its arguments, `-m module`, or a command such as torchrun.  Its output, exit
+    status and signals are its own; results are printed to standard error when it ends.
+
+    \b
+    amanda run -t flops -- train.py --epochs 1
+    amanda run -t "flops:module=layer4,out=flops.csv" -t nan:stop -- -m package
+    amanda run --config amanda.toml -- torchrun --nproc-per-node 2 train.py
+
+    `amanda tools` lists the tools, `amanda info TOOL` their options. Of every tool: type, module, phase
+    (which ops it is for), start, end, frequency (at which steps), out (a file for its result).
+    """
+    settings = Config() if config is None else read_config(config)
+    specs = combined(settings.tools, [ToolSpec.parse(text) for text in tools])
+    if not specs:
+        raise SpecError("no tool is given: -t flops, or --config FILE; `amanda tools` lists them")
+    if not program:
+        raise SpecError("no program is given: a script, -m module, or a command")
+    for spec in specs:  # so that what is wrong is said now
+        spec.make(Steps())
+    return launch(program, specs, output or settings.output, quiet)
+
+
+def run(arguments: Sequence[str] = ()) -> int:
+    """Run an unmodified program under tools."""
+    try:
+        return int(_command.main(_separated(arguments), "amanda run", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except AmandaError as error:
+        sys.stderr.write(f"amanda run: {error}\n")
+        return 2
+
+
+def _separated(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with `--` ahead of a `-m` or `-c` that begins the program."""
+    valued = {
+        name
+        for one in _command.params
+        if isinstance(one, click.Option) and not one.is_flag
+        for name in one.opts
+    }
+    waiting = list(arguments)
+    ours: list[str] = []
+    while waiting and waiting[0].startswith("-") and waiting[0] != "--":
+        if waiting[0] in ("-m", "-c"):
+            return [*ours, "--", *waiting]
+        ours.append(waiting.pop(0))
+        if ours[-1] in valued and waiting:
+            ours.append(waiting.pop(0))
+    return [*ours, *waiting]

@@ -1,0 +1,119 @@
+"""A process under `amanda run`: its scope, from its beginning to its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pluggy
+
+import amanda
+from amanda._plugins import plugin_manager
+from amanda.tools.command._environment import Handed, process_label
+from amanda.tools.command._gathering import Gathering
+from amanda.tools.command._spec import ToolSpec
+from amanda.tools.command._threads import carry_to_threads
+from amanda.tools.command._tracebacks import show_program_alone
+from amanda.tools.steps import Steps
+
+hookimpl = pluggy.HookimplMarker("amanda")
+
+
+class Session:
+    """Tools of their own, applied to all that this process does; `finish` closes the scope and tells."""
+
+    def __init__(self, handed: Handed) -> None:
+        self._handed = handed
+        self._pid = os.getpid()
+        self._saw_op = False
+        steps = Steps()
+        self._tools = [ToolSpec(name, given).make(steps) for name, given in handed.tools]
+        self.scope = amanda.apply(*(tooling.tool for tooling in self._tools))
+
+    def begin(self) -> None:
+        """Open the scope."""
+        self._label = process_label()
+        plugin_manager().register(self)
+        self.scope.start()
+        carry_to_threads(self.scope)
+
+    @hookimpl
+    def amanda_op_analysed(self, context: amanda.OpContext) -> None:
+        """Know that there is something to tell."""
+        self._saw_op = True
+
+    def finish(self) -> None:
+        """Close the scope; leave the results for the root process, or gather and tell them. Once."""
+        if self._pid != os.getpid() or self.scope.closed:
+            return
+        try:
+            self.scope.stop()
+            gathering = Gathering(self._handed, self._tools, self.scope.report, self._label)
+            if self._pid == self._handed.root:
+                gathering.tell(self._saw_op)
+            elif self._saw_op:
+                gathering.leave()
+        except Exception as error:  # the program's own end is not ours to change
+            say(f"amanda: the results of process {self._pid} are lost: {type(error).__name__}: {error}")
+
+
+class _Process:
+    """The session of this process, which has another after a fork."""
+
+    session: Session | None = None
+
+    def open(self) -> None:
+        """Begin, and end with the process."""
+        self._begin()
+        show_program_alone()
+        atexit.register(self._end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin_in_child)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._end_by_signal)
+
+    def _begin(self) -> None:
+        try:
+            self.session = Session(Handed.get())
+            self.session.begin()
+        except Exception as error:
+            say(f"amanda: no tools in process {os.getpid()}: {error}")
+
+    def _begin_in_child(self) -> None:
+        self._begin()
+        # Its processes end without what `atexit` has; what it clears in a child is registered after that.
+        util: Any = sys.modules.get("multiprocessing.util")
+        if util is not None:
+            util.register_after_fork(self, _Process._end_as_multiprocessing_does)
+
+    def _end_as_multiprocessing_does(self) -> None:
+        sys.modules["multiprocessing.util"].Finalize(None, self._end, exitpriority=-100)
+
+    def _end(self) -> None:
+        if self.session is not None:
+            self.session.finish()
+
+    def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        self._end()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def open_session() -> None:
+    """Put this process under the tools that its environment names."""
+    _Process().open()
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, if it is there."""
+    try:
+        sys.stderr.write(f"{text}\n")
+    except (OSError, ValueError, AttributeError):
+        return

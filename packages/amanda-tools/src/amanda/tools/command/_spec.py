@@ -1,0 +1,121 @@
+"""What is to be applied: tools with their options, the ops and steps that each is for, where results go."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import amanda
+from amanda._plugins import tool_class
+from amanda.errors import AmandaError
+from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
+from amanda.tools.select import Selection
+from amanda.tools.steps import Steps, Window
+
+SELECTORS: Mapping[str, Option] = {
+    one.name: one
+    for one in (
+        Option("type", list[str], ()), Option("module", list[str], ()),
+        Option("phase", Literal["forward", "backward"] | None, None), Option("start", int, 0),
+        Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
+    )
+}  # fmt: skip
+"""What may be said of any tool, unless it has an option of that name: which ops it is for, at which steps,
+and the file that its result goes to."""
+
+
+class SpecError(AmandaError, ValueError):
+    """What is said of a tool cannot be: an option that it does not have, or a value that it does not take."""
+
+
+@dataclass
+class Tooling:
+    """A tool that was made, what selects its ops, and the file for its result."""
+
+    name: str
+    tool: amanda.Tool
+    selection: Selection
+    out: Path | None
+
+
+@dataclass
+class ToolSpec:
+    """A tool by its registered name, and what is given for its options, as text or as it is in a file."""
+
+    name: str
+    given: dict[str, Given] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> ToolSpec:
+        """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes."""
+        name, _, rest = text.partition(":")
+        splitter = shlex.shlex(rest, posix=True)
+        splitter.whitespace, splitter.whitespace_split, splitter.commenters = ",", True, ""
+        splitter.escape = ""
+        try:
+            parts = list(splitter)
+        except ValueError:
+            raise SpecError(f"{text!r} has a quotation mark without its twin") from None
+        given: dict[str, Any] = {}
+        for part in parts:
+            option, equals, value = part.partition("=")
+            given.setdefault(option.strip(), []).append(value if equals else "true")
+        return cls(name.strip(), given)
+
+    def make(self, steps: Steps) -> Tooling:
+        """Make the tool and apply the selection to it.
+
+        Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, what was
+        given and what is expected.
+        """
+        kind = tool_class(self.name)
+        options = options_of(kind)
+        values = {name: self._read(name, given, options) for name, given in self.given.items()}
+        missing = [str(one) for one in options.values() if one.default is REQUIRED and one.name not in values]
+        if missing:
+            raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
+        chosen = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
+        try:
+            tool = amanda.load_tool(self.name, **values)
+            selection = Selection(chosen.get("type", ()), chosen.get("module", ()), chosen.get("phase"))
+            window = None
+            if {"start", "end", "frequency"} & chosen.keys():
+                window = Window(steps, chosen.get("start", 0), chosen.get("end"), chosen.get("frequency", 1))
+        except (AmandaError, ValueError, TypeError, OSError) as error:
+            raise SpecError(f"tool {self.name}: {error}") from error
+        selection.let(tool)
+        if window is not None:
+            window.let(tool)
+        return Tooling(self.name, tool, selection, chosen.get("out"))
+
+    def _read(self, name: str, given: Given, options: Mapping[str, Option]) -> Any:
+        option = options.get(name) or SELECTORS.get(name)
+        if option is None:
+            raise SpecError(f"tool {self.name} has no option {name!r}; {_known(name, options)}")
+        try:
+            return option.read(given)
+        except Unreadable as error:
+            shown = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+            raise SpecError(f"tool {self.name}, option {name}: {error}, was given {shown!r}") from None
+
+
+def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
+    """Both, in order; what the second says of a tool that the first has comes before what that says."""
+    specs = [ToolSpec(one.name, dict(one.given)) for one in first]
+    for spec in second:
+        same = next((one for one in specs if one.name == spec.name), None)
+        if same is None:
+            specs.append(spec)
+        else:
+            same.given.update(spec.given)
+    return specs
+
+
+def _known(name: str, options: Mapping[str, Option]) -> str:
+    names: Sequence[str] = [*(one.name for one in options.values() if one.readable), *SELECTORS]
+    near = get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"

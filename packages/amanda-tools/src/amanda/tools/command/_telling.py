@@ -1,0 +1,94 @@
+"""What `amanda run` says at the end, on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+import amanda
+from amanda._plugins import driven_frameworks
+from amanda.tools.command._spec import Tooling
+
+_PIPED_WIDTH = 160
+
+
+class Teller:
+    """Tables on a terminal, plain text elsewhere; nothing where it is to be quiet."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet or sys.stderr is None or sys.stderr.closed
+        self._console = Console(file=sys.stderr, soft_wrap=False, highlight=False)
+        if not self._console.is_terminal:
+            self._console = Console(
+                file=sys.stderr, width=_PIPED_WIDTH, color_system=None, highlight=False, legacy_windows=False
+            )
+
+    def result(self, tooling: Tooling, result: Any, labels: Sequence[str], saved: Sequence[str]) -> None:
+        """A result, of how many processes it is, and the files that have it."""
+        several = f" of {len(labels)} processes ({', '.join(labels)})" if len(labels) > 1 else ""
+        if several:
+            self._say(f"amanda: {tooling.name}{several}")
+        if self._console.is_terminal and hasattr(result, "__rich__"):
+            self._print(result)
+            for note in getattr(result, "notes", list)():
+                self._say(note)
+        else:
+            self._say(str(result))
+        self._saved(tooling, saved)
+
+    def text(self, tooling: Tooling, text: str | None, label: str, saved: str | None) -> None:
+        """The result of another process, which cannot be merged."""
+        self._say(f"amanda: {tooling.name} of {label}")
+        if text is not None:
+            self._say(text)
+        self._saved(tooling, [saved] if saved else [])
+
+    def nothing(self, tooling: Tooling) -> None:
+        """That no op of any framework ran."""
+        frameworks = " or ".join(driven_frameworks())
+        if frameworks:
+            self._say(f"amanda: {tooling.name}: no op of {frameworks} was executed")
+        else:
+            self._say('amanda: no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"')
+
+    def unmatched(self, tooling: Tooling) -> None:
+        """That no op was selected, and what there was."""
+        selection = tooling.selection
+        for name, wanted, met in (
+            ("type", selection.wanted_types, selection.types),
+            ("module", selection.wanted_modules, selection.modules),
+        ):
+            if wanted:
+                near = [
+                    one
+                    for pattern in wanted
+                    for one in get_close_matches(pattern, met - {""}, n=2, cutoff=0.5)
+                ]
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                self._say(f"amanda: {tooling.name}: no op was selected by {name}={'+'.join(wanted)}{hint}")
+
+    def report(self, entries: Sequence[amanda.Uninstrumented]) -> None:
+        """What could not be instrumented."""
+        for entry in entries:
+            where = f" ({entry.where})" if entry.where else ""
+            self._say(f"amanda: {entry.what} was not instrumented: {entry.reason}{where}")
+
+    def _saved(self, tooling: Tooling, saved: Sequence[str]) -> None:
+        if saved:
+            self._say(f"amanda: {tooling.name} is in {', '.join(saved)}")
+
+    def _say(self, text: str) -> None:
+        self._print(Text(text))
+
+    def _print(self, what: Any) -> None:
+        if self._quiet:
+            return
+        try:
+            self._console.print(what, soft_wrap=isinstance(what, Text))
+        except (OSError, ValueError):  # nobody reads it any more
+            self._quiet = True

@@ -1,0 +1,77 @@
+"""Tracebacks of the program's own errors, without the frames of Amanda between the program and its op."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import amanda
+
+_HOMES = tuple(f"{Path(path)}/" for path in amanda.__path__)
+_CALL_OF_OP = re.compile(r"\b(invoke|original|call|run)\(")
+
+
+def show_program_alone() -> None:
+    """Leave Amanda's frames out where Python tells of an exception that nothing caught."""
+    before = sys.excepthook
+    before_in_thread = threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        strip(error)
+        before(kind, error, error.__traceback__)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            strip(args.exc_value)
+            trace = args.exc_value.__traceback__
+            args = threading.ExceptHookArgs((args.exc_type, args.exc_value, trace, args.thread))
+        before_in_thread(args)
+
+    sys.excepthook = hook
+    threading.excepthook = thread_hook
+
+
+def strip(error: BaseException | None) -> None:
+    """Take Amanda's frames out of an exception that an op raised, and out of those it comes from.
+
+    One of a tool keeps them, and so does one of Amanda itself.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if not any(note.startswith("[amanda]") for note in getattr(one, "__notes__", ())):
+            one.__traceback__ = _stripped(one.__traceback__)
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def _stripped(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    ours: list[TracebackType] = []
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_HOMES):
+            ours.append(trace)
+        else:
+            kept += [] if _calls_op(ours) else ours
+            kept.append(trace)
+            ours = []
+        trace = trace.tb_next
+    kept += [] if _calls_op(ours) else ours
+    for one, after in zip(kept, [*kept[1:], None], strict=True):
+        one.tb_next = after
+    return kept[0] if kept else None
+
+
+def _calls_op(frames: list[TracebackType]) -> bool:
+    """Whether the last of Amanda's frames in a row is where the op itself is called."""
+    if not frames:
+        return False
+    code = frames[-1].tb_frame.f_code
+    return bool(_CALL_OF_OP.search(linecache.getline(code.co_filename, frames[-1].tb_lineno)))

@@ -1,0 +1,35 @@
+"""What Python imports as it starts, where `amanda run` put this folder on PYTHONPATH: tools begin here."""
+
+import os
+import sys
+
+
+def _begin() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib is not loaded yet
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
+    try:
+        from amanda.tools.command._begin import begin
+    except ImportError:
+        # Another Python, which Amanda is not installed for.
+        sys.stderr.write(
+            f"amanda: no tools in process {os.getpid()}: {sys.executable} does not have amanda-tools\n"
+        )
+    else:
+        begin()
+
+
+def _chain() -> None:
+    """Import the module of this name that is found without this folder."""
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if os.environ.get("AMANDA_TOOLS"):
+    _begin()
+_chain()
