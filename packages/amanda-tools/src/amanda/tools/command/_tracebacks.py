@@ -64,7 +64,7 @@ def _stripped(trace: TracebackType | None) -> TracebackType | None:
             ours = []
         trace = trace.tb_next
     kept += [] if _calls_op(ours) else ours
-    for one, after in zip(kept, [*kept[1:], None], strict=True):
+    for one, after in zip(kept, [*kept[1:], None], strict=False):
         one.tb_next = after
     return kept[0] if kept else None
 

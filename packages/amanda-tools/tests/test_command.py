@@ -1,0 +1,232 @@
+"""What is said to `amanda run`: tools, options, selections, configuration files; and what is wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.command import SpecError, ToolSpec, options_of, run
+from amanda.tools.command._config import read_config
+from amanda.tools.command._launch import command_of
+from amanda.tools.command._options import Unreadable, read
+from amanda.tools.flops import FlopsResult, FlopsTool, Place
+from amanda.tools.nan import NanTool
+from amanda.tools.results import Mergeable
+from amanda.tools.stats import StatsTool
+from amanda.tools.steps import Steps
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("12", int, 12), ("0x10", int, 16), ("-3", int, -3), ("1e-3", float, 1e-3), ("3", float, 3.0),
+        ("yes", bool, True), ("Off", bool, False), ("a=b", str, "a=b"),
+        ("~/x", Path, Path("~/x").expanduser()),
+        ("none", int | None, None), ("5", int | None, 5), ("none", str | None, None), ("5", int | str, 5),
+        ("five", int | str, "five"), ("full", Literal["no", "full"], "full"), ("2", Literal[1, 2], 2),
+        ("a+b", list[str], ["a", "b"]), (["a+b", "c"], Sequence[str], ["a", "b", "c"]),
+        ("1+2", tuple[int, ...], (1, 2)), ("1e+5+2", list[float], [1e5, 2.0]), ("", list[int], []),
+        (["7"], int, 7), (7, int, 7), (7.0, int, 7), (7, float, 7.0), (True, bool, True),
+        ([0.1, 0.2], Sequence[float], [0.1, 0.2]), ("x", Any, "x"),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_annotated(text: Any, kind: Any, value: Any) -> None:
+    found = read(text, kind)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "part"),
+    [
+        ("1.5", int, "whole number"), ("x", float, "a number"), ("maybe", bool, "true or false"),
+        ("ful", Literal["no", "full"], "no or full; did you mean full?"),
+        ("x", int | None, "whole number or none"),
+        ("1+x", list[int], "list of whole number"), (["1", "2"], int, "not several"), (3, str, "text"),
+        (True, int, "whole number"), ("x", dict[str, int], "make the tool in Python"),
+        ("x", dict[str, int] | None, "make the tool in Python"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_says_what_is_expected(given: Any, kind: Any, part: str) -> None:
+    with pytest.raises(Unreadable, match=part.replace("?", r"\?")):
+        read(given, kind)
+
+
+def test_options_are_those_of_the_constructor() -> None:
+    assert list(map(str, options_of(NanTool).values())) == [
+        "stop: true or false = false", "inf: true or false = true", "backward: true or false = true",
+        "limit: whole number = 20",
+    ]  # fmt: skip
+    assert not options_of(FlopsTool)["formulas"].readable
+    assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of number = 0.01+0.5+0.99"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "given"),
+    [
+        ("flops", "flops", {}),
+        ("nan:stop", "nan", {"stop": ["true"]}),
+        ("nan:stop=no,limit=3", "nan", {"stop": ["no"], "limit": ["3"]}),
+        ("flops:type=conv2d,type=linear", "flops", {"type": ["conv2d", "linear"]}),
+        ("dump:folder='a,b',every=2", "dump", {"folder": ["a,b"], "every": ["2"]}),
+        ('flops:out="C:\\x y.csv"', "flops", {"out": ["C:\\x y.csv"]}),
+    ],
+)
+def test_a_tool_is_said_in_a_word(text: str, name: str, given: dict[str, Any]) -> None:
+    assert ToolSpec.parse(text) == ToolSpec(name, given)
+
+
+def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
+    made = ToolSpec.parse("nan:stop,limit=3,type=conv2d+linear,module=a,module=b,out=x.json,end=5").make(
+        Steps()
+    )
+    assert isinstance(made.tool, NanTool)
+    assert (made.tool._stop, made.tool._limit, made.out) == (True, 3, Path("x.json"))
+    assert made.selection.wanted_types == ("conv2d", "linear")
+    assert made.selection.wanted_modules == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("flop", ["no distribution registers a tool 'flop'", "did you mean flops?"]),
+        ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
+        ("nan:limit=few", ["tool nan, option limit", "expected a whole number", "'few'"]),
+        ("flops:formulas=x", ["tool flops, option formulas", "make the tool in Python"]),
+        ("flops:phase=front", ["option phase", "forward or backward", "'front'"]),
+        ("flops:start=5,end=2", ["tool flops: end is 2, start 5"]),
+        ("stats:every=0", ["tool stats", "every"]),
+        ("flops:module='a", ["quotation mark"]),
+        ("mapping", ["tool mapping needs rules"]),
+    ],
+)
+def test_what_is_wrong_with_a_tool_is_said(text: str, parts: list[str]) -> None:
+    with pytest.raises(AmandaError) as caught:
+        ToolSpec.parse(text).make(Steps())
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+TOML = """
+output = "results"
+[tools.flops]
+module = ["a", "b"]
+[tools.nan]
+stop = true
+limit = 3
+"""
+YAML = """
+output: results
+tools:
+  - name: flops
+    module: [a, b]
+  - nan:stop,limit=3
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("amanda.toml", TOML), ("amanda.yaml", YAML)])
+def test_a_configuration_says_the_same_in_both_forms(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    config = read_config(tmp_path / name)
+    assert config.output == Path("results")
+    flops, nan = (spec.make(Steps()) for spec in config.tools)
+    assert flops.selection.wanted_modules == ("a", "b")
+    assert (nan.tool._stop, nan.tool._limit) == (True, 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("a.toml", "tools = ", "is no TOML"),
+        ("a.yaml", "tools: [", "is no YAML"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "is no YAML"),
+        ("a.json", "{}", "neither .toml nor .yaml"),
+        ("a.toml", "[tool.flops]", "has 'tool'; did you mean tools?"),
+        ("a.toml", "tools = 3", "give a table of tools"),
+        ("a.toml", "[tools]\nflops = 3", "neither a name nor a table"),
+        ("a.yaml", "- flops", "has no keys"),
+        ("a.toml", "output = 3", "give the path of a folder"),
+        ("none.toml", None, "No such file"),
+    ],
+)
+def test_what_is_wrong_with_a_configuration_is_said(
+    tmp_path: Path, name: str, text: str | None, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert run(["--config", str(tmp_path / name), "script.py"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("amanda run: ")
+    assert name in told
+    assert part in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["script.py"], "no tool is given"),
+        (["-t", "flops"], "no program is given"),
+        (["-t", "flop", "script.py"], "did you mean flops?"),
+        (["-t", "flops", "no_such_script.py"], "there is no 'no_such_script.py'"),
+        (["-t", "flops", "--", "-I", "script.py"], "under python -I, which ignores"),
+        (["-t", "flops", "--", "-uE", "script.py"], "under python -E, which ignores"),
+        (["--tols", "x"], "Did you mean '--tool'?"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_the_name_of_a_script_that_was_meant_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="did you mean train"):
+        command_of(["trian.py"])
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "amanda run -t flops -- train.py" in capsys.readouterr().out
+
+
+# ---- merging ----
+
+
+def test_flops_of_ranks_add_up() -> None:
+    def result(calls: int, module: str) -> FlopsResult:
+        places = [Place("forward", "linear", one, "a.py:1", calls, 10, 20, 5, 40) for one in ("", module)]
+        return FlopsResult(places)
+
+    one, two = result(2, "a"), result(3, "b")
+    merged = one.merged(FlopsResult.from_dict(two.to_dict()))
+    assert isinstance(merged, Mergeable)
+    assert [row[2:5] for row in merged.rows()] == [("", "a.py:1", 5), ("b", "a.py:1", 3), ("a", "a.py:1", 2)]
+    assert merged.total("flops") == one.total("flops") + two.total("flops")
+    assert one.total("calls") == 4
+
+
+def test_findings_of_ranks_are_listed_together() -> None:
+    import torch
+
+    results = []
+    for _ in range(2):
+        finder = NanTool()
+        with amanda.apply(finder):
+            torch.log(-torch.ones(3)) + 1  # ones, neg, log, add
+        results.append(finder.result)
+    merged = results[0].merged(type(results[1]).from_dict(results[1].to_dict()))
+    assert merged.findings == results[0].findings + results[1].findings
+    assert (merged.executions, merged.passed_on) == (8, 2)
+
+
+@pytest.mark.parametrize("kind", [FlopsResult, type(NanTool().result)])
+def test_a_file_of_another_schema_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match="schema and version are"):
+        kind.from_dict({"schema": "amanda.other", "version": 1})
