@@ -27,7 +27,18 @@ BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
 MODELS = ("transformers", "pillow")
-TOOLS = ("autoray", "click", "ml-dtypes", "networkx", "numpy", "pandas", "pyyaml", "rich", "safetensors", "tomli")
+TOOLS = (
+    "autoray",
+    "click",
+    "ml-dtypes",
+    "networkx",
+    "numpy",
+    "pandas",
+    "pyyaml",
+    "rich",
+    "safetensors",
+    "tomli",
+)
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 # What else these want is large, and not needed.
