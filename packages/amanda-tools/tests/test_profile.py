@@ -18,7 +18,7 @@ from amanda.errors import AmandaError, ToolError
 from amanda.tools.profile import Place, ProfileResult, ProfileTool
 from amanda.tools.profile._device import DeviceTimes
 from amanda.tools.profile._recorder import Recorder
-from amanda.tools.profile._steps import Schedule
+from amanda.tools.profile._schedule import Schedule
 
 
 def profiled(program: Callable[[], Any], tool: ProfileTool | None = None) -> ProfileResult:
@@ -395,10 +395,10 @@ def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_e
 
 
 def test_marks_of_a_device_are_put_around_the_op_alone() -> None:
-    recorder, clock = Recorder(Schedule(), 10, lambda _: None), Queue()
+    recorder, clock = Recorder(Schedule(), 10), Queue()
     outer, inner = Place("forward", "outer", "", ""), Place("forward", "inner", "", "")
-    begin, end = recorder.on_device(outer, False, clock)
-    begin_inner, end_inner = recorder.on_device(inner, False, clock)
+    begin, end = recorder.on_device(outer, clock)
+    begin_inner, end_inner = recorder.on_device(inner, clock)
     begin()
     begin_inner()
     end_inner()

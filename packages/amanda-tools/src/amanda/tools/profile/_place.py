@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 KEYS = ("phase", "type", "module", "source")
 
@@ -11,14 +11,12 @@ KEYS = ("phase", "type", "module", "source")
 class Place:
     """One op, forward or backward, with the sums over its recorded executions; times in nanoseconds.
 
-    op_id: of the forward op.  order: which of the forward ops it was to be analysed, from 0.
+    op_id: of the forward op.
     total: time between its begin and end.  own: without the ops within it.
     calls: executions that ended; timed: those of them whose begin is known.
     device: time on the device, None where there is none.
     allocated: bytes of the tensors that it made; None where nobody looked.
-    kernels: by name, how often each ran and for how long.
     runs_others: whether ops within it have times of their own that cannot be told from its own.
-    step: in which it was executed last, where steps are told by it.
     """
 
     phase: str
@@ -26,7 +24,6 @@ class Place:
     module: str
     source: str
     op_id: int = 0
-    order: int = 0
     calls: int = 0
     timed: int = 0
     total: int = 0
@@ -35,9 +32,7 @@ class Place:
     most: int = 0
     device: int | None = None
     allocated: int | None = None
-    kernels: dict[str, list[int]] = field(default_factory=dict)
     runs_others: bool = False
-    step: int | None = None
 
     def add(self, took: int, own: int) -> None:
         """One more execution."""
@@ -54,8 +49,6 @@ class Place:
         """Forget the executions."""
         self.calls = self.timed = self.total = self.own = self.least = self.most = 0
         self.device = self.allocated = None
-        self.kernels = {}
-        self.step = None
 
     @property
     def key(self) -> tuple[str, str, str, str]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.profile._device import DeviceClock, DeviceTimes
+from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
-from amanda.tools.profile._steps import Schedule, Steps
+from amanda.tools.profile._schedule import Schedule
 
 DEEPEST = 256
 """Ops within ops; what an op that raised has left behind goes no deeper either."""
@@ -77,61 +78,73 @@ class _Open:
 class Recorder:
     """Keeps sums for each op and, up to `limit`, each execution.
 
-    recording: whether the present step is recorded.  dropped: executions that were one too many to be kept.
-    on_window: called when recording begins (True) or ends (False).
+    places: by the ids of the forward and the backward op.  memory: told which steps are recorded.
+    recording: whether the present step is.  dropped: executions that were one too many to be kept.
     """
 
-    def __init__(self, schedule: Schedule, limit: int, on_window: Callable[[bool], None]) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, limit: int, memory: Memory | None = None) -> None:
+        self.schedule = schedule
+        self.memory = memory
+        self.places: dict[tuple[int, int | None], Place] = {}
         self._limit = limit
-        self._on_window = on_window
-        self.events: list[Event] = []
+        self._step = self._first = 0
+        self.recording = False
         self.clear()
 
     def clear(self) -> None:
-        """Forget all executions; steps count from 0."""
-        self.steps = Steps()
+        """Forget all executions; the present step is the first."""
+        for place in self.places.values():
+            place.clear()
         self.windows: list[Step] = []
-        self.events = []
+        self.events: list[Event] = []
         self.dropped = 0
         self.threads: dict[int, Thread] = {}
         self.device_times = DeviceTimes()
         self._open: defaultdict[int, deque[_Open]] = defaultdict(partial(deque, maxlen=DEEPEST))
-        self.recording = False
-        self._look_at_schedule()
+        if self.memory is not None:
+            self.memory.clear()
+        self._first = self._step
+        self._begin()
 
     # ---- steps ----
 
-    def step(self) -> None:
-        """End the present step."""
-        self.steps.told()
-        self._look_at_schedule()
+    def on_step(self, number: int) -> None:
+        """Hear that a step begins; a lower number than before if it turned out that others were none."""
+        if number < self._step:
+            self._recount(number)
+        self._step = number
+        self._begin()
 
-    def arrived(self, place: Place, in_sequence: bool) -> None:
-        """Hear that an op is about to execute that may begin a step."""
-        if self.steps.begins_with(place, in_sequence):
-            self._look_at_schedule()
+    def _recount(self, number: int) -> None:
+        """Let what came so far be one step, or, where a schedule asked for other steps, let it go."""
+        self._step = number
+        self._first = min(self._first, number)
+        if self.schedule != Schedule():
+            self.clear()
+        elif self.windows:
+            self.windows = [Step(self._step - self._first, self.windows[0].begin, None)]
 
-    def _look_at_schedule(self) -> None:
-        now = perf_counter_ns()
+    def _begin(self) -> None:
+        present, now = self._step - self._first, perf_counter_ns()
+        if self.windows and self.windows[-1].number == present:
+            return
         if self.windows and self.windows[-1].end is None:
             self.windows[-1] = self.windows[-1]._replace(end=now)
-        was, self.recording = self.recording, self._schedule.records(self.steps.present)
+        was, self.recording = self.recording, self.schedule.records(present)
         if self.recording and len(self.windows) < self._limit:
-            self.windows.append(Step(self.steps.present, now, None))
+            self.windows.append(Step(present, now, None))
         if was != self.recording:
             self._open.clear()
-            self._on_window(self.recording)
+            if self.memory is not None:
+                (self.memory.start if self.recording else self.memory.stop)()
 
     # ---- routines ----
 
-    def in_sequence(self, place: Place, begins_steps: bool) -> Routines:
+    def in_sequence(self, place: Place) -> Routines:
         """Routines for an op that ends on the thread that it begins on, the last begun first."""
 
         @amanda.innermost
         def begin() -> None:
-            if begins_steps and place.order <= self.steps.watched:
-                self.arrived(place, True)
             if not self.recording:
                 return
             stack = self._open[get_ident()]
@@ -152,9 +165,9 @@ class Recorder:
 
         return begin, end
 
-    def on_device(self, place: Place, begins_steps: bool, clock: DeviceClock) -> Routines:
+    def on_device(self, place: Place, clock: DeviceClock) -> Routines:
         """Routines as `in_sequence`, which also mark the begin and end in the device's queue."""
-        began, ended = self.in_sequence(place, begins_steps)
+        began, ended = self.in_sequence(place)
 
         @amanda.innermost
         def begin() -> None:
@@ -201,7 +214,7 @@ class Recorder:
         one.ours += ours
         return one
 
-    def in_parallel(self, place: Place, begins_steps: bool) -> Routines:
+    def in_parallel(self, place: Place) -> Routines:
         """Routines for an op of a graph, which begins and ends on any thread, within one run of the graph.
 
         Where several executions of it are under way, in a loop, the first begun ends first.
@@ -209,8 +222,6 @@ class Recorder:
 
         @amanda.innermost
         def begin(*_: Any, run: dict[Any, Any]) -> None:
-            if begins_steps and place.order <= self.steps.watched:
-                self.arrived(place, False)
             if self.recording:
                 run.setdefault(place, deque()).append(perf_counter_ns())
 
@@ -247,8 +258,8 @@ class Recorder:
 def floor(samples: int = 200) -> float:
     """Nanoseconds that the routines find between a begin and an end with nothing between them."""
     place = Place("forward", "", "", "")
-    recorder = Recorder(Schedule(), samples, lambda _: None)
-    begin, end = recorder.in_sequence(place, False)
+    recorder = Recorder(Schedule(), samples)
+    begin, end = recorder.in_sequence(place)
     for _ in range(samples):
         begin()
         end()

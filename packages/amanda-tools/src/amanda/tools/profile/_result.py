@@ -16,9 +16,7 @@ from amanda.tools.profile._recorder import Event, Step, Thread, floor
 from amanda.tools.results import Column, Result, amount, shortened
 
 if TYPE_CHECKING:
-    from amanda.tools.profile._memory import Memory
     from amanda.tools.profile._recorder import Recorder
-    from amanda.tools.profile._steps import Schedule
 
 MS = 1e-6
 _milliseconds = "{:,.3f}".format
@@ -92,11 +90,10 @@ class ProfileResult(Result):
         self.title = f"Profile by {', '.join(self._by)}" if self._by != KEYS else "Profile"
 
     @classmethod
-    def of(
-        cls, places: Iterable[Place], recorder: Recorder, memory: Memory | None, schedule: Schedule
-    ) -> ProfileResult:
-        """What a tool has at present, which does not change any more."""
-        kept = {place: replace(place, kernels=dict(place.kernels)) for place in places}
+    def of(cls, recorder: Recorder) -> ProfileResult:
+        """What a recorder has at present, which does not change any more."""
+        kept = {place: replace(place) for place in recorder.places.values()}
+        memory = recorder.memory
         devices = [] if memory is None else [one for one in memory.devices.values() if one.peak]
         peaks = []
         for device in devices:
@@ -111,7 +108,7 @@ class ProfileResult(Result):
             _ended(recorder.windows, events),
             {device.name: list(device.history) for device in devices},
         )
-        return cls(kept.values(), peaks, timeline, recorder.dropped, str(schedule))
+        return cls(kept.values(), peaks, timeline, recorder.dropped, str(recorder.schedule))
 
     def by(self, *keys: str) -> ProfileResult:
         """The same with a row for each value of these keys: "phase", "type", "module", "source".

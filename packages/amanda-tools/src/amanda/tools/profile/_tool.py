@@ -13,15 +13,16 @@ from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
 from amanda.tools.profile._recorder import Recorder, Routines
 from amanda.tools.profile._result import ProfileResult
-from amanda.tools.profile._steps import Schedule
+from amanda.tools.profile._schedule import Schedule
+from amanda.tools.steps import Steps
 
 
 class ProfileTool(amanda.Tool):
     """Measures what is executed in its scopes; `result` tells, `clear` starts anew.
 
     wait, warmup, active, repeat: which steps are recorded: in each cycle `wait` and `warmup` steps pass by
-    and `active` are recorded, all that follow where it is 0; `repeat` cycles, 0 for no end.  A step begins
-    when the op that came first executes again, or where `step()` says so.
+    and `active` are recorded, all that follow where it is 0; `repeat` cycles, 0 for no end.  Steps are
+    counted as `amanda.tools.steps.Steps` does, or begin where `step()` says so.
     backward: measure backward ops too.  memory: follow the memory of tensors.
     limit: executions that are kept for the timeline; sums go on beyond.
 
@@ -43,21 +44,21 @@ class ProfileTool(amanda.Tool):
             raise ToolError(f"limit is a number of executions, 0 or more, not {limit!r}")
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
-        self._schedule = schedule
-        self._places: dict[tuple[int, int | None], Place] = {}
         self._memory = Memory(limit) if memory else None
-        self._recorder = Recorder(schedule, limit, self._on_window)
+        self._recorder = Recorder(schedule, limit, self._memory)
         self._sequences: dict[int, int] = {}
+        self._steps = Steps()
+        self._steps.on_step(self._recorder.on_step)
         rules = [["*", roles], ["pytorch", _pytorch.roles], ["tensorflow", _tensorflow.roles]]
         rules += [[f"tensorflow/*/{mode}", _tensorflow.in_graph] for mode in ("graph", "function")]
-        self.depends_on(StandardMapping(), MappingTool(rules))
+        self.depends_on(self._steps, StandardMapping(), MappingTool(rules))
         self.add_inst_for_op(self._forward)
         if backward:
             self.add_inst_for_op(self._backward, backward=True)
 
     def step(self) -> None:
-        """End the present step here; from now on no step begins by itself."""
-        self._recorder.step()
+        """Begin a step here; from now on none begins by itself."""
+        self._steps.step()
 
     @property
     def result(self) -> ProfileResult:
@@ -65,19 +66,11 @@ class ProfileTool(amanda.Tool):
         self._recorder.device_times.settle()
         if self._memory is not None:
             self._memory.drain()
-        return ProfileResult.of(self._places.values(), self._recorder, self._memory, self._schedule)
+        return ProfileResult.of(self._recorder)
 
     def clear(self) -> None:
-        """Forget what was recorded; what was analysed stays, and steps count from 0."""
-        for place in self._places.values():
-            place.clear()
-        if self._memory is not None:
-            self._memory.clear()
+        """Forget what was recorded; what was analysed stays, and the present step is step 0."""
         self._recorder.clear()
-
-    def _on_window(self, recording: bool) -> None:
-        if self._memory is not None:
-            (self._memory.start if recording else self._memory.stop)()
 
     # ---- analysis ----
 
@@ -89,7 +82,7 @@ class ProfileTool(amanda.Tool):
         if context["profile.parallel"] and not _has_tensor(context):
             context.insert_after_op(self._recorder.counting(place), outputs=[])
             return
-        begin, end = self._routines(context, place, True)
+        begin, end = self._routines(context, place)
         context.insert_before_op(begin, inputs=None if context["profile.parallel"] else [])
         context.insert_after_op(end, outputs=[])
 
@@ -101,25 +94,26 @@ class ProfileTool(amanda.Tool):
         if context["profile.parallel"] and not context.get_grad_outputs():
             context.insert_after_backward_op(self._recorder.counting(place), grad_inputs=[])
             return
-        begin, end = self._routines(context, place, False)
+        begin, end = self._routines(context, place)
         context.insert_before_backward_op(begin, grad_outputs=None if context["profile.parallel"] else [])
         context.insert_after_backward_op(end, grad_inputs=[])
 
     def _place(self, context: amanda.OpContext, phase: str, kind: str) -> Place:
         key = context.get_op_id(), context.get_backward_op_id()
-        if key not in self._places:
-            self._places[key] = Place(
-                phase, kind, context.get_scope(), context.get_source(), key[0], len(self._places),
+        places = self._recorder.places
+        if key not in places:
+            places[key] = Place(
+                phase, kind, context.get_scope(), context.get_source(), key[0],
                 runs_others=context["profile.runs_others"],
             )  # fmt: skip
-        return self._places[key]
+        return places[key]
 
-    def _routines(self, context: amanda.OpContext, place: Place, begins_steps: bool) -> Routines:
+    def _routines(self, context: amanda.OpContext, place: Place) -> Routines:
         if context["profile.parallel"]:
-            return self._recorder.in_parallel(place, begins_steps)
+            return self._recorder.in_parallel(place)
         if context["profile.device"] is not None:
-            return self._recorder.on_device(place, begins_steps, context["profile.device"])
-        return self._recorder.in_sequence(place, begins_steps)
+            return self._recorder.on_device(place, context["profile.device"])
+        return self._recorder.in_sequence(place)
 
     # ---- memory ----
 
