@@ -11,7 +11,7 @@ KEYS = ("phase", "type", "module", "source")
 class Place:
     """One op, forward or backward, with the sums over its recorded executions; times in nanoseconds.
 
-    op_id: of the forward op.
+    name: what the framework calls it ("AddmmBackward0").  op_id: of the forward op.
     total: time between its begin and end.  own: without the ops within it.
     calls: executions that ended; timed: those of them whose begin is known.
     device: time on the device, None where there is none.
@@ -23,6 +23,7 @@ class Place:
     type: str
     module: str
     source: str
+    name: str = ""
     op_id: int = 0
     calls: int = 0
     timed: int = 0

@@ -173,7 +173,7 @@ class ProfileResult(Result):
                 for peak in self.peaks
             ],
             "places": [
-                {**_names(place), "calls": place.calls, "timed": place.timed, "total_ns": place.total,
+                {**_names(place), "name": place.name, "calls": place.calls, "timed": place.timed, "total_ns": place.total,
                  "self_ns": place.own, "min_ns": place.least, "max_ns": place.most, "device_ns": place.device,
                  "allocated": place.allocated, "at_peak": at_peak.get(id(place), 0)}
                 for place in self.places

@@ -102,8 +102,10 @@ class ProfileTool(amanda.Tool):
         key = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if key not in places:
+            backward = context.get_backward_op()
+            name = context.get_op_type() if backward is None else str(backward.__name__)
             places[key] = Place(
-                phase, kind, context.get_scope(), context.get_source(), key[0],
+                phase, kind, context.get_scope(), context.get_source(), name, key[0],
                 runs_others=context["profile.runs_others"],
             )  # fmt: skip
         return places[key]
