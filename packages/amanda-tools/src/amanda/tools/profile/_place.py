@@ -11,7 +11,8 @@ KEYS = ("phase", "type", "module", "source")
 class Place:
     """One op, forward or backward, with the sums over its recorded executions; times in nanoseconds.
 
-    name: what the framework calls it ("AddmmBackward0").  op_id: of the forward op.
+    name: what the framework calls it ("AddmmBackward0").
+    id: 64 bits that name it; op_id: its forward op's, the same where it is one.
     total: time between its begin and end.  own: without the ops within it.
     calls: executions that ended; timed: those of them whose begin is known.
     device: time on the device, None where there is none.
@@ -24,6 +25,7 @@ class Place:
     module: str
     source: str
     name: str = ""
+    id: int = 0
     op_id: int = 0
     calls: int = 0
     timed: int = 0
@@ -52,6 +54,6 @@ class Place:
         self.device = self.allocated = None
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        """What a row tells it by."""
-        return self.phase, self.type, self.module, self.source
+    def names(self) -> dict[str, str]:
+        """What rows tell it by."""
+        return {key: getattr(self, key) for key in KEYS}

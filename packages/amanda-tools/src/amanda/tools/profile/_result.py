@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
 from amanda.tools.profile import _trace
+from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._place import KEYS, Place
 from amanda.tools.profile._recorder import Event, Step, Thread, floor
 from amanda.tools.results import Column, Result, amount, shortened
@@ -18,19 +19,16 @@ from amanda.tools.results import Column, Result, amount, shortened
 if TYPE_CHECKING:
     from amanda.tools.profile._recorder import Recorder
 
-MS = 1e-6
-_milliseconds = "{:,.3f}".format
-_bytes = partial(amount, unit="B")
 
 _columns = (
     Column("calls", show="{:,}".format, total=True),
-    Column("total ms", show=_milliseconds, number=True),
-    Column("self ms", show=_milliseconds, total=True),
+    Column("total ms", show=milliseconds, number=True),
+    Column("self ms", show=milliseconds, total=True),
     Column("mean us", show="{:,.1f}".format, number=True),
     Column("share", show="{:.1%}".format, number=True),
-    Column("device ms", show=_milliseconds, number=True),
-    Column("allocated", show=_bytes, total=True),
-    Column("at peak", show=_bytes, total=True),
+    Column("device ms", show=milliseconds, number=True),
+    Column("allocated", show=size, total=True),
+    Column("at peak", show=size, total=True),
 )
 
 
@@ -44,11 +42,11 @@ class Peak:
 
     def __str__(self) -> str:
         first = ", ".join(
-            f"{_bytes(size)} {place.type}{f' in {place.module}' if place.module else ''}"
+            f"{amount(size, 'B')} {place.type}{f' in {place.module}' if place.module else ''}"
             + ("" if place.phase == "given" else f" ({place.phase})")
             for place, size in self.owners[:3]
         )
-        return f"peak of {_bytes(self.size)} on {self.device}: {first}"
+        return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class ProfileResult(Result):
 
     def modules(self) -> ModuleResult:
         """A row for each module, with its own ops and with those of the modules in it."""
-        return ModuleResult(self)
+        return ModuleResult(self.places)
 
     def total(self, phase: str | None = None) -> float:
         """Milliseconds in ops of one phase, or of all; ops within ops count once."""
@@ -150,8 +148,8 @@ class ProfileResult(Result):
         """Bytes at the peaks by the identity of their place."""
         found: dict[int, int] = {}
         for peak in self.peaks:
-            for place, size in peak.owners:
-                found[id(place)] = found.get(id(place), 0) + size
+            for place, held in peak.owners:
+                found[id(place)] = found.get(id(place), 0) + held
         return found
 
     def facts(self) -> Mapping[str, Any]:
@@ -169,13 +167,14 @@ class ProfileResult(Result):
             "executions": {"kept": len(self.timeline.events), "dropped": self.dropped},
             "peaks": [
                 {"device": peak.device, "bytes": peak.size,
-                 "owners": [{**_names(place), "bytes": size} for place, size in peak.owners]}
+                 "owners": [{**place.names, "bytes": size} for place, size in peak.owners]}
                 for peak in self.peaks
             ],
             "places": [
-                {**_names(place), "name": place.name, "calls": place.calls, "timed": place.timed, "total_ns": place.total,
-                 "self_ns": place.own, "min_ns": place.least, "max_ns": place.most, "device_ns": place.device,
-                 "allocated": place.allocated, "at_peak": at_peak.get(id(place), 0)}
+                {**place.names, "name": place.name, "id": f"{place.id:016x}", "calls": place.calls,
+                 "timed": place.timed, "total_ns": place.total, "self_ns": place.own, "min_ns": place.least,
+                 "max_ns": place.most, "device_ns": place.device, "allocated": place.allocated,
+                 "at_peak": at_peak.get(id(place), 0)}
                 for place in self.places
             ],
         }  # fmt: skip
@@ -225,59 +224,6 @@ class ProfileResult(Result):
         return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
 
 
-class ModuleResult(Result):
-    """Times and bytes by module: self is what its own ops took, total includes the modules in it."""
-
-    name: ClassVar[str] = "profile.modules"
-    title = "Profile by module"
-    columns: ClassVar[Sequence[Column]] = (
-        Column("module", show=partial(shortened, width=60)),
-        Column("calls", show="{:,}".format, number=True),
-        Column("self ms", show=_milliseconds, total=True),
-        Column("total ms", show=_milliseconds, number=True),
-        Column("forward ms", show=_milliseconds, number=True),
-        Column("backward ms", show=_milliseconds, number=True),
-        Column("share", show="{:.1%}".format, number=True),
-        Column("allocated", show=_bytes, number=True),
-    )
-
-    def __init__(self, profile: ProfileResult) -> None:
-        self._profile = profile
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows from the outermost module inwards; "" is the model, and what no module calls."""
-        found: dict[str, list[Place]] = {}
-        for place in self._profile.places:
-            for path in _around(place.module):
-                found.setdefault(path, []).append(place)
-        whole = sum(place.own for place in self._profile.places)
-        return [(path, *_of_module(path, found[path], whole)) for path in sorted(found, key=_in_order)]
-
-
-def _around(module: str) -> Iterable[str]:
-    """A module's path and those of the modules around it, outermost first."""
-    parts = [part for part in module.replace("/", ".").split(".") if part]
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
-
-
-def _in_order(path: str) -> list[tuple[int, int, str]]:
-    """A key that puts `layer.2` ahead of `layer.10`."""
-    parts = path.split(".") if path else []
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
-
-
-def _of_module(path: str, places: Sequence[Place], whole: int) -> tuple[Any, ...]:
-    def took(*phases: str) -> int:
-        return sum(place.own for place in places if not phases or place.phase in phases)
-
-    own = sum(place.own for place in places if list(_around(place.module))[-1] == path)
-    allocated = [place.allocated for place in places if place.allocated is not None]
-    return (
-        sum(place.calls for place in places), MS * own, MS * took(), MS * took("forward"),
-        MS * took("backward"), took() / whole if whole else 0.0, sum(allocated) if allocated else None,
-    )  # fmt: skip
-
-
 def _sums(places: Sequence[Place], whole: int, at_peak: Mapping[int, int]) -> tuple[Any, ...]:
     timed, own = sum(place.timed for place in places), sum(place.own for place in places)
     total = sum(place.total for place in places)
@@ -298,10 +244,6 @@ def _sums(places: Sequence[Place], whole: int, at_peak: Mapping[int, int]) -> tu
 
 def _phases(places: Iterable[Place]) -> Iterable[str]:
     return dict.fromkeys(place.phase for place in places)
-
-
-def _names(place: Place) -> dict[str, str]:
-    return {key: getattr(place, key) for key in KEYS}
 
 
 def _ended(steps: Sequence[Step], events: Sequence[Event]) -> list[Step]:

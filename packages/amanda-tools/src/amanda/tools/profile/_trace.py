@@ -113,8 +113,7 @@ def _complete(pid: int, tid: int, event: Event, base: int) -> dict[str, Any]:
     return {
         "ph": "X", "cat": "cpu_op", "name": place.type, "pid": pid, "tid": tid, "ts": _us(event.begin, base),
         "dur": event.took / 1000,
-        "args": {"phase": place.phase, "module": place.module, "source": place.source, "name": place.name,
-                 "op": f"{place.op_id:#018x}"},
+        "args": {**place.names, "name": place.name, "id": f"{place.id:016x}"},
     }  # fmt: skip
 
 
