@@ -130,6 +130,22 @@ def test_a_result_goes_to_files_and_data_frames(tmp_path) -> None:
     assert list(result.to_pandas()["type"]) == ["log"]
 
 
+def test_memory_that_nobody_wrote_yet_is_no_beginning() -> None:
+    held = torch.full((64,), float("nan"))
+    tool = NanTool()
+    with amanda.apply(tool):
+        fresh = [
+            torch.empty(64),
+            torch.empty_like(held),
+            held.new_empty(64),
+            torch.empty_strided((8, 8), (8, 1)),
+        ]
+        for tensor in fresh:
+            nn.init.uniform_(tensor)
+        held.resize_(128)
+    assert not tool.result
+
+
 def test_complex_and_half_numbers_and_lists_are_looked_at() -> None:
     nothing = torch.tensor([complex("nan"), 1j])
     assert look(lambda: nothing + 1).result.passed_on == 1

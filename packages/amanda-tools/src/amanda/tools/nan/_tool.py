@@ -12,6 +12,11 @@ from amanda.tools.nan._result import Finding, NanResult
 from amanda.tools.nan._summary import Summary, is_finite
 
 _FLOATING = ("float", "bfloat", "half", "complex")
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
+     "Empty", "ParallelConcatStart"}
+)  # fmt: skip
+"""Ops whose outputs are what was in memory before: nothing begins there."""
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
@@ -51,6 +56,8 @@ class NanTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
+        if context["type"] in _UNINITIALISED:
+            return
         place = ("forward", context["type"], context.get_scope(), context.get_source())
         context.insert_before_op(
             self._entering, dtype=context["dtype"], side="forward", copied=context["in_place"]
