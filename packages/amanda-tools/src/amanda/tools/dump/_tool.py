@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +15,14 @@ from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format
 from amanda.tools.dump._entry import Entry, Op
 from amanda.tools.dump._result import DumpResult
-from amanda.tools.dump._values import array, summary
+from amanda.tools.dump._values import array, extents, summary
 from amanda.tools.dump._writer import Writer
 from amanda.tools.mapping import StandardMapping
 
 Keep = Literal["no", "summary", "full"]
 
+_SMALL = 1 << 18
+"""Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 _NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "quint", "qint")
 
 
@@ -143,28 +146,24 @@ class DumpTool(amanda.Tool):
         keep = self._keeps[role.split()[-1]]
         if keep == "no":
             return
-        shape = tuple(int(extent) for extent in value.shape)
-        entry = Entry(place.index, self._order, execution, role, position, shape, dtype, summary(value))
-        if keep == "full":
-            self._add_full(value, entry)
-        else:
-            self._writer.add(entry)
+        shape = extents(value)
+        size = prod(shape) * _width(value)
+        left_out = self._left_out(size) if keep == "full" else None
+        kept = keep == "full" and left_out is None
+        numbers = array(value) if kept or size <= _SMALL else None
+        entry = Entry(
+            place.index, self._order, execution, role, position, shape, dtype,
+            summary(value if numbers is None else numbers),
+            left_out="its layout" if kept and numbers is None else left_out,
+        )  # fmt: skip
+        self._writer.add(entry, numbers if kept else None)
+        self._bytes += numbers.nbytes if kept and numbers is not None else 0
 
-    def _add_full(self, value: Any, entry: Entry) -> None:
-        """Add a tensor, or an entry that says why it is not kept."""
-        size = entry.summary.statistics.elements * _width(value)
-        numbers, left_out = None, "its layout"
+    def _left_out(self, size: int) -> str | None:
+        """The option by which a tensor of so many bytes is not kept."""
         if size > self._max_tensor_bytes:
-            left_out = "max_tensor_bytes"
-        elif self._bytes + size > self._max_bytes:
-            left_out = "max_bytes"
-        else:
-            numbers = array(value)
-        if numbers is None:
-            self._writer.add(replace(entry, left_out=left_out))
-        else:
-            self._bytes += numbers.nbytes
-            self._writer.add(entry, numbers)
+            return "max_tensor_bytes"
+        return "max_bytes" if self._bytes + size > self._max_bytes else None
 
 
 def _flat(values: Sequence[Any], first: int) -> Iterator[tuple[int, Any]]:

@@ -39,6 +39,13 @@ def array(tensor: Any) -> NDArray[Any] | None:
     return found
 
 
+def extents(tensor: Any) -> tuple[int, ...]:
+    """Shape of a tensor; of a nested one the number of its elements."""
+    if getattr(tensor, "is_nested", False):
+        return (int(tensor.numel()),)
+    return tuple(int(extent) for extent in tensor.shape)
+
+
 def _positions(size: int) -> list[int]:
     count = min(size, SAMPLED)
     return [i * (size - 1) // max(count - 1, 1) for i in range(count)]

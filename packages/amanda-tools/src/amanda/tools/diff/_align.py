@@ -1,0 +1,106 @@
+"""Which ops, or modules, of two runs are the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+
+from amanda.tools.diff._run import Run
+from amanda.tools.dump import Entry
+
+_KINDS = {
+    "linear": "product", "matmul": "product", "addmm": "product", "einsum": "product",
+    "depthwise_conv2d": "conv2d",
+}  # fmt: skip
+_COMPUTE = frozenset({"product", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "embedding"})
+
+
+def kind(type: str) -> str:
+    """One word for what frameworks call differently."""
+    return _KINDS.get(type, type)
+
+
+def is_compute(type: str) -> bool:
+    """Whether an op is a product, a convolution or a look-up: what layers of frameworks share."""
+    return kind(type) in _COMPUTE
+
+
+def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """Positions of equal keys in order, with as few left out as difflib finds."""
+    for start, other_start, size in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+        yield from ((start + i, other_start + i) for i in range(size))
+
+
+def same_ops(run: Run, other: Run, phase: str, renamed: Mapping[str, str]) -> list[tuple[int, int]]:
+    """Pairs of ops: those of equal module and type in order; between them, of equal module and shapes."""
+    ones, others = run.indices(phase), other.indices(phase)
+    rename = renaming(renamed)
+    keys = [(rename(run.ops[i].module), run.ops[i].type) for i in ones]
+    other_keys = [(dotted(other.ops[i].module), other.ops[i].type) for i in others]
+    pairs = list(common(keys, other_keys))
+    found = list(pairs)
+    ends = [(-1, -1), *pairs, (len(ones), len(others))]
+    for (i, j), (k, m) in pairwise(ends):
+        if k - i > 1 and m - j > 1:
+            inner = [(keys[n][0], _shapes(run, ones[n])) for n in range(i + 1, k)]
+            outer = [(other_keys[n][0], _shapes(other, others[n])) for n in range(j + 1, m)]
+            found += [(i + 1 + n, j + 1 + o) for n, o in common(inner, outer)]
+    return [(ones[i], others[j]) for i, j in sorted(found)]
+
+
+def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
+    return tuple(sorted((e.position, e.shape) for one in run.made(index).values() for e in one))
+
+
+def dotted(path: str) -> str:
+    """A path of modules or name scopes, with one way to separate them."""
+    return path.replace("/", ".")
+
+
+def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
+    """The path of a module in the other run: by the longest of the names that it begins with."""
+    names = sorted(renamed, key=len, reverse=True)
+
+    def rename(path: str) -> str:
+        path = dotted(path)
+        for name in names:
+            if path == name or path.startswith(f"{name}."):
+                return renamed[name] + path[len(name) :]
+        return path
+
+    return rename
+
+
+def within(run: Run, name: str) -> Callable[[str], bool]:
+    """Whether a path lies in a module: from the root, or else wherever the module's name is in the path.
+
+    TensorFlow adds a number to a name scope that was there before: `conv` may be `conv_1`.
+    """
+    name = re.escape(dotted(name))
+    patterns = [rf"{name}(\.|$)", rf"(.*\.)?{name}(\.|$)", rf"(.*\.)?{name}_\d+(\.|$)"]
+    paths = {dotted(op.module) for op in run.ops}
+    chosen = next((one for one in patterns if any(re.match(one, path) for path in paths)), patterns[0])
+    found = re.compile(chosen)
+    return lambda path: found.match(dotted(path)) is not None
+
+
+def same_modules(run: Run, other: Run) -> dict[str, str]:
+    """Modules whose weights have the same numbers of elements, in the order of execution."""
+    ones, others = _with_weights(run), _with_weights(other)
+    keys, other_keys = ([key for _, key in found] for found in (ones, others))
+    found: dict[str, str] = {}
+    for i, j in common(keys, other_keys):
+        found.setdefault(ones[i][0], others[j][0])
+    return found
+
+
+def _with_weights(run: Run) -> list[tuple[str, Hashable]]:
+    found: dict[str, Hashable] = {}
+    for index in run.indices("forward"):
+        op = run.ops[index]
+        weight: Entry | None = next((e for e in run.by_op[index] if e.role == "weight"), None)
+        if weight is not None and is_compute(op.type):
+            found.setdefault(dotted(op.module), (kind(op.type), weight.summary.statistics.elements))
+    return list(found.items())

@@ -1,0 +1,138 @@
+"""How far two tensors are from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.diff._layout import arranged
+from amanda.tools.diff._run import Run
+from amanda.tools.dump import Entry
+
+TOLERANCES = {
+    "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 2e-2,
+    "bfloat16": 8e-2, "float8_e4m3fn": 0.5, "float8_e4m3fnuz": 0.5, "float8_e5m2": 0.7,
+    "float8_e5m2fnuz": 0.7,
+}  # fmt: skip
+"""Relative errors up to which tensors of an element type agree; 0 for integers and what is not here."""
+
+NOISE = 0.1
+"""A tensor smaller than this share of what the op gives besides is measured by that share: the gradient of a
+bias may be nothing but what rounding leaves."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of two tensors.
+
+    relative: L2 norm of the difference over the larger norm of the two; inf where NaN, Inf or shapes
+    differ.  cosine: of the angle between them; None where only summaries are known.  largest: the largest
+    magnitude of a difference.  exact: whether all numbers were compared, not a sample.
+    """
+
+    relative: float
+    cosine: float | None
+    largest: float
+    exact: bool
+
+    @property
+    def is_none(self) -> bool:
+        """Whether there is no difference."""
+        return self.relative == 0.0
+
+
+def tolerance(one: str, other: str, rtol: float | None = None) -> float:
+    """The relative error up to which tensors of two element types agree: that of the less precise."""
+    return rtol if rtol is not None else max(TOLERANCES.get(one, 0.0), TOLERANCES.get(other, 0.0))
+
+
+def distance(
+    pair: tuple[Run, Run], entries: tuple[Entry, Entry], layouts: tuple[Any, Any], floor: float = 0.0
+) -> Distance:
+    """Of a tensor of one run to one of another.
+
+    layouts: axes of both by StandardMapping, or None.  floor: a root mean square below which norms count
+    as that.
+    """
+    (run, other_run), (entry, other) = pair, entries
+    numbers, others = run.array(entry), other_run.array(other)
+    if numbers is None or others is None:
+        return _of_summaries(entry, other, floor)
+    found = [
+        _of_arrays(_wide(numbers), _wide(candidate), floor)
+        for candidate in arranged(others, layouts[1], numbers.shape, layouts[0])
+    ]
+    return min(found, key=lambda one: one.relative, default=Distance(math.inf, None, math.inf, True))
+
+
+def _wide(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.dtype.kind == "c" else array.astype(np.float64)
+
+
+def _of_arrays(one: NDArray[Any], other: NDArray[Any], floor: float) -> Distance:
+    finite = np.isfinite(one) & np.isfinite(other)
+    if not finite.all():
+        odd = ~finite
+        if not np.array_equal(one[odd], other[odd], equal_nan=True):
+            return Distance(math.inf, None, math.inf, True)
+        one, other = one[finite], other[finite]
+    one, other = one.reshape(-1), other.reshape(-1)
+    if not one.size:
+        return Distance(0.0, 1.0, 0.0, True)
+    difference = np.abs(one - other)
+    scale = max(float(np.abs(one).max()), float(np.abs(other).max())) or 1.0  # squares stay in range
+    norms = float(np.linalg.norm(one / scale)), float(np.linalg.norm(other / scale))
+    gap = float(np.linalg.norm(difference / scale))
+    reference = max(*norms, floor * math.sqrt(one.size) / scale)
+    product = abs(np.vdot(one / scale, other / scale)) if one.dtype.kind == "c" else np.dot(
+        one / scale, other / scale
+    )  # fmt: skip
+    cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
+    return Distance(gap / reference if reference else 0.0, cosine, float(difference.max()), True)
+
+
+def _of_summaries(entry: Entry, other: Entry, floor: float) -> Distance:
+    """The largest relative difference that statistics and samples show."""
+    one, two = entry.summary.statistics, other.summary.statistics
+    counts = (one.elements, one.nan, one.inf, one.negative_inf)
+    if counts != (two.elements, two.nan, two.inf, two.negative_inf):
+        return Distance(math.inf, None, math.inf, False)
+    if not one.count:
+        return Distance(0.0, None, 0.0, False)
+    root = math.sqrt(one.count)
+    norm = max(one.l2, two.l2, floor * root)
+    gaps = [abs(one.l2 - two.l2), root * abs(one.mean - two.mean), root * abs(one.std - two.std),
+            abs(one.l1 - two.l1) / root]  # fmt: skip
+    largest = max(abs(one.least - two.least), abs(one.most - two.most))
+    relative = max(gaps) / norm if norm else 0.0
+    if entry.shape == other.shape and entry.summary.sample and len(entry.summary.sample) == len(
+        other.summary.sample
+    ):  # fmt: skip
+        sampled = _of_arrays(np.array(entry.summary.sample), np.array(other.summary.sample), floor)
+        return Distance(max(relative, sampled.relative), sampled.cosine, max(largest, sampled.largest), False)
+    return Distance(max(relative, largest / (one.largest or 1.0) / root), None, largest, False)
+
+
+def scale(entries: Sequence[Entry]) -> float:
+    """The largest root mean square among what an op gave, times `NOISE`."""
+    return NOISE * max((_rms(entry) for entry in entries), default=0.0)
+
+
+def _rms(entry: Entry) -> float:
+    told = entry.summary.statistics
+    return told.l2 / math.sqrt(told.count) if told.count else 0.0
+
+
+def matched(one: Sequence[Entry], other: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
+    """Entries of the same role and position, in order."""
+    waiting = list(other)
+    for entry in one:
+        found = next((e for e in waiting if (e.role, e.position) == (entry.role, entry.position)), None)
+        if found is not None:
+            waiting.remove(found)
+            yield entry, found

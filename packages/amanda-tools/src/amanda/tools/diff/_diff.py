@@ -1,0 +1,224 @@
+"""Comparing two runs: op by op, or, across frameworks, module by module."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from amanda.errors import AmandaError
+from amanda.tools.diff._align import dotted, is_compute, same_modules, same_ops, within
+from amanda.tools.diff._compare import Distance, distance, matched, scale, tolerance
+from amanda.tools.diff._result import Comparison, DiffResult
+from amanda.tools.diff._run import Run, Source, open_run, record, visits
+from amanda.tools.dump import Entry, Op
+
+_READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    mapping: Mapping[str, str] | None = None,
+    rtol: float | None = None,
+    max_bytes: int = 8 << 30,
+) -> DiffResult:
+    """Where two runs begin to differ, and how the difference grows.
+
+    a, b: functions, which are run with all their tensors kept in a temporary folder of at most `max_bytes`;
+    dumps and statistics, or paths to them.  mapping: modules of a by their names in b.  rtol: the relative
+    error up to which tensors agree; None for one by element type, `TOLERANCES`: the largest of the op and
+    of those before it.
+
+    Ops of one framework are compared one by one: those of the same module and type, in order.  Across
+    frameworks modules are compared by what they give, and by the gradients of their weights; without a
+    mapping those with weights of the same sizes, in order.
+
+    Raises AmandaError where nothing can be compared, and for a module of the mapping that ran nothing.
+    """
+    with ExitStack() as stack:
+        run, other = (
+            record(one, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump", max_bytes)
+            if callable(one) else open_run(one)
+            for one in (a, b)
+        )  # fmt: skip
+        frameworks = {run.framework, other.framework} - {""}
+        if len(frameworks) > 1:
+            names = same_modules(run, other) if mapping is None else mapping
+            compared = _in_order(run, list(_modules(run, other, names, rtol)))
+            return DiffResult(run.name, other.name, compared, modules=list(names))
+        return _ops(run, other, mapping or {}, rtol)
+
+
+def _in_order(run: Run, compared: Sequence[tuple[Entry, Comparison]]) -> list[Comparison]:
+    """As run a executed; where a graph leaves that open, as its ops were met."""
+
+    def place(pair: tuple[Entry, Comparison]) -> tuple[int, ...]:
+        entry = pair[0]
+        return (entry.execution, entry.op) if run.in_graph else (entry.order, entry.op)
+
+    if not compared:
+        raise AmandaError("the two runs have no op in common; give a mapping of module names")
+    found: list[Comparison] = []
+    limit = 0.0
+    for _, comparison in sorted(compared, key=place):  # precision that was lost is lost for what follows
+        limit = max(limit, comparison.tolerance)
+        found.append(replace(comparison, tolerance=limit))
+    return found
+
+
+# ---- op by op ----
+
+
+def _ops(run: Run, other: Run, renamed: Mapping[str, str], rtol: float | None) -> DiffResult:
+    compared: list[tuple[Entry, Comparison]] = []
+    alone: tuple[list[Op], list[Op]] = ([], [])
+    for phase in ("forward", "backward"):
+        pairs = same_ops(run, other, phase, renamed)
+        compared += [found for pair in pairs for found in _executions(run, other, *pair, rtol)]
+        for side, one in enumerate((run, other)):
+            paired = {pair[side] for pair in pairs}
+            alone[side].extend(one.ops[i] for i in one.indices(phase) if i not in paired)
+    return DiffResult(run.name, other.name, _in_order(run, compared), *alone)
+
+
+def _executions(
+    run: Run, other: Run, index: int, other_index: int, rtol: float | None
+) -> Iterator[tuple[Entry, Comparison]]:
+    """A comparison for each execution of an op that both runs have."""
+    ones, others = run.made(index), other.made(other_index)
+    for execution, other_execution in zip(sorted(ones), sorted(others), strict=False):
+        made, other_made = ones[execution], others[other_execution]
+        floor = max(scale(made), scale(other_made))
+        judged = [_judged(run, other, pair, rtol, floor) for pair in matched(made, other_made)]
+        if not judged:
+            continue
+        worst, limit = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
+        read, other_read = (
+            one.read(i, e, "input", "weight")
+            for one, i, e in ((run, index, execution), (other, other_index, other_execution))
+        )
+        inputs = [
+            (pair[0].role, *_judged(run, other, pair, rtol, 0.0))
+            for pair in (matched(read, other_read) if worst.relative else ())
+        ]
+        yield made[0], Comparison.of(
+            run.ops[index], other.ops[other_index], execution, worst, limit,
+            [(role, found.relative, found.relative <= bound) for role, found, bound in inputs],
+        )  # fmt: skip
+
+
+def _judged(
+    run: Run, other: Run, pair: tuple[Entry, Entry], rtol: float | None, floor: float
+) -> tuple[Distance, float]:
+    """Distance, and how far may be."""
+    layouts = tuple(
+        op.weight_layout if "weight" in entry.role else op.layout
+        for op, entry in ((run.ops[pair[0].op], pair[0]), (other.ops[pair[1].op], pair[1]))
+    )
+    found = distance((run, other), pair, layouts, floor)  # type: ignore[arg-type]
+    return found, tolerance(pair[0].dtype, pair[1].dtype, rtol)
+
+
+# ---- module by module ----
+
+
+def _modules(
+    run: Run, other: Run, names: Mapping[str, str], rtol: float | None
+) -> Iterator[tuple[Entry, Comparison]]:
+    for name, other_name in names.items():
+        calls = [list(visits(one, within(one, n))) for one, n in ((run, name), (other, other_name))]
+        for one, n, found in ((run, name, calls[0]), (other, other_name, calls[1])):
+            if not found:
+                raise AmandaError(
+                    f"module {n!r} of the mapping executed nothing in {one.name}{_near(one, n)}"
+                )
+        for visit, other_visit in zip(*calls, strict=False):
+            yield from _module_outputs(run, other, visit, other_visit, rtol)
+        yield from _weight_gradients(run, other, name, other_name, rtol)
+
+
+def _near(run: Run, name: str) -> str:
+    paths = {dotted(op.module) for op in run.ops if op.module}
+    near = get_close_matches(name, paths, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(paths)[:8])}"
+
+
+def _module_outputs(
+    run: Run, other: Run, visit: Sequence[int], other_visit: Sequence[int], rtol: float | None
+) -> Iterator[tuple[Entry, Comparison]]:
+    """What the call of a module gave: at its end, or behind its product where the other has more in it."""
+    heads, other_heads = _heads(run, visit), _heads(other, other_visit)
+    weights = [
+        [entry for i in one for entry in source.by_op[i] if entry.role == "weight"]
+        for source, one in ((run, visit), (other, other_visit))
+    ]
+    for execution in sorted({entry.execution for entry in heads}):
+        pairs = [
+            (one, two) for one in heads for two in other_heads
+            if one.execution == execution == two.execution
+        ]  # fmt: skip
+        judged = [(pair, *_judged(run, other, pair, rtol, 0.0)) for pair in pairs]
+        if not judged:
+            continue
+        pair, found, limit = min(judged, key=lambda one: one[1].relative)
+        of_weights = [
+            ("weight", gap.relative, gap.relative <= bound)
+            for one, two in zip(*weights, strict=False)
+            if one.execution == execution == two.execution
+            for gap, bound in [_judged(run, other, (one, two), rtol, 0.0)]
+        ]
+        ops = run.ops[pair[0].op], other.ops[pair[1].op]
+        yield pair[0], Comparison.of(*ops, execution, found, limit, of_weights)
+
+
+def _heads(run: Run, visit: Sequence[int]) -> list[Entry]:
+    """What the last op gave, and what the last product gave with its bias."""
+    shown = [i for i in visit if run.ops[i].type not in _READS]
+    ends = {shown[-1]} if shown else set()
+    products = [n for n, i in enumerate(shown) if is_compute(run.ops[i].type)]
+    if products:
+        ends.add(_behind(run, shown[products[-1] :]))
+    return [
+        entry for i in sorted(ends) for entry in run.by_op[i]
+        if entry.role == "output" and entry.position == 0
+    ]  # fmt: skip
+
+
+def _behind(run: Run, ops: Sequence[int]) -> int:
+    """The last op of a product with its bias: ops that add to it or shape it, and keep its size."""
+    found, size = ops[0], _size(run, ops[0])
+    for index in ops[1:]:
+        if _size(run, index) != size:
+            continue
+        if run.ops[index].type not in ("add", "BiasAdd", "reshape", "squeeze"):
+            break
+        found = index
+        if run.ops[index].type in ("add", "BiasAdd"):
+            break
+    return found
+
+
+def _size(run: Run, index: int) -> int:
+    outputs = [one for one in run.by_op[index] if one.role == "output"]
+    return outputs[0].summary.statistics.elements
+
+
+def _weight_gradients(
+    run: Run, other: Run, name: str, other_name: str, rtol: float | None
+) -> Iterator[tuple[Entry, Comparison]]:
+    sides = []
+    for one, n in ((run, name), (other, other_name)):
+        inside = within(one, n)
+        sides.append(
+            [e for i in one.indices("backward") if inside(one.ops[i].module)
+             for e in one.by_op[i] if e.role == "weight gradient"]
+        )  # fmt: skip
+    for pair in zip(*sides, strict=False):
+        found, limit = _judged(run, other, pair, rtol, 0.0)
+        ops = run.ops[pair[0].op], other.ops[pair[1].op]
+        yield pair[0], Comparison.of(*ops, pair[0].execution, found, limit, ())

@@ -1,0 +1,236 @@
+"""What was compared, and where it diverges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.tools.diff._compare import Distance
+from amanda.tools.diff._plot import error_plot
+from amanda.tools.dump import Op
+from amanda.tools.results import Column, Result, shortened
+
+Read = tuple[str, float, bool]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One execution of an op that both runs have, or what a module gave.
+
+    phase to source: of run a.  other_type to other_source: of run b.  relative, cosine, largest, exact: see
+    `Distance`.  tolerance: of `relative`.  inputs: whether what the op read agreed, None where that is not
+    known or nothing differs.  weight: relative error of its weight, None likewise.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    other_type: str
+    other_module: str
+    other_source: str
+    execution: int
+    relative: float
+    cosine: float | None
+    largest: float
+    exact: bool
+    tolerance: float
+    inputs: bool | None = None
+    weight: float | None = None
+
+    @classmethod
+    def of(
+        cls, op: Op, other: Op, execution: int, found: Distance, tolerance: float, read: Iterable[Read]
+    ) -> Comparison:
+        """From the distance of the outputs and those of inputs: role, relative error, whether they agree."""
+        read = list(read)
+        inputs = [agree for role, _, agree in read if role == "input"]
+        weights = [relative for role, relative, _ in read if role == "weight"]
+        return cls(
+            op.phase, op.type, op.module, op.source, other.type, other.module, other.source, execution,
+            found.relative, found.cosine, found.largest, found.exact, tolerance,
+            all(inputs) if inputs else None, max(weights) if weights else None,
+        )  # fmt: skip
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the difference is larger than the tolerance."""
+        return self.relative > self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """ "same" to the last bit, "close" within the tolerance, or "different"."""
+        return "different" if self.diverges else "close" if self.relative else "same"
+
+    def __str__(self) -> str:
+        place = " in ".join(filter(None, (self.type, self.module)))
+        lines = [f"{place} ({self.phase}), {self.source}"]
+        if (self.type, self.module) != (self.other_type, self.other_module):
+            lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
+        if self.other_source and self.other_source != self.source:
+            lines.append(f"  at {self.other_source} in b")
+        cosine = "" if self.cosine is None else f", cosine {self.cosine:.6g}"
+        lines.append(
+            f"  relative error {self.relative:.3g} (tolerance {self.tolerance:g}){cosine}, "
+            f"largest difference {self.largest:.3g}, execution {self.execution}"
+        )
+        if self.inputs is not None:
+            lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
+        if self.weight is not None:
+            lines.append(f"  relative error of its weight {self.weight:.3g}")
+        return "\n".join(lines)
+
+
+_short = partial(shortened, width=36)
+
+
+class DiffResult(Result):
+    """Comparisons in the order of execution of run a; true if some op diverges.
+
+    only_a, only_b: ops that the other run does not have.  modules: those that were compared, where modules
+    were and not ops.
+    """
+
+    name: ClassVar[str] = "diff"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=_short), Column("source", show=_short),
+        Column("in b", show=_short), Column("execution", number=True),
+        Column("relative error", show="{:.3g}".format, number=True),
+        Column("cosine", show="{:.6f}".format, number=True),
+        Column("largest", show="{:.3g}".format, number=True),
+        Column("tolerance", show="{:g}".format, number=True), Column("verdict"),
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        a: str,
+        b: str,
+        comparisons: Sequence[Comparison],
+        only_a: Sequence[Op] = (),
+        only_b: Sequence[Op] = (),
+        modules: Sequence[str] = (),
+    ) -> None:
+        self.a, self.b = a, b
+        self.title = f"a: {a}; b: {b}"
+        self.comparisons = tuple(comparisons)
+        self.only_a, self.only_b, self.modules = tuple(only_a), tuple(only_b), tuple(modules)
+
+    def __bool__(self) -> bool:
+        return self.first is not None
+
+    @property
+    def first(self) -> Comparison | None:
+        """The first op that diverges, in the order of execution."""
+        return next((one for one in self.comparisons if one.diverges), None)
+
+    @property
+    def first_forward(self) -> Comparison | None:
+        """The first op of the forward pass that diverges."""
+        return next((one for one in self._of("forward") if one.diverges), None)
+
+    @property
+    def first_backward(self) -> Comparison | None:
+        """The first op of the backward pass that diverges."""
+        return next((one for one in self._of("backward") if one.diverges), None)
+
+    @property
+    def first_difference(self) -> Comparison | None:
+        """The first op that differs at all, in a bit perhaps."""
+        return next((one for one in self.comparisons if one.relative), None)
+
+    def _of(self, phase: str) -> list[Comparison]:
+        return [one for one in self.comparisons if one.phase == phase]
+
+    # ---- forms ----
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each comparison."""
+        return [
+            (one.phase, one.type, one.module, one.source, _in_b(one), one.execution, one.relative,
+             one.cosine, one.largest, one.tolerance, one.verdict)
+            for one in self.comparisons
+        ]  # fmt: skip
+
+    def around(self, before: int = 8, after: int = 12) -> DiffResult:
+        """The same with the rows around the first divergence alone, or the last ones without any."""
+        first = self.first or self.first_difference
+        at = self.comparisons.index(first) if first else len(self.comparisons)
+        chosen = self.comparisons[max(0, at - before) : at + after]
+        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, self.modules)
+
+    def __str__(self) -> str:
+        return "\n".join([Result.__str__(_Table(self.around())), *self.notes()])
+
+    def notes(self) -> Sequence[str]:
+        """The divergences, and what was compared."""
+        notes = [
+            f"First divergence, {phase}: {found}"
+            for phase, found in (("forward", self.first_forward), ("backward", self.first_backward))
+            if found is not None
+        ]
+        if not notes:
+            worst = max((one.relative for one in self.comparisons), default=0.0)
+            notes.append(f"No divergence; the largest relative error is {worst:.3g}.")
+        first = self.first_difference
+        if first is not None and first is not self.first:
+            notes.append(f"First difference of any size: {first}")
+        notes.append(self._counts())
+        if not all(one.exact for one in self.comparisons):
+            notes.append("Some were compared by statistics and samples alone: their tensors were not kept.")
+        return notes
+
+    def _counts(self) -> str:
+        counts = {"same": 0, "close": 0, "different": 0}
+        for one in self.comparisons:
+            counts[one.verdict] += 1
+        told = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
+        what = "outputs of modules and gradients of weights" if self.modules else "executions of ops"
+        alone = "" if self.modules else f"; {len(self.only_a):,} ops in a alone, {len(self.only_b):,} in b"
+        return f"{len(self.comparisons):,} {what} compared: {told}{alone}."
+
+    def facts(self) -> Mapping[str, Any]:
+        """What was compared, the first divergences, and ops of one run alone."""
+        places = {phase: self._position(phase) for phase in ("forward", "backward")}
+        return {
+            "a": self.a, "b": self.b, "different": bool(self), "first": places,
+            "modules": list(self.modules),
+            "only_a": [[op.phase, op.type, op.module, op.source] for op in self.only_a],
+            "only_b": [[op.phase, op.type, op.module, op.source] for op in self.only_b],
+        }  # fmt: skip
+
+    def _position(self, phase: str) -> int | None:
+        """Row of the first divergence of a phase."""
+        return next(
+            (i for i, one in enumerate(self.comparisons) if one.phase == phase and one.diverges), None
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Schema and version, facts, and each row as an object; "inf" for what JSON has no word for."""
+        found = super().to_dict()
+        for row in found["rows"]:
+            for name, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    row[name] = str(value)
+        return found
+
+    def _repr_html_(self) -> str:
+        return error_plot(self.comparisons) + super()._repr_html_()
+
+
+class _Table(DiffResult):
+    """The table without what is said below it."""
+
+    def __init__(self, result: DiffResult) -> None:
+        super().__init__(result.a, result.b, result.comparisons, result.only_a, result.only_b, result.modules)
+
+    def notes(self) -> Sequence[str]:
+        return ()
+
+
+def _in_b(one: Comparison) -> str:
+    """The other run's module, and type where it is another; empty where both are the same."""
+    module = one.other_module if one.other_module != one.module else ""
+    return " ".join(filter(None, (one.other_type if one.other_type != one.type else "", module)))

@@ -1,0 +1,153 @@
+"""A run to compare: the tensors of a dump, of a file of statistics, or of a program that is run now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.dump import Dump, DumpTool, Entry, Op, Summary
+from amanda.tools.stats import Measured, StatsResult
+
+Source = str | Path | Dump | StatsResult | Callable[[], Any]
+
+_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+
+
+@dataclass
+class Run:
+    """Ops in the order in which they were met, and what is known of their tensors.
+
+    name: for messages.  dump: where tensors are read, None where there are summaries alone.
+    """
+
+    name: str
+    ops: Sequence[Op]
+    entries: Sequence[Entry]
+    dump: Dump | None = None
+
+    def __post_init__(self) -> None:
+        self.by_op: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            if self.ops[entry.op].type not in _UNINITIALISED:
+                self.by_op.setdefault(entry.op, []).append(entry)
+
+    def array(self, entry: Entry) -> NDArray[Any] | None:
+        """The numbers of a tensor; None where they are not known."""
+        return None if self.dump is None else self.dump.array(entry)
+
+    def indices(self, phase: str) -> list[int]:
+        """The ops of a phase that gave something, in order."""
+        role = "output" if phase == "forward" else "gradient"
+        return [
+            index for index, op in enumerate(self.ops)
+            if op.phase == phase and any(role in one.role for one in self.by_op.get(index, ()))
+        ]  # fmt: skip
+
+    def made(self, index: int) -> dict[int, list[Entry]]:
+        """What an op gave, by execution."""
+        found: dict[int, list[Entry]] = {}
+        for entry in self.by_op.get(index, ()):
+            if entry.role in ("output", "gradient", "weight gradient"):
+                found.setdefault(entry.execution, []).append(entry)
+        return found
+
+    def read(self, index: int, execution: int, *roles: str) -> list[Entry]:
+        """What an op was given at an execution."""
+        return [one for one in self.by_op.get(index, ()) if one.execution == execution and one.role in roles]
+
+    @property
+    def framework(self) -> str:
+        """Tag of the framework of most ops; empty where it is not known."""
+        tags = [op.namespace.split("/")[0] for op in self.ops]
+        return max(set(tags), key=tags.count) if tags else ""
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether ops ran in the order of data alone, so that the order of execution says little."""
+        return any(op.namespace.endswith("/graph") for op in self.ops)
+
+
+def record(program: Callable[[], Any], folder: Path, max_bytes: int) -> Run:
+    """Run a program under a `DumpTool` that keeps all tensors but inputs."""
+    tool = DumpTool(
+        folder, inputs="summary", outputs="full", weights="full", gradients="full", executions=None,
+        max_bytes=max_bytes, max_tensor_bytes=max_bytes,
+    )  # fmt: skip
+    with amanda.apply(tool):
+        program()
+    name = getattr(program, "__qualname__", type(program).__name__)
+    result = tool.result
+    if not result.entries:
+        raise AmandaError(f"{name} executed no op that could be compared")
+    return replace(_of_dump(Dump(result.folder)), name=name)
+
+
+def open_run(source: Source) -> Run:
+    """The run of a dump or of statistics, or of a path to one of these.
+
+    Raises AmandaError for a path to something else.
+    """
+    if isinstance(source, Dump):
+        return _of_dump(source)
+    if isinstance(source, StatsResult):
+        return _of_statistics(source, "statistics")
+    if not isinstance(source, (str, Path)):
+        raise AmandaError(f"{source!r} is no dump, no statistics, no path to one and no function to run")
+    path = Path(source)
+    if not path.exists():
+        raise AmandaError(f"{path} does not exist; give the folder of a dump or a file of statistics")
+    if path.is_dir():
+        return _of_dump(Dump(path))
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8")).get("schema")
+    except (ValueError, AttributeError) as error:
+        raise AmandaError(f"{path} is neither a dump nor statistics: {error!r}") from error
+    return (
+        _of_dump(Dump(path.parent)) if schema == "amanda.dump" and path.name == "index.json"
+        else _of_statistics(StatsResult.load(path), str(path))
+    )  # fmt: skip
+
+
+def _of_dump(dump: Dump) -> Run:
+    return Run(str(dump.folder), dump.ops, dump.entries, dump)
+
+
+def _of_statistics(result: StatsResult, name: str) -> Run:
+    """What was measured, as if each op had executed once."""
+    ops: list[Op] = []
+    entries: list[Entry] = []
+    for one in result.measured:
+        op = Op(one.phase, one.type, one.module, one.source, "", 0)
+        role, position = _role(one)
+        repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
+        if not ops or ops[-1] != op or repeated:
+            ops.append(op)
+        summary = Summary(one.statistics, ())
+        shape = (one.statistics.elements,)
+        entries.append(Entry(len(ops) - 1, len(entries), 0, role, position, shape, one.dtype, summary))
+    return Run(name, ops, entries)
+
+
+def _role(one: Measured) -> tuple[str, int]:
+    role, _, position = one.tensor.rpartition(" ")
+    return (role, int(position)) if position.isdigit() else (one.tensor, 0)
+
+
+def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
+    """The forward ops within a module, those that follow one another together."""
+    visit: list[int] = []
+    for index in run.indices("forward"):
+        if inside(run.ops[index].module):
+            visit.append(index)
+        elif visit:
+            yield visit
+            visit = []
+    if visit:
+        yield visit

@@ -1,0 +1,399 @@
+"""Where runs diverge: planted bugs are the first divergence, at their module and line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amanda
+from amanda.__main__ import main
+from amanda.errors import AmandaError
+from amanda.tools.diff import DiffResult, diff
+from amanda.tools.dump import DumpTool
+from amanda.tools.stats import StatsTool
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """The "file:line" of the one line of a function that has this text."""
+    lines, start = inspect.getsourcelines(function)
+    (found,) = [start + i for i, line in enumerate(lines) if text in line]
+    return f"{inspect.getsourcefile(function)}:{found}"
+
+
+def training(model: nn.Module, *inputs: Tensor) -> Callable[[], None]:
+    def program() -> None:
+        made = model(*inputs)
+        made = made if isinstance(made, Tensor) else made.last_hidden_state
+        made.float().square().mean().backward()
+
+    return program
+
+
+def inferred(model: nn.Module, other: nn.Module, *inputs: Tensor, **options: Any) -> DiffResult:
+    with torch.no_grad():
+        return diff(lambda: model(*inputs), lambda: other(*inputs), **options)
+
+
+def compared(model: nn.Module, other: nn.Module, *inputs: Tensor, **options: Any) -> DiffResult:
+    return diff(training(model, *inputs), training(other, *inputs), **options)
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """The transformers package, which imports torchvision, which needs two ops that a CPU build lacks."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", signature)
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def bert(transformers: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.arange(24).reshape(2, 12)
+
+
+# ---- planted bugs ----
+
+
+def test_two_runs_of_one_model_are_the_same_to_the_last_bit(bert: nn.Module, tokens: Tensor) -> None:
+    result = compared(bert, copy.deepcopy(bert), tokens)
+    assert not result
+    assert result.first_difference is None
+    assert (result.only_a, result.only_b) == ((), ())
+    assert len(result.comparisons) > 200
+    assert {one.phase for one in result.comparisons} == {"forward", "backward"}
+    assert "No divergence" in str(result)
+
+
+def test_a_wrong_epsilon_deep_in_bert_is_found(bert: nn.Module, tokens: Tensor) -> None:
+    other = copy.deepcopy(bert)
+    other.encoder.layer[2].output.LayerNorm.eps = 1e-2
+    first = inferred(bert, other, tokens).first
+    assert first is not None
+    assert (first.phase, first.type) == ("forward", "layer_norm")
+    assert first.module == "encoder.layer.2.output.LayerNorm"
+    assert first.inputs is True
+    assert first.weight == 0.0
+
+
+def test_an_epsilon_within_tolerance_is_the_first_difference(bert: nn.Module, tokens: Tensor) -> None:
+    other = copy.deepcopy(bert)
+    other.encoder.layer[2].attention.output.LayerNorm.eps = 1e-7
+    result = inferred(bert, other, tokens)
+    assert not result
+    assert result.first_difference is not None
+    assert result.first_difference.module == "encoder.layer.2.attention.output.LayerNorm"
+    assert result.first_difference.verdict == "close"
+    strict = inferred(bert, other, tokens, rtol=0.0).first
+    assert strict is not None
+    assert strict.module == "encoder.layer.2.attention.output.LayerNorm"
+
+
+def test_a_transposed_weight_in_a_resnet_is_found(transformers: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"
+    )
+    model = transformers.ResNetModel(config).eval()
+    other = copy.deepcopy(model)
+    weight = other.encoder.stages[1].layers[1].layer[0].convolution.weight
+    weight.data = weight.data.transpose(0, 1).contiguous()
+    first = inferred(model, other, torch.randn(1, 3, 64, 64)).first
+    assert first is not None
+    assert (first.type, first.module) == ("conv2d", "encoder.stages.1.layers.1.layer.0.convolution")
+    assert first.inputs is True
+    assert first.weight is not None
+    assert first.weight > 0.5
+    assert "its inputs agree" in str(first)
+
+
+class Attention(nn.Module):
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class ByHand(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1)
+        if self.scale is not None:
+            scores = scores * self.scale
+        attended = scores.softmax(-1) @ v
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def twin(model: nn.Module, other: nn.Module) -> nn.Module:
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_a_dropped_scale_in_attention_is_found_at_its_line() -> None:
+    model = nn.Sequential(Attention(), nn.LayerNorm(16), Attention())
+    other = twin(model, nn.Sequential(Attention(), nn.LayerNorm(16), Attention(1.0)))
+    first = compared(model, other, torch.randn(2, 5, 16)).first
+    assert first is not None
+    assert (first.type, first.module) == ("scaled_dot_product_attention", "2")
+    assert first.source == line_of(Attention.forward, "scaled_dot_product_attention")
+
+
+def test_ops_that_one_run_alone_has_are_left_out() -> None:
+    model = nn.Sequential(ByHand(0.5), ByHand(0.5))
+    other = twin(model, nn.Sequential(ByHand(0.5), ByHand(None)))
+    result = compared(model, other, torch.randn(2, 5, 16))
+    assert {(op.phase, op.type) for op in result.only_a} == {("forward", "mul"), ("backward", "mul_backward")}
+    assert result.only_b == ()
+    assert result.first_forward is not None
+    assert (result.first_forward.type, result.first_forward.module) == ("softmax", "1")
+    assert result.first_forward.source == line_of(ByHand.forward, "softmax")
+
+
+def test_another_way_to_compute_the_same_diverges_nowhere() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Attention())
+    other = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5)))
+    result = compared(model, other, torch.randn(2, 5, 16))
+    assert not result
+    found = [one for one in result.comparisons if one.type == "scaled_dot_product_attention"]
+    assert [(one.other_type, one.verdict) for one in found] == [("matmul", "close")]
+    assert "softmax" in {op.type for op in result.only_b}
+
+
+def test_bfloat16_agrees_with_float32_within_its_precision(bert: nn.Module, tokens: Tensor) -> None:
+    result = inferred(bert, copy.deepcopy(bert).bfloat16(), tokens)
+    assert not result.first_forward
+    assert {one.tolerance for one in result.comparisons if one.type == "linear"} == {8e-2}
+    errors = [one.relative for one in result.comparisons if one.type == "linear"]
+    assert 1e-4 < max(errors) < 8e-2
+
+
+def test_a_bug_in_bfloat16_is_found_among_its_errors(bert: nn.Module, tokens: Tensor) -> None:
+    other = copy.deepcopy(bert).bfloat16()
+    other.encoder.layer[1].attention.self.key.bias.data += 0.5
+    first = inferred(bert, other, tokens).first
+    assert first is not None
+    assert first.module == "encoder.layer.1.attention.self.key"
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return 2 * x * gradient
+
+
+class WrongSquare(Square):
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return x * gradient
+
+
+class Squared(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x)
+
+
+def test_a_wrong_backward_is_found_where_forward_agrees() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Squared(Square), nn.Linear(6, 6), nn.Tanh())
+    other = twin(model, nn.Sequential(nn.Linear(6, 6), Squared(WrongSquare), nn.Linear(6, 6), nn.Tanh()))
+    result = compared(model, other, torch.randn(3, 6))
+    first = result.first  # the backward function's own op, at its line
+    assert first is not None
+    assert first.type == "mul"
+    assert first.source == line_of(Square.backward, "return 2 * x")
+    assert first.other_source == line_of(WrongSquare.backward, "return x")
+    backward = result.first_backward
+    assert backward is not None
+    assert (backward.module, backward.type) == ("1", "Square_backward")
+    assert backward.other_type == "WrongSquare_backward"
+    assert backward.source == line_of(Squared.forward, "apply")
+
+
+def test_a_renamed_module_is_compared_by_its_name_in_the_other_run() -> None:
+    names = [("conv", "stem"), ("head", "classifier")]
+    layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
+    model = nn.Sequential()
+    other = nn.Sequential()
+    for (name, renamed), layer in zip(names, layers, strict=True):
+        model.add_module(name, layer)
+        other.add_module(renamed, copy.deepcopy(layer))
+    other.classifier.bias.data += 1
+    first = compared(model, other, torch.randn(1, 3, 8, 8), mapping=dict(names)).first
+    assert first is not None
+    assert (first.module, first.other_module) == ("head", "classifier")
+
+
+def test_a_gradient_that_is_noise_does_not_diverge() -> None:
+    # The bias ahead of a normalisation over the batch has no gradient but what rounding leaves.
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    result = compared(model, other, torch.randn(4, 3, 10, 10))
+    assert result.first_forward is None
+    assert result.first_backward is None
+
+
+def test_later_steps_diverge_where_the_optimizer_does() -> None:
+    def program(rate: float) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(5, 4)
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+
+        def train() -> None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+
+        return train
+
+    first = diff(program(0.1), program(0.2)).first
+    assert first is not None
+    assert (first.module, first.execution) in {("", 0), ("0", 1)}  # the step itself, or what reads its result
+
+
+def test_nan_and_inf_diverge_where_they_differ() -> None:
+    scores, mask = torch.randn(3, 3), torch.tensor([[True, False, False]])
+    same = lambda: scores.masked_fill(mask, float("-inf")).exp()  # noqa: E731
+    assert not diff(same, same)
+    first = diff(same, lambda: scores.masked_fill(mask, float("nan")).exp()).first
+    assert first is not None
+    assert (first.type, first.relative) == ("masked_fill", float("inf"))
+
+
+def test_complex_integer_and_boolean_tensors_are_compared() -> None:
+    x = torch.randn(8, dtype=torch.complex64)
+    assert not diff(lambda: torch.fft.fft(x), lambda: torch.fft.fft(x))
+    assert diff(lambda: x.conj().mul(x), lambda: x.mul(x))
+    ones = torch.arange(5)
+    first = diff(lambda: ones.add(1).gt(3), lambda: ones.add(2).gt(3)).first
+    assert first is not None
+    assert (first.type, first.tolerance) == ("add", 0.0)
+
+
+# ---- what is compared ----
+
+
+def dumped(folder: Path, program: Callable[[], Any], **options: Any) -> Path:
+    tool = DumpTool(folder, **options)
+    with amanda.apply(tool):
+        program()
+    assert tool.result
+    return folder
+
+
+@pytest.fixture
+def models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    other = copy.deepcopy(model)
+    other[2].weight.data = other[2].weight.data.t().contiguous()
+    return model, other
+
+
+def test_summaries_show_where_dumps_diverge(models: Any, tmp_path: Path) -> None:
+    x = torch.randn(50, 6)
+    folders = [dumped(tmp_path / f"{i}", training(model, x)) for i, model in enumerate(models)]
+    result = diff(*folders)
+    assert result.first is not None
+    assert result.first.module == "2"
+    assert not result.first.exact
+    assert "compared by statistics and samples alone" in str(result)
+    assert not diff(folders[0], folders[0])
+
+
+def test_statistics_of_two_runs_are_compared(models: Any, tmp_path: Path) -> None:
+    x, paths = torch.randn(50, 6), []
+    for i, model in enumerate(models):
+        tool = StatsTool()
+        with amanda.apply(tool):
+            training(model, x)()
+        paths.append(tool.result.save(tmp_path / f"{i}.json"))
+    first = diff(*paths).first
+    assert first is not None
+    assert first.module == "2"
+    assert not diff(paths[0], paths[0])
+
+
+def test_the_command_has_the_status_of_diff(
+    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.randn(5, 6)
+    one, other = (
+        str(dumped(tmp_path / name, training(model, x), outputs="full"))
+        for name, model in zip("ab", models, strict=True)
+    )
+    assert main(["diff", one, one]) == 0
+    assert "No divergence" in capsys.readouterr().out
+    page = tmp_path / "diff.html"
+    assert main(["diff", one, other, "--save", str(page)]) == 1
+    assert "First divergence, forward: linear in 2 (forward)" in capsys.readouterr().out
+    assert "<svg" in page.read_text()
+    assert main(["diff", "-q", one, other, "--rtol", "1e9"]) == 0
+    assert main(["diff", one, str(tmp_path / "nothing")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["diff", one]) == 2
+    assert main(["diff", "--help"]) == 0
+    assert main(["diff", one, other, "--map", "no.json"]) == 2
+    names = tmp_path / "names.json"
+    names.write_text('{"0": "0"}')
+    assert main(["diff", one, other, "--map", str(names), "--map", "2=2"]) == 1
+
+
+def test_a_result_goes_to_every_form(models: Any, tmp_path: Path) -> None:
+    result = compared(*models, torch.full((2, 6), float("inf")))
+    found = json.loads(result.save(tmp_path / "diff.json").read_text(), parse_constant=pytest.fail)
+    assert found["schema"] == "amanda.diff"
+    assert found["rows"][found["first"]["forward"] or 0]["phase"] == "forward"
+    assert len(result.to_pandas()) == len(result.comparisons)
+    html = result.to_html()
+    picture = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+    circles = picture.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) >= len(result.comparisons)
+
+
+def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AmandaError, match="executed no op"):
+        diff(lambda: None, lambda: torch.ones(1).neg())
+    with pytest.raises(AmandaError, match="no op in common"):
+        diff(lambda: torch.linspace(0, 1, 3), lambda: torch.eye(3))
+    (tmp_path / "flops.json").write_text('{"schema": "amanda.flops"}')
+    with pytest.raises(AmandaError, match="is no file of statistics"):
+        diff(tmp_path / "flops.json", tmp_path / "flops.json")
+    with pytest.raises(AmandaError, match="3 is no dump"):
+        diff(3, 4)  # type: ignore[arg-type]
