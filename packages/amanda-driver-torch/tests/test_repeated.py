@@ -200,3 +200,37 @@ def test_graphs_that_no_pass_reaches_are_freed_where_an_input_is_written_later(a
         for _ in range(20):
             module()
         assert marks() == before
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_views_made_without_gradients_are_written_as_without_a_scope(after: bool, backward: bool) -> None:
+    def program() -> list[torch.Tensor]:
+        weight = nn.Parameter(torch.ones(4, 3))
+        with torch.no_grad():
+            row = weight[1]
+            row.fill_(0).add_(1)
+            doubled, flat = row * 2, row.view(3)
+            flat.mul_(2).relu_()
+            weight[2:].zero_()
+        (weight * 2).sum().backward()
+        assert weight.grad is not None
+        return [weight.detach(), weight.grad, doubled, torch.cat([row.detach(), flat.detach()])]
+
+    class Keeping(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.analyse)
+            if backward:
+                self.add_inst_for_op(lambda context: None, backward=True)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            insert = context.insert_after_op if after else context.insert_before_op
+            insert(self.look)
+
+        def look(self, *values: Any, run: dict[str, Any]) -> None:
+            run["values"] = values
+
+    bare = program()
+    with amanda.apply(Keeping()):
+        for _ in range(3):
+            assert all(map(torch.equal, program(), bare))

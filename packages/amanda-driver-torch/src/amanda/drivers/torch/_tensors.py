@@ -152,7 +152,7 @@ class TorchTensors:
     def kept(self, value: Any) -> Any:
         """A tensor without its graph, also one that it gets later; a leaf, such as a parameter, as it is."""
         if isinstance(value, torch.Tensor):
-            if value.requires_grad and value.is_leaf:
+            if value.requires_grad and not _has_node(value):
                 return value
             with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
                 return value.detach()
@@ -213,7 +213,18 @@ def _shape(value: Any) -> Hashable:
 
 
 def _detached(value: torch.Tensor) -> torch.Tensor:
-    return value.detach() if value.requires_grad and value.grad_fn is not None else value
+    return value.detach() if value.requires_grad and _has_node(value) else value
+
+
+def _has_node(value: torch.Tensor) -> bool:
+    """Whether an op of a graph made it.
+
+    Torch does not tell of a view from under no_grad whose base was written since: that may not be asked.
+    """
+    try:
+        return value.grad_fn is not None
+    except RuntimeError:
+        return True
 
 
 def _same_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
