@@ -29,6 +29,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return {str(name): _plain(one, depth + 1) for name, one in value.items()}
     if isinstance(value, slice):
         return str(value)
+    if hasattr(value, "as_numpy_dtype"):  # TensorFlow's element types have long texts
+        return str(value.name)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return _shortened(str(value))

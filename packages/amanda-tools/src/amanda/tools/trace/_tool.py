@@ -26,13 +26,19 @@ class TraceTool(amanda.Tool):
     executions: so many executions of each op are ops of the graph; further ones are counted at the last of
     them, and what they make stands for what it made.  backward: whether backward ops are recorded.
     limit: of ops; more are counted, and not recorded.  attributes: whether ops keep their arguments that
-    are no tensors.  `result` has the graph, `clear` starts anew.
+    are no tensors.  count: whether executions are counted in graphs too, where that takes a routine at each
+    op.  `result` has the graph, `clear` starts anew.
 
     A tool that depends on it finds `context["graph"]`, a `GraphSoFar`.
     """
 
     def __init__(
-        self, executions: int = 1, backward: bool = True, limit: int = 100_000, attributes: bool = True
+        self,
+        executions: int = 1,
+        backward: bool = True,
+        limit: int = 100_000,
+        attributes: bool = True,
+        count: bool = False,
     ) -> None:
         super().__init__()
         if executions < 1 or limit < 1:
@@ -40,6 +46,7 @@ class TraceTool(amanda.Tool):
                 f"TraceTool was given executions={executions} and limit={limit}; both are 1 or more"
             )
         self._executions, self._limit, self._attributes = executions, limit, attributes
+        self._count = count
         self.key = f"trace {next(_numbers)}"
         self.clear()
         self.depends_on(StandardMapping(), MappingTool(self._rules()))
@@ -112,6 +119,8 @@ class TraceTool(amanda.Tool):
         index = following.add_symbols(place, context.get_inputs(), context.get_outputs() or [])
         if index is not None:
             following.values.call(context, list(spread(self.recorder.ops[index].inputs)))
+        if self._count:
+            context.insert_after_op(self._count_execution, outputs=[], place=place)
 
     def _backward(self, context: amanda.OpContext) -> None:
         place, following = self._place(context)
@@ -127,6 +136,13 @@ class TraceTool(amanda.Tool):
             return
         entering, leaving = context.get_grad_outputs() or [], context.get_grad_inputs() or []
         following.add_backward_symbols(place, entering, leaving)
+        if self._count:
+            context.insert_after_backward_op(self._count_execution, grad_inputs=[], place=place)
+
+    @amanda.observer
+    def _count_execution(self, place: Place) -> None:
+        for index in place.ops[-1:]:
+            self.recorder.count(index)
 
     @staticmethod
     @amanda.observer
