@@ -24,7 +24,7 @@ COMPUTED = {"conv2d": 53, "batch_norm": 53, "relu": 49, "add": 16, "max_pool2d":
 
 
 class Node(NamedTuple):
-    """One op of a forward pass. producers: which ops made its inputs, by their order; None: the model's input."""
+    """One op of a forward pass. producers: which ops made its inputs; None: the model's own input."""
 
     type: str
     shape: tuple[int | None, ...] | None
@@ -179,7 +179,8 @@ def _gradient_edges(graph: Graph, backward: list[Op]) -> Iterator[tuple[int, int
 def test_each_backward_op_belongs_to_the_forward_op_that_made_its_node(graph: Graph) -> None:
     by_type: dict[str, list[str]] = {
         "ConvolutionBackward0": ["conv2d"], "NativeBatchNormBackward0": ["batch_norm"],
-        "ReluBackward0": ["relu"], "AddBackward0": ["add"], "AddmmBackward0": ["linear"], "TBackward0": ["linear"],
+        "ReluBackward0": ["relu"], "AddBackward0": ["add"], "AddmmBackward0": ["linear"],
+        "TBackward0": ["linear"],
     }  # fmt: skip
     seen = Counter[str]()
     for op in graph.ops:
