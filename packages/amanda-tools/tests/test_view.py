@@ -143,8 +143,8 @@ def test_without_a_trace_tables_name_the_ops(tmp_path: Path) -> None:
     costs = table([row("add", 1), row("add", 1), row("mul", 2)])
     times = table([row("mul", 2), row("relu", 3), row("add", 1)], schema="amanda.times")
     found = shown(tmp_path, costs, times)
-    assert found["ops"]["type"] == ["add", "add", "mul", "relu"]
-    assert [one["ops"] for one in found["tables"]] == [[[0], [1], [2]], [[2], [3], [0, 1]]]
+    assert found["ops"]["type"] == ["add", "mul", "relu"]
+    assert [one["ops"] for one in found["tables"]] == [[[0], [0], [1]], [[1], [2], [0]]]
     assert found["graph"] is None
 
 
@@ -197,6 +197,17 @@ def test_events_find_the_ops_of_a_trace(tmp_path: Path, trace: dict[str, Any]) -
     path.write_bytes(gzip.compress(json.dumps(events).encode()))
     found = embedded(to_page(saved(tmp_path, "trace.json", trace), path))
     assert found["timelines"][0]["events"]["op"] == [op["index"] for op in trace["ops"]]
+
+
+def test_events_in_turn_are_of_the_ops_of_one_place(tmp_path: Path) -> None:
+    ops = [row("add", 1, id="00000000000000ff"), row("add", 1, id="00000000000000ff"), row("mul", 2, id="1")]
+    place = {key: ops[0][key] for key in ("phase", "module", "source")}
+    events = [
+        *(span("add", i, 1, **place, op="0xff") for i in range(4)),
+        span("mul", 9, 1, **{**place, "source": "a.py:2"}),
+    ]
+    found = shown(tmp_path, {"schema": "amanda.trace", "version": 1, "ops": ops, "tensors": []}, events)
+    assert found["timelines"][0]["events"]["op"] == [0, 1, 0, 1, 2]
 
 
 def test_where_there_are_too_many_events_the_longest_stay(

@@ -24,12 +24,12 @@ class ModuleResult(Result):
     columns: ClassVar[Sequence[Column]] = (
         Column("module", show=partial(shortened, width=60)),
         Column("calls", show="{:,}".format, number=True),
-        Column("self ms", show=milliseconds, total=True),
-        Column("total ms", show=milliseconds, number=True),
-        Column("forward ms", show=milliseconds, number=True),
-        Column("backward ms", show=milliseconds, number=True),
-        Column("share", show="{:.1%}".format, number=True),
-        Column("allocated", show=size, number=True),
+        Column("self ms", show=milliseconds, total=True, unit="ms"),
+        Column("total ms", show=milliseconds, number=True, unit="ms"),
+        Column("forward ms", show=milliseconds, number=True, unit="ms"),
+        Column("backward ms", show=milliseconds, number=True, unit="ms"),
+        Column("share", show="{:.1%}".format, number=True, unit="share"),
+        Column("allocated", show=size, number=True, unit="B"),
     )
 
     def __init__(self, places: Sequence[Place]) -> None:

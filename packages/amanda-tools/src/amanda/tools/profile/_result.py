@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 _columns = (
     Column("calls", show="{:,}".format, total=True),
-    Column("total ms", show=milliseconds, number=True),
-    Column("self ms", show=milliseconds, total=True),
-    Column("mean us", show="{:,.1f}".format, number=True),
-    Column("share", show="{:.1%}".format, number=True),
-    Column("device ms", show=milliseconds, number=True),
-    Column("allocated", show=size, total=True),
-    Column("at peak", show=size, total=True),
+    Column("total ms", show=milliseconds, number=True, unit="ms"),
+    Column("self ms", show=milliseconds, total=True, unit="ms"),
+    Column("mean us", show="{:,.1f}".format, number=True, unit="us"),
+    Column("share", show="{:.1%}".format, number=True, unit="share"),
+    Column("device ms", show=milliseconds, number=True, unit="ms"),
+    Column("allocated", show=size, total=True, unit="B"),
+    Column("at peak", show=size, total=True, unit="B"),
 )
 
 

@@ -27,7 +27,7 @@ class Column:
 
     name: as in files and data frames.  show: how a value is written in a table.
     total: whether the values of all rows are added up below them.  number: aligned to the right.
-    unit: of the values, "s" or "B" say; what shows files writes them with it.
+    unit: of the values, for what shows files: "s", "ms", "us", "B"; "share" where 1 is all.
     """
 
     name: str

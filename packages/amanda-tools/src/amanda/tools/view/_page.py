@@ -16,8 +16,8 @@ from amanda.errors import AmandaError
 from amanda.tools.results import Result
 from amanda.tools.view._files import Source, read
 from amanda.tools.view._graph import graph, op_columns
-from amanda.tools.view._tables import Ops, is_about_ops, ops_of_rows, table
-from amanda.tools.view._timeline import ops_of_events, timeline
+from amanda.tools.view._tables import Ops, is_about_ops, ops_named_by, table
+from amanda.tools.view._timeline import places, timeline
 
 _SCRIPTS = ("dom", "model", "tree", "layout", "graph", "table", "timeline", "details", "main")
 
@@ -57,7 +57,8 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     if trace is not None:
         ops = trace.list_of("ops")
     else:
-        ops = ops_of_rows(about_ops) or next(filter(None, map(ops_of_events, traces)), [])
+        rows = (source.list_of("rows") for source in about_ops)
+        ops = ops_named_by(*map(places, traces), *rows)
     known = Ops(ops)
     return {
         "title": title,

@@ -28,15 +28,21 @@ class Ops:
         for index, op in enumerate(self.all):
             self._by_key[key_of(op)].append(index)
             if op.get("id") is not None:
-                self._by_id[str(op["id"]), str(op.get("phase", ""))].append(index)
+                self._by_id[_id(op["id"]), str(op.get("phase", ""))].append(index)
 
     def about(self, row: Mapping[str, Any]) -> list[int]:
         """The ops with a row's id, or with its phase, type, module and source."""
         if row.get("id") is not None:
-            found = self._by_id.get((str(row["id"]), str(row.get("phase", ""))))
+            found = self._by_id.get((_id(row["id"]), str(row.get("phase", ""))))
             if found:
                 return found
         return self._by_key.get(key_of(row), [])
+
+
+def _id(value: Any) -> str:
+    """An op id as 16 hexadecimal digits, however a tool writes it."""
+    text = f"{value:x}" if isinstance(value, int) else str(value).removeprefix("0x")
+    return text.zfill(16)
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
@@ -50,20 +56,10 @@ def is_about_ops(source: Source) -> bool:
     return bool(rows) and all(key in rows[0] for key in KEYS)
 
 
-def ops_of_rows(sources: Iterable[Source]) -> list[dict[str, Any]]:
-    """Ops of which no graph is known, in the order in which tables name them."""
-    most: dict[Key, int] = {}
-    for source in sources:
-        seen: dict[Key, int] = defaultdict(int)
-        for row in source.list_of("rows"):
-            seen[key_of(row)] += 1
-        for key, times in seen.items():
-            most[key] = max(most.get(key, 0), 1 if _ids(source) else times)
-    return [dict(zip(KEYS, key, strict=True)) for key, times in most.items() for _ in range(times)]
-
-
-def _ids(source: Source) -> bool:
-    return any("id" in row for row in source.list_of("rows")[:1])
+def ops_named_by(*lists: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ops of which no graph is known, in the order in which rows or events name them, each place once."""
+    places = {key_of(row): None for rows in lists for row in rows}
+    return [dict(zip(KEYS, key, strict=True)) for key in places]
 
 
 def table(source: Source, ops: Ops) -> dict[str, Any]:

@@ -37,14 +37,16 @@ def timeline(source: Source, ops: Ops) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {
         key: [] for key in ("track", "depth", "start", "duration", "name", "op", "args")
     }
+    seen: dict[tuple[int, ...], int] = {}
     for span in spans:
         track = tracks[span.get("pid"), span.get("tid")]
         args = span["args"] if isinstance(span.get("args"), dict) else {}
-        found = ops.about(args)
+        found = ops.about(_place(span))
+        executed = seen[tuple(found)] = seen.get(tuple(found), -1) + 1
         values = (
             track.index, _depth(track, span), round(span["ts"] - start, 3), round(span["dur"], 3),
-            str(span.get("name", "")), found[0] if found else -1,
-            {key: value for key, value in args.items() if key not in KEYS},
+            str(span.get("name", "")), found[executed % len(found)] if found else -1,
+            {key: value for key, value in args.items() if key not in (*KEYS, "op")},
         )  # fmt: skip
         for column, value in zip(columns.values(), values, strict=True):
             column.append(value)
@@ -57,15 +59,19 @@ def timeline(source: Source, ops: Ops) -> dict[str, Any]:
     }
 
 
-def ops_of_events(source: Source) -> list[dict[str, Any]]:
-    """Ops that events name, where nothing else does."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for event in source.list_of("traceEvents"):
-        args = event.get("args")
-        if isinstance(args, dict) and all(key in args for key in KEYS):
-            key = (str(args.get("id")), *(str(args[key]) for key in KEYS))
-            found.setdefault(key, {name: args[name] for name in (*KEYS, "id") if name in args})
-    return list(found.values())
+def places(source: Source) -> list[dict[str, Any]]:
+    """What events say of their ops, where they say enough to tell them apart."""
+    spans = sorted(_spans(source, source.list_of("traceEvents")), key=lambda span: span["ts"])
+    return [place for place in map(_place, spans) if all(key in place for key in KEYS)]
+
+
+def _place(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What an event says of its op: in its arguments, with the type as its name and the id as `op`."""
+    args = event["args"] if isinstance(event.get("args"), dict) else {}
+    named = {"type": event.get("name"), **args}
+    if "op" in named:
+        named.setdefault("id", named.pop("op"))
+    return named
 
 
 def _spans(source: Source, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

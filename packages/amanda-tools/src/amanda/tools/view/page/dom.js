@@ -24,6 +24,7 @@ const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
 const SECONDS = { s: 1, ms: 1e-3, us: 1e-6, "µs": 1e-6, ns: 1e-9 };
 
 function digits(value) {
+  if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(3);
   return String(Number(value.toPrecision(4)));
 }
 
@@ -52,7 +53,7 @@ function written(value, column = {}) {
   if (typeof value === "object") return JSON.stringify(value);
   if (typeof value !== "number") return String(value);
   if (column.unit in SECONDS) return duration(value * SECONDS[column.unit]);
-  if (column.unit === "%") return `${value.toFixed(2)} %`;
+  if (column.unit === "share") return `${(100 * value).toFixed(1)} %`;
   if (column.unit || (column.large && Math.abs(value) >= 1000)) return amount(value, column.unit);
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en-US");
   return Math.abs(value) >= 1e5 ? value.toExponential(3) : digits(value);

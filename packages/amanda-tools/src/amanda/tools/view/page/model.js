@@ -90,18 +90,38 @@ class Model {
     this.number(this.root);
   }
 
+  // Too many children are grouped: first the ops between modules, then all.
   group(node) {
+    if (node.children.length <= MOST_CHILDREN) return;
+    const runs = [];
+    for (const child of node.children) {
+      const run = runs[runs.length - 1];
+      if (run && run[0].isOp && child.isOp) run.push(child);
+      else runs.push([child]);
+    }
+    if (runs.length < node.children.length / 2 && runs.length > 1) {
+      node.children = runs.flatMap((run) => (run.length < 8 ? run : [this.holder(node, plural(run.length, "op"), run)]));
+      for (const child of node.children) if (child.path === null && !child.isOp) this.cut(child);
+    }
+    this.cut(node);
+  }
+
+  holder(node, name, held) {
+    const made = new Node(node, name, null);
+    made.children = held;
+    made.first = held[0].first;
+    for (const child of held) child.parent = made;
+    return made;
+  }
+
+  cut(node) {
     const all = node.children.length;
     if (all <= MOST_CHILDREN) return;
     const each = Math.max(40, Math.ceil(all / 100));
     const groups = [];
     for (let start = 0; start < all; start += each) {
       const held = node.children.slice(start, start + each);
-      const made = new Node(node, `${start + 1}–${start + held.length} of ${all}`, null);
-      made.children = held;
-      made.first = held[0].first;
-      for (const child of held) child.parent = made;
-      groups.push(made);
+      groups.push(this.holder(node, `${start + 1}–${start + held.length} of ${all}`, held));
     }
     node.children = groups;
   }
