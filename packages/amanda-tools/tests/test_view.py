@@ -139,6 +139,13 @@ def test_one_row_stands_for_all_ops_of_its_place_and_as_many_rows_are_theirs_in_
     assert two["ops"] == [[0], [1], [2]]
 
 
+def test_rows_that_words_tell_apart_are_each_about_all_ops_of_their_place(tmp_path: Path) -> None:
+    ops = [row("add", 1), row("add", 1)]
+    trace = {"schema": "amanda.trace", "version": 1, "ops": ops, "tensors": []}
+    (found,) = shown(tmp_path, trace, table([row("add", 1, tensor="a"), row("add", 1, tensor="b")]))["tables"]
+    assert found["ops"] == [[0, 1], [0, 1]]
+
+
 def test_without_a_trace_tables_name_the_ops(tmp_path: Path) -> None:
     costs = table([row("add", 1), row("add", 1), row("mul", 2)])
     times = table([row("mul", 2), row("relu", 3), row("add", 1)], schema="amanda.times")

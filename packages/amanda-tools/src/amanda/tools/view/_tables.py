@@ -36,7 +36,10 @@ class Ops:
             found = self._by_id.get((_id(row["id"]), str(row.get("phase", ""))))
             if found:
                 return found
-        return self._by_key.get(key_of(row), [])
+        place = key_of(row)
+        found = self._by_key.get(place)
+        # What some tools call a phase of its own, the steps of an optimizer, is forward to others.
+        return found or self._by_key.get(("forward", *place[1:]), [])
 
 
 def _id(value: Any) -> str:
@@ -66,7 +69,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
     """Columns and rows, with the ops of each row.
 
     `ops` is None where the table is about something else.  As many rows as there are ops of one key are
-    theirs in turn; fewer are each about all of them.
+    theirs in turn, unless words tell the rows apart; otherwise each is about all of them.
     """
     columns = _columns(source)
     rows = source.list_of("rows")
@@ -76,14 +79,20 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
         "schema": source.schema,
         "title": _text(source.content.get("title")) or source.schema.removeprefix("amanda."),
         "columns": columns,
-        "rows": [[row.get(name) for name in names] for row in rows],
+        "rows": [[_number(row.get(name)) for name in names] for row in rows],
+        "first": source.content.get("first"),
         "notes": [note for note in _list(source.content.get("notes")) if isinstance(note, str)],
-        "ops": _ops_of(rows, ops) if is_about_ops(source) else None,
+        "ops": _ops_of(rows, columns, ops) if is_about_ops(source) else None,
     }
 
 
-def _ops_of(rows: Sequence[Mapping[str, Any]], ops: Ops) -> list[list[int]]:
+def _ops_of(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[Mapping[str, Any]], ops: Ops
+) -> list[list[int]]:
     found = [ops.about(row) for row in rows]
+    words = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
+    if any(isinstance(row.get(word), str) for row in rows for word in words):
+        return found  # which may tell rows of one op apart, as the name of a tensor does
     rivals: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for row, indices in enumerate(found):
         rivals[tuple(indices)].append(row)
@@ -117,7 +126,13 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
+    value = _number(value)
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _number(value: Any) -> Any:
+    """The number that a word stands for where JSON has none for it."""
+    return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def _list(value: Any) -> list[Any]:

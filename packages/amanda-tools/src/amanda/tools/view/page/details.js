@@ -46,6 +46,7 @@ class Details {
     const backwards = model.backwards.get(op) || [];
     return [
       h("h3", {}, h("span", { class: `dot ${kindClass(model.kinds[op])}${ops.phase[op] === "forward" ? "" : " hollow"}` }), model.label(op)),
+      model.flags.has(op) ? h("p", { class: "flagged" }, h("span", { class: "flag" }, "!"), ` ${model.flags.get(op)}`) : null,
       this.list([["phase", ops.phase[op]], ["name", at("name") === ops.type[op] ? "" : at("name"), true], ["module", this.modules(op)],
         ["source", ops.source[op], true], ["op", model.content.graph ? String(op) : ""], ["id", at("id"), true],
         ["calls", written(at("calls"))], ["in place", at("in_place") ? "yes" : ""]]),

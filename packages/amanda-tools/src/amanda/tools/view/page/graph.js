@@ -73,8 +73,8 @@ class Graph {
   render() {
     const { box, skipped } = this.layout.run(this.mode);
     this.box = box;
-    this.drawnOps = new Map();
     this.places = new Map();
+    this.byNode = new Map();
     this.lines = [];
     const layers = [svg("g", {}), svg("g", {}), svg("g", {})];
     this.kindsSeen = new Set();
@@ -95,7 +95,12 @@ class Graph {
       (item.box ? clusters : nodes).append(element);
       const place = { key, item, x, y, element };
       this.places.set(key, place);
-      if (item.node && item.node.isOp) this.drawnOps.set(item.node.op, place);
+      if (item.node) {
+        for (const node of new Set([item.node, item.part.node])) {
+          if (!this.byNode.has(node)) this.byNode.set(node, []);
+          this.byNode.get(node).push(place);
+        }
+      }
       if (item.box) this.drawBox(item.box, x + PAD + (item.w - 2 * PAD - item.box.w) / 2, y + HEAD, layers);
     }
     for (const edge of box.edges) {
@@ -141,21 +146,22 @@ class Graph {
     if (!item.node) return `${item.title}\n${item.sub}`;
     const { model } = this;
     if (item.node.isOp) return `${model.label(item.node.op)} (${item.phase})\n${model.ops.module[item.node.op]}\n${model.ops.source[item.node.op]}`;
-    return `${item.node.path ?? item.node.name} (${item.phase})\n${plural(this.layout.countIn(item.node, item.phase), "op")}`;
+    return `${item.node.path ?? item.node.name} (${item.phase})\n${plural(item.part.ops.length, "op")}`;
   }
 
   // What the selection, the search and the measure change about the elements that are there.
   mark() {
     const { model } = this;
-    const selected = this.placeOf(model.selection);
-    this.selectedPlace = selected;
+    const selected = new Set(this.placesOf(model.selection).map((place) => place.key));
+    const total = (ops) => ops.reduce((sum, op) => sum + (model.measure.values ? model.measure.values[op] || 0 : 1), 0);
     const shares = [];
     for (const place of this.places.values()) {
-      const { node, phase } = place.item;
-      place.element.classList.toggle("selected", place === selected);
+      const { node, part } = place.item;
+      place.element.classList.toggle("selected", selected.has(place.key));
+      place.element.classList.toggle("flagged", Boolean(part && part.ops.some((op) => model.flags.has(op))));
       place.element.classList.toggle("dim", Boolean(model.matches && node && !node.found));
       place.element.classList.toggle("found", Boolean(model.matches && node && node.found && !place.item.box));
-      if (node && !place.item.box) shares.push([place, model.sum(node, phase)]);
+      if (node && !place.item.box) shares.push([place, total(part.ops)]);
     }
     const most = Math.max(...shares.map(([, sum]) => sum), 0);
     for (const [place, sum] of shares) {
@@ -163,34 +169,31 @@ class Graph {
       heat.setAttribute("width", most && model.measure.values ? (Number(heat.dataset.w) * sum / most).toFixed(1) : 0);
     }
     for (const { edge, path, label } of this.lines) {
-      const hot = selected && this.places.get(selected.key) && (edge.from === selected.key || edge.to === selected.key);
-      path.classList.toggle("hot", Boolean(hot));
+      const hot = selected.has(edge.from) || selected.has(edge.to);
+      path.classList.toggle("hot", hot);
       path.setAttribute("marker-end", edge.to === "out" ? "" : hot ? "url(#arrow-hot)" : "url(#arrow)");
-      if (label) label.classList.toggle("hot", Boolean(hot));
+      if (label) label.classList.toggle("hot", hot);
     }
   }
 
-  // Where a node is drawn, or what holds it.
-  placeOf(node) {
+  // Where a node is drawn: in several places where a module is called several times; or else what holds it.
+  placesOf(node) {
     for (let one = node; one && one !== this.model.root; one = one.parent) {
-      const phases = one.isOp ? [this.model.ops.phase[one.op]] : [this.mode, ...this.model.phases];
-      for (const phase of phases) {
-        const place = this.places.get(this.layout.key(one, phase));
-        if (place) return place;
-      }
+      const found = this.byNode.get(one);
+      if (found) return found;
     }
-    return null;
+    return [];
   }
 
   // ---- folding and selecting ----
 
   refold() {
     if (!this.shown) return;
-    const anchor = this.anchor && this.placeOf(this.anchor);
+    const [anchor] = this.placesOf(this.anchor);
     const before = anchor ? { x: anchor.x, y: anchor.y } : null;
     this.render();
-    const after = before && this.placeOf(this.anchor);
-    if (after) {
+    const [after] = this.placesOf(this.anchor);
+    if (before && after) {
       this.view.x += (before.x - after.x) * this.view.scale;
       this.view.y += (before.y - after.y) * this.view.scale;
       this.move();
@@ -205,7 +208,8 @@ class Graph {
     }
     if (!this.shown) return;
     this.mark();
-    if (this.selectedPlace && !this.still) this.bring(this.selectedPlace);
+    const [place] = this.placesOf(selection);
+    if (place && !this.still) this.bring(place);
   }
 
   // Something of the graph is in sight.

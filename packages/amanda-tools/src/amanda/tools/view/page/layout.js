@@ -4,46 +4,127 @@
 const MOST_DRAWN = 1200;
 const FEW = 40;
 const FAR = 30;
+const MOST_CALLS = 64;
 const PAD = 12;
 const HEAD = 24;
+
+// What a module does in one phase; of a module that is called again with what came of it, each call apart.
+class Part {
+  constructor(node, phase, parent, ops) {
+    this.node = node;
+    this.phase = phase;  // null for all
+    this.parent = parent;
+    this.ops = ops;      // ascending
+    this.from = ops.length ? ops[0] : 0;
+    this.to = ops.length ? ops[ops.length - 1] : -1;
+    this.key = `${node.id}:${phase}:${this.from}`;
+  }
+}
 
 class Layout {
   constructor(model, width) {
     this.model = model;
     this.width = width;  // of a text: (text, bold) => pixels
-    this.boxes = new Map();
-    this.touched = new Map();
   }
 
   // mode: a phase, or null for all.  Gives the box of the root, and how many modules stay folded for want of room.
   run(mode) {
-    if (mode !== this.mode) {
-      this.boxes.clear();
-      this.touched.clear();
+    const { model } = this;
+    if (mode !== this.mode || !this.root) {
       this.mode = mode;
+      const all = Array.from({ length: model.size }, (_, op) => op);
+      this.root = new Part(model.root, mode, null, all.filter((op) => mode === null || this.phaseOf(op) === mode));
     }
     const skipped = this.choose();
-    return { box: this.box(this.model.root, mode), skipped };
+    return { box: this.box(this.root), skipped };
   }
 
   phaseOf(op) {
     return this.model.ops.phase[op];
   }
 
-  countIn(node, phase) {
-    return phase === null ? node.count : node.byPhase.get(phase) || 0;
+  // ---- parts ----
+
+  parts(part) {
+    if (!part.children) {
+      const groups = new Map();
+      for (const op of part.ops) {
+        const child = this.childOf(part.node, op);
+        const key = `${child.id}:${this.phaseOf(op)}`;
+        if (!groups.has(key)) groups.set(key, { child, phase: this.phaseOf(op), ops: [] });
+        groups.get(key).ops.push(op);
+      }
+      part.children = new Map();
+      const order = [...groups.values()];
+      for (const { child, phase, ops } of order) {
+        const calls = child.isOp || child.path === null || ops.length < 2 ? [ops] : this.calls(part, child, phase, ops);
+        part.children.set(`${child.id}:${phase}`, calls.map((one) => new Part(child, phase, part, one)));
+      }
+    }
+    return [...part.children.values()].flat();
   }
 
-  // A module that holds one op is drawn as this op.
-  drawn(node, phase) {
-    if (node.isOp || this.countIn(node, phase) !== 1) return node;
-    let one = node;
-    while (!one.isOp) one = one.children.find((child) => this.countIn(child, phase));
-    return one;
+  childOf(node, op) {
+    let child = this.model.nodeOf[op];
+    while (child.parent !== node) child = child.parent;
+    return child;
   }
 
-  isOpen(node, phase) {
-    return !this.drawn(node, phase).isOp && this.opened.has(node);
+  partOf(part, op) {
+    this.parts(part);
+    const calls = part.children.get(`${this.childOf(part.node, op).id}:${this.phaseOf(op)}`);
+    return calls.find((one) => op >= one.from && op <= one.to);
+  }
+
+  // The ops of a module by its calls: a call begins where an op needs what others made of an earlier call.
+  calls(part, child, phase, ops) {
+    const runs = [];
+    let place = -2;
+    const at = new Map(part.ops.map((op, order) => [op, order]));
+    for (const op of ops) {
+      if (at.get(op) === place + 1) runs[runs.length - 1].push(op);
+      else runs.push([op]);
+      place = at.get(op);
+    }
+    if (runs.length === 1 || runs.length > MOST_CALLS) return [ops];
+    const next = this.successors(part);
+    const own = new Set(ops);
+    const calls = [];
+    let reached = new Set();
+    for (const run of runs) {
+      if (!calls.length || run.some((op) => reached.has(op))) {
+        calls.push([...run]);
+        reached = new Set();
+      } else calls[calls.length - 1].push(...run);
+      // What others compute of this call.
+      const ahead = run.flatMap((op) => next.get(op) || []).filter((op) => !own.has(op));
+      while (ahead.length) {
+        const op = ahead.pop();
+        if (reached.has(op)) continue;
+        reached.add(op);
+        if (!own.has(op)) ahead.push(...next.get(op) || []);
+      }
+    }
+    return calls;
+  }
+
+  // From each op of a part to those of the same phase in it that read what it made.
+  successors(part) {
+    if (!part.next) {
+      part.next = new Map();
+      const edges = this.touching(part);
+      for (let i = 0; i < edges.length; i += 3) {
+        const [from, to] = [edges[i], edges[i + 1]];
+        if (!this.holds(part, from) || !this.holds(part, to) || this.phaseOf(from) !== this.phaseOf(to)) continue;
+        if (!part.next.has(from)) part.next.set(from, []);
+        part.next.get(from).push(to);
+      }
+    }
+    return part.next;
+  }
+
+  isOpen(part) {
+    return part === this.root || (part.ops.length > 1 && this.opened.has(part.node));
   }
 
   // The unfolded modules, outermost first, as long as there is room; those around the selection in any case.
@@ -58,7 +139,7 @@ class Layout {
     while (level.length) {
       const next = [];
       for (const child of level.flatMap((node) => node.children)) {
-        if (child.isOp || !model.unfolded.has(child) || !this.countIn(child, this.mode)) continue;
+        if (child.isOp || !model.unfolded.has(child) || (this.mode !== null && !child.byPhase.get(this.mode))) continue;
         if (drawn + child.children.length > MOST_DRAWN && !needed.has(child)) {
           skipped += 1;
           continue;
@@ -72,70 +153,53 @@ class Layout {
     return skipped;
   }
 
-  key(node, phase) {
-    return `${node.id}:${phase}`;
+  // What distinguishes the present layout of a part: which modules in it are unfolded.
+  signature(node) {
+    return node.children.filter((child) => !child.isOp && this.opened.has(child))
+      .map((child) => `${child.id}(${this.signature(child)})`).join();
   }
 
-  // What distinguishes the present layout of a module: which modules in it are unfolded.
-  signature(node, phase) {
-    if (!this.isOpen(node, phase) && node !== this.model.root) return "";
-    return `(${node.children.filter((child) => !child.isOp && this.opened.has(child))
-      .map((child) => child.id + this.signature(child, phase)).join()})`;
-  }
-
-  box(node, phase) {
-    const key = this.key(node, phase);
-    const signature = this.signature(node, phase);
-    const known = this.boxes.get(key);
-    if (known && known.signature === signature) return known;
-    const made = this.arrange(node, phase);
-    made.signature = signature;
-    this.boxes.set(key, made);
-    return made;
+  box(part) {
+    const signature = this.signature(part.node);
+    if (!part.box || part.box.signature !== signature) {
+      part.box = this.arrange(part);
+      part.box.signature = signature;
+    }
+    return part.box;
   }
 
   // ---- edges ----
 
-  holds(node, phase, op) {
-    if (op < 0) return false;
+  holds(part, op) {
+    if (op < part.from || op > part.to) return false;
     const { id } = this.model.nodeOf[op];
-    return id >= node.id && id < node.last && (phase === null || this.phaseOf(op) === phase);
+    return id >= part.node.id && id < part.node.last && (part.phase === null || this.phaseOf(op) === part.phase);
   }
 
-  // Edges, as triples, of which one end at least is in a module; between phases at the outermost level alone.
-  touching(node, phase) {
-    const key = this.key(node, phase);
-    if (this.touched.has(key)) return this.touched.get(key);
-    const root = node === this.model.root;
-    const of = root ? this.model.edges : this.touching(node.parent, node.parent === this.model.root ? this.mode : phase);
-    const found = [];
+  // Edges, as triples, of which one end at least is in a part; between phases at the outermost level alone.
+  touching(part) {
+    if (part.edges) return part.edges;
+    const { phase } = part;
+    const of = part.parent ? this.touching(part.parent) : this.model.edges;
+    part.edges = [];
     for (let i = 0; i < of.length; i += 3) {
       const [from, to] = [of[i], of[i + 1]];
-      const kept = root
-        ? this.mode === null || (this.phaseOf(to) === this.mode && (from < 0 || this.phaseOf(from) === this.mode))
-        : this.holds(node, phase, from) ? this.phaseOf(to) === phase : this.holds(node, phase, to) && (from < 0 || this.phaseOf(from) === phase);
-      if (kept) found.push(from, to, of[i + 2]);
+      const same = phase === null || (this.phaseOf(to) === phase && (from < 0 || this.phaseOf(from) === phase));
+      if (same && (this.holds(part, from) || this.holds(part, to))) part.edges.push(from, to, of[i + 2]);
     }
-    this.touched.set(key, found);
-    return found;
+    return part.edges;
   }
 
-  childKey(node, op) {
-    let child = this.model.nodeOf[op];
-    while (child.parent !== node) child = child.parent;
-    return this.key(child, this.phaseOf(op));
-  }
-
-  // Edges between what a module holds directly, "in" and "out", with the tensors that go along.
-  level(node, phase) {
+  // Edges between what a part holds directly, "in" and "out", with the tensors that go along.
+  level(part) {
     const edges = new Map();
     const inputs = new Set();
-    const all = this.touching(node, phase);
-    const root = node === this.model.root;
+    const all = this.touching(part);
+    const root = part === this.root;
     for (let i = 0; i < all.length; i += 3) {
       const [from, to, tensor] = [all[i], all[i + 1], all[i + 2]];
-      const starts = this.holds(node, phase, from) ? this.childKey(node, from) : root ? `t${tensor}` : "in";
-      const ends = this.holds(node, phase, to) ? this.childKey(node, to) : "out";
+      const starts = this.holds(part, from) ? this.partOf(part, from).key : root ? `t${tensor}` : "in";
+      const ends = this.holds(part, to) ? this.partOf(part, to).key : "out";
       if (starts === ends) continue;
       if (root && from < 0) inputs.add(tensor);
       const key = `${starts}>${ends}`;
@@ -147,15 +211,11 @@ class Layout {
 
   // ---- places ----
 
-  arrange(node, phase) {
+  arrange(part) {
     const { model } = this;
     const items = new Map();
-    const { edges, inputs } = this.level(node, phase);
-    for (const child of node.children) {
-      for (const one of phase === null ? child.byPhase.keys() : [phase]) {
-        if (this.countIn(child, one)) items.set(this.key(child, one), this.item(child, one));
-      }
-    }
+    const { edges, inputs } = this.level(part);
+    for (const child of this.parts(part)) items.set(child.key, this.item(child));
     for (const tensor of inputs) items.set(`t${tensor}`, this.input(tensor));
     this.setApart(edges, items);
     const graph = new dagre.graphlib.Graph({ multigraph: true });
@@ -241,25 +301,23 @@ class Layout {
     if (Math.abs(points[end].y - border) < 1) points[end].x = item.x + PAD + item.box[port];
   }
 
-  item(child, phase) {
+  item(part) {
     const { model } = this;
-    const node = this.drawn(child, phase);
-    if (node.isOp) {
-      const title = beginning(model.label(node.op), 30);
-      const sub = ending(node.parent.path === null || node.parent === model.root ? "" : node.parent.name, 30);
-      const own = sub && this.countIn(node.parent, phase) === 1 ? sub : "";
-      return { node, phase, title, sub: own, w: Math.max(this.width(title, true), this.width(own)) + 26, h: own ? 36 : 25 };
+    const { node, phase, ops } = part;
+    if (ops.length === 1) {  // a module that does one op is drawn as this op
+      const own = model.nodeOf[ops[0]];
+      const title = beginning(model.label(ops[0]), 30);
+      const sub = node.isOp ? "" : ending(own.parent.name, 30);
+      return { part, node: own, phase, title, sub, w: Math.max(this.width(title, true), this.width(sub)) + 26, h: sub ? 36 : 25 };
     }
-    if (this.isOpen(child, phase)) {
-      const box = this.box(child, phase);
-      const title = child.name;
-      const least = this.width(title, true) + 60;
-      const item = { node, phase, title, box, w: Math.max(box.w + 2 * PAD, least), h: box.h + HEAD + PAD };
-      return item;
+    if (this.isOpen(part)) {
+      const box = this.box(part);
+      const least = this.width(node.name, true) + 60;
+      return { part, node, phase, title: node.name, box, w: Math.max(box.w + 2 * PAD, least), h: box.h + HEAD + PAD };
     }
-    const title = beginning(child.name, 30);
-    const sub = plural(this.countIn(child, phase), "op");
-    return { node, phase, title, sub, folded: true, w: Math.max(this.width(title, true), this.width(sub)) + 44, h: 38 };
+    const title = beginning(node.name, 30);
+    const sub = plural(ops.length, "op");
+    return { part, node, phase, title, sub, folded: true, w: Math.max(this.width(title, true), this.width(sub)) + 44, h: 38 };
   }
 
   input(tensor) {

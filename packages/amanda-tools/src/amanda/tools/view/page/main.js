@@ -178,6 +178,7 @@ function start() {
   const views = [];
   if (model.edges.length || content.graph) views.push(new Graph(model, $("view"), $("tools")));
   for (const timeline of content.timelines) views.push(new Timeline(model, timeline, $("view"), $("tools")));
+  for (const table of model.tables) if (table.schema === "amanda.diff") views.push(new DiffView(model, table, $("view"), $("tools")));
   document.body.classList.toggle("no-views", !views.length);
   const tables = makeTables();
   document.body.classList.toggle("no-tables", !tables);

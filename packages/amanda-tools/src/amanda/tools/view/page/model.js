@@ -15,6 +15,7 @@ class Node {
     this.count = 0;
     this.byPhase = new Map();
     this.found = 0;
+    this.flagged = 0;
     this.id = 0;
     this.first = Infinity;
   }
@@ -44,6 +45,7 @@ class Model {
     this.makeTree();
     this.makeColumns();
     this.makeNeighbours();
+    this.flag();
     this.measure = this.measures[0] || null;
     this.addUp();
     this.unfoldFirst();
@@ -149,14 +151,15 @@ class Model {
   // The largest modules first, as long as the tree is short.
   unfoldFirst() {
     this.unfolded.add(this.root);
-    const folded = this.root.children.filter((child) => !child.isOp);
+    const isModule = (child) => !child.isOp && child.path !== null;
+    const folded = this.root.children.filter(isModule);
     let rows = this.root.children.length;
     while (folded.length) {
       const largest = folded.reduce((a, b) => (b.count > a.count ? b : a));
       rows += largest.children.length;
       if (rows > FIRST_ROWS) return;
       this.unfolded.add(largest);
-      folded.splice(folded.indexOf(largest), 1, ...largest.children.filter((child) => !child.isOp));
+      folded.splice(folded.indexOf(largest), 1, ...largest.children.filter(isModule));
     }
   }
 
@@ -226,6 +229,21 @@ class Model {
     this.columns.push(own("source", ops.source, { path: true }));
   }
 
+  // What is to be looked at: ops that diverge between runs, and those that make NaN or Inf.
+  flag() {
+    this.flags = new Map();
+    for (const table of this.tables) {
+      const verdict = table.columns.findIndex((column) => column.name === "verdict");
+      const told = { "amanda.nan": () => "makes NaN or Inf", "amanda.diff": (row) => (row[verdict] === "different" ? "differs between the runs" : null) }[table.schema];
+      if (!told || !table.ops) continue;
+      table.rows.forEach((row, place) => {
+        const what = told(row);
+        if (what) for (const op of table.ops[place]) this.flags.set(op, what);
+      });
+    }
+    for (const op of this.flags.keys()) for (let node = this.nodeOf[op]; node; node = node.parent) node.flagged += 1;
+  }
+
   firstShape(given) {
     const index = (given || []).flat().find((one) => one !== null && one !== undefined);
     return index === undefined ? "" : shape(this.tensors.shape[index]);
@@ -247,9 +265,13 @@ class Model {
       if (KEYS.includes(column.name) || column.name === "id") return;
       const values = rows.map((row, op) => (row < 0 || shared[op] ? null : this.value(table.rows[row][place], column)));
       const twin = this.columns.find((one) => one.name === column.name);
-      if (twin && twin.values.every((value, op) => value === values[op])) return;
+      if (twin && (column.name === "calls" || twin.values.every((value, op) => value === values[op]))) return;
       const name = twin ? `${column.name} · ${table.name.replace(/\.json(\.gz)?$/, "")}` : column.name;
       this.columns.push({ ...column, name, values, shared, table, large: isLarge(values, column) });
+      if (twin && twin.table && twin.table.schema === table.schema && column.number) {
+        const change = values.map((value, op) => (value === null && twin.values[op] === null ? null : (value || 0) - (twin.values[op] || 0)));
+        this.columns.push({ ...column, name: `Δ ${column.name}`, values: change, shared, table, large: isLarge(values, column) });
+      }
     });
     return true;
   }

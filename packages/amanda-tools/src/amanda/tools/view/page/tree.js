@@ -54,7 +54,7 @@ class Tree {
     const share = model.share(node);
     const inner = !node.isOp;
     const bar = h("span", { class: "bar-of-share" });
-    bar.style.width = `${(100 * Math.min(1, share)).toFixed(1)}%`;
+    bar.style.width = `${(100 * Math.min(1, Math.abs(share))).toFixed(1)}%`;
     const phase = node.isOp ? model.ops.phase[node.op] : "";
     const made = h("div", {
       class: `row ${inner ? "module" : "op"}${node === model.selection ? " selected" : ""}`,
@@ -66,6 +66,7 @@ class Tree {
     inner ? h("span", { class: `chevron${model.isOpen(node) ? " open" : ""}`, "aria-hidden": "true" })
       : h("span", { class: `dot ${kindClass(model.kinds[node.op])}${phase === "forward" ? "" : " hollow"}`, "aria-hidden": "true" }),
     h("span", { class: "name" }, inner ? node.name : model.label(node.op)),
+    node.flagged ? h("span", { class: "flag", role: "img", "aria-label": inner ? `${node.flagged} flagged` : model.flags.get(node.op), title: inner ? `${node.flagged} flagged` : model.flags.get(node.op) }, "!") : null,
     inner ? h("span", { class: "count" }, (model.matches ? node.found : node.count).toLocaleString("en-US")) : null,
     h("span", { class: "space" }),
     model.measure.values ? h("span", { class: "value" }, bar, h("span", {}, this.value(node))) : null);
