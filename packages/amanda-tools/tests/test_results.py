@@ -55,6 +55,17 @@ def test_it_shows_in_a_notebook_with_names_escaped(calls: Calls) -> None:
     assert "<relu>" not in html
 
 
+def test_in_a_notebook_numbers_are_aligned_and_short_paths_tell_all() -> None:
+    class Paths(Calls):
+        columns = (Column("op"), Column("calls", total=True), Column("path", show=lambda path: path[-4:]))
+
+    html = Paths([("relu", 49, '/a/"b".py')])._repr_html_()
+    assert '<th scope="col" class="number">calls</th>' in html
+    assert '<td class="number">49</td>' in html
+    assert '<td title="/a/&quot;b&quot;.py">&quot;.py</td>' in html
+    assert '<th class="number">49</th>' in html
+
+
 def test_it_goes_to_pandas(calls: Calls) -> None:
     import pandas
 
@@ -68,6 +79,8 @@ def test_files_hold_the_values(calls: Calls, tmp_path) -> None:
     found = json.loads(calls.save(tmp_path / "calls.json").read_text())
     assert (found["schema"], found["version"]) == ("amanda.calls", 1)
     assert found["rows"][0] == {"op": "conv2d [x]", "calls": 53, "FLOPs": 8_000_000_000}
+    assert found["columns"][2] == {"name": "FLOPs", "total": True, "unit": ""}
+    assert (found["title"], found["notes"]) == ("Calls", ["Two <notes>."])
     rows = list(csv.reader(calls.save(tmp_path / "calls.csv").read_text().splitlines()))
     assert rows == [["op", "calls", "FLOPs"], ["conv2d [x]", "53", "8000000000"], ["<relu>", "49", ""]]
     assert calls.save(tmp_path / "calls.html").read_text().startswith("<!doctype html>")

@@ -168,6 +168,50 @@ def test_columns_that_only_some_rows_have_numbers_in_are_words(tmp_path: Path) -
     }  # fmt: skip
 
 
+def test_words_for_numbers_are_numbers(tmp_path: Path) -> None:
+    (found,) = shown(tmp_path, table([row("a", 1, x="inf"), row("b", 2, x=0.5)]))["tables"]
+    assert found["columns"][-1]["number"]
+    assert [one[-1] for one in found["rows"]] == ["Infinity", 0.5]
+
+
+def test_a_phase_that_the_trace_does_not_tell_apart_finds_its_forward_ops(
+    tmp_path: Path, trace: dict[str, Any]
+) -> None:
+    (found,) = shown(tmp_path, trace, table([{**trace["ops"][0], "id": None, "phase": "optimizer"}]))[
+        "tables"
+    ]
+    assert found["ops"] == [[0]]
+
+
+def test_tools_of_one_scope_tell_of_the_same_ops(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    import amanda
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trace, flops, profile = (amanda.load_tool(name) for name in ("trace", "flops", "profile"))
+    with amanda.apply(trace, flops, profile):
+        for _ in range(2):
+            model(torch.rand(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    events = profile.result.save(tmp_path / "step.trace.json")
+    content = embedded(to_page(trace.result, flops.result, profile.result, events))
+    ops = content["ops"]
+    assert len(content["tables"]) == 2
+    for one in content["tables"]:
+        for cells, about in zip(one["rows"], one["ops"], strict=True):
+            assert {(ops["type"][op], ops["module"][op], ops["source"][op]) for op in about} == {
+                tuple(cells[1:4])
+            }
+    timeline = content["timelines"][0]["events"]
+    of_ops = [(name, op) for name, op in zip(timeline["name"], timeline["op"], strict=True) if op >= 0]
+    assert len(of_ops) == sum(row[4] for row in content["tables"][1]["rows"])
+    assert all(name == ops["type"][op] for name, op in of_ops)
+
+
 # ---- timelines ----
 
 

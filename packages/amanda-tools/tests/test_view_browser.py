@@ -177,6 +177,43 @@ def test_the_graph_has_an_edge_for_each_tensor_between_what_is_drawn(show: Open)
     assert page.locator(".graph .edge").count() == 4
 
 
+def test_a_module_that_is_called_again_is_drawn_for_each_call(show: Open) -> None:
+    trace = Trace()
+    x = trace.tensor([2], "input", name="x")
+    for conv in ("conv1", "conv2"):
+        x = trace.op("conv2d", conv, 1, [x], [2])
+        x = trace.op("relu", "act", 2, [x], [2])
+        x = trace.op("mul", "act", 3, [x], [2])
+    page = show(trace.content())
+    page.click("#fold-all")
+    node(page, "act").locator(".chevron").click()
+    until(lambda: titles(page).count("act") == 2 or page.locator(".graph .cluster").count() == 2)
+    assert [name for name in tree_names(page) if name == "act"] == ["act"]
+    node(page, "act").click()
+    until(lambda: page.locator(".graph .selected").count() == 2)
+    # x to conv1, conv1 to act, act to conv2, conv2 to act: none goes upwards
+    ends = page.locator(".graph .edge").evaluate_all(
+        """edges => edges.map((edge) =>
+             edge.getPointAtLength(edge.getTotalLength()).y - edge.getPointAtLength(0).y)"""
+    )
+    assert min(ends) > 0
+
+
+def test_ops_that_interleave_without_need_are_one_module(show: Open) -> None:
+    trace = Trace()
+    x = trace.tensor([2], "input", name="x")
+    for _ in range(3):
+        a = trace.op("relu", "left", 1, [x], [2])
+        b = trace.op("gelu", "right", 2, [x], [2])
+    trace.op("add", "", 3, [a, b], [2])
+    page = show(trace.content())
+    page.click("#fold-all")
+    for name in ("left", "right"):
+        if node(page, name).get_attribute("aria-expanded") == "true":
+            node(page, name).locator(".chevron").click()
+    until(lambda: sorted(titles(page)) == ["add", "left", "right", "x"])
+
+
 def test_phases_are_shown_one_by_one_or_together(show: Open, small: dict[str, Any]) -> None:
     page = show(small)
     assert "cross_entropy_backward" not in titles(page)
@@ -316,6 +353,54 @@ def test_a_table_with_several_rows_for_an_op_stays_apart(show: Open, small: dict
     assert "0.125" in page.inner_text("#facts")
     page.fill("#query", "has:stats")
     found(page, "1 of")
+
+
+def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str, Any]) -> None:
+    before, after = flops_of(small), flops_of(small)
+    after["rows"][7]["FLOPs"] += 4_000_000
+    page = show(small, before, after)
+    heads = page.locator("#table .head .label").all_inner_texts()
+    assert [name for name in heads if "FLOPs" in name] == ["FLOPs", "FLOPs \u00b7 2", "\u0394 FLOPs"]
+    page.select_option("#measure", "\u0394 FLOPs")
+    until(lambda: node(page, "encoder").locator(".value").inner_text() == "4 M")
+    until(lambda: node(page, "head").locator(".value").inner_text() == "0")
+
+
+# ---- differences ----
+
+
+def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, Any]) -> None:
+    forward = [op for op in small["ops"] if op["phase"] == "forward"]
+    rows = [
+        {**{key: op[key] for key in ("phase", "type", "module", "source")}, "in b": "", "execution": 1,
+         "relative error": 0.0 if i < 20 else "inf" if i == 30 else 1e-9 * i, "cosine": None, "largest": 0.5,
+         "tolerance": 1e-4, "verdict": "same" if i < 20 else "different"}
+        for i, op in enumerate(forward)
+    ]  # fmt: skip
+    first = {"forward": 20, "backward": None}
+    page = show(small, {"schema": "amanda.diff", "version": 1, "title": "a, b", "first": first, "rows": rows})
+    page.get_by_role("tab", name="Diff").click()
+    verdict = page.locator(".verdict")
+    assert verdict.inner_text().startswith(f"First divergence, forward: {forward[20]['type']} in ")
+    plot = page.locator("canvas.diff")
+    count = len(forward)
+    assert f"{count} ops in the order of execution: 20 same, 0 close, {count - 20} different" in (
+        plot.get_attribute("aria-label") or ""
+    )
+    verdict.locator("button").click()
+    selected(page, forward[20]["type"])
+    assert page.locator("#tree .row.selected .flag").count() == 1
+    assert "differs between the runs" in page.inner_text("#facts")
+    page.keyboard.press("Tab")
+    plot.focus()
+    page.keyboard.press("ArrowLeft")
+    until(lambda: "selected: " + forward[19]["type"] in (plot.get_attribute("aria-label") or ""))
+    assert page.locator("#tree .row.selected .flag").count() == 0
+    box = plot.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    page.mouse.wheel(0, -400)
+    until(lambda: float(plot.get_attribute("data-from") or 0) > 0)
 
 
 # ---- timeline ----

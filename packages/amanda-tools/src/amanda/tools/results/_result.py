@@ -7,12 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
+from amanda.tools.results import _html
 
 if TYPE_CHECKING:
     import pandas
@@ -93,18 +93,10 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         rows = self.rows()
-        head = "".join(f"<th>{escape(column.name)}</th>" for column in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(shown)}</td>" for shown in self._shown(row)) + "</tr>"
-            for row in rows
-        )
-        foot = "".join(f"<th>{escape(total)}</th>" for total in self._totals(rows))
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes())
-        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        return (
-            f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-            f"<tfoot><tr>{foot}</tr></tfoot></table>{notes}"
-        )
+        cells = [list(zip(self._shown(row), row, strict=True)) for row in rows]
+        names = [column.name for column in self.columns]
+        numbers = [column.total or column.number for column in self.columns]
+        return _html.table(self.title, names, numbers, cells, self._totals(rows), self.notes())
 
     def _shown(self, row: Sequence[Any]) -> list[str]:
         return [
@@ -160,11 +152,7 @@ class Result(ABC):
 
     def to_html(self) -> str:
         """The table as a page of its own."""
-        title = escape(self.title or self.name)
-        return (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
-            f"<body>{self._repr_html_()}</body></html>\n"
-        )
+        return _html.page(self.title or self.name, self._repr_html_())
 
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.

@@ -173,8 +173,7 @@ class DiffView {
       pen.stroke();
     };
     pen.textAlign = "right";
-    for (let power = this.top; power > FLOOR; power -= power > FLOOR + 3 ? 3 : 1) {
-      if (power <= FLOOR + 1) break;
+    for (let power = this.top; power > FLOOR + 2; power -= 3) {
       const y = Math.round(this.y(power)) + 0.5;
       line(EDGE.left, y, wide - EDGE.right, y);
       pen.fillStyle = colour("soft");

@@ -44,7 +44,7 @@ function makeTables() {
   const own = model.tables.filter((table) => !table.joined).map((table) => {
     let picked = -1;
     return {
-      title: table.title, hint: table.name,
+      title: table.title.length < 28 ? table.title : table.schema.replace("amanda.", ""), hint: `${table.title}, ${table.name}`,
       table: () => ({
         label: table.title, rows: table.rows.length,
         columns: table.columns.map((column, place) => ({ ...column, path: column.name === "module" || column.name === "source", values: table.rows.map((row) => model.value(row[place], column)) }))
