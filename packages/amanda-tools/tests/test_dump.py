@@ -298,6 +298,35 @@ def test_each_rank_has_a_folder_of_its_own(folder: Path, monkeypatch: pytest.Mon
     assert len(Dump(folder / "rank1"))
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_processes_that_were_given_one_folder_do_not_write_over_each_other(
+    folder: Path, overwrite: bool
+) -> None:
+    if overwrite:
+        dumped(folder, lambda: torch.ones(2).exp(), outputs="full")
+    tools = [DumpTool(folder, outputs="full", overwrite=overwrite) for _ in range(3)]
+    for tool, op in zip(tools, (torch.neg, torch.abs, torch.sin), strict=True):
+        with amanda.apply(tool):
+            op(torch.ones(2))
+    found = [tool.result.folder for tool in tools]
+    assert found[0] == folder
+    assert {one.parent for one in found[1:]} == {folder}
+    for one, name in zip(found, ("neg", "abs", "sin"), strict=True):
+        assert entries(Dump(one), type=name, role="output")
+        assert {path.suffix for path in one.iterdir() if path.is_file()} == {".json", ".safetensors"}
+
+
+def test_an_index_is_there_while_it_is_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, tool = Times(), DumpTool(folder, executions=None)
+    with amanda.apply(tool):
+        times(torch.ones(2), 1)
+        assert tool.result
+        monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: pytest.fail(f"{path} is removed"))
+        times(torch.ones(2), 2)
+        assert tool.result
+    assert len(entries(Dump(folder), type="mul", role="output")) == 2
+
+
 def test_clearing_starts_anew(folder: Path) -> None:
     times, tool = Times(), DumpTool(folder, outputs="full")
     with amanda.apply(tool):

@@ -24,7 +24,7 @@ class DumpResult(Result):
         Column("shape", show=lambda shape: "x".join(map(str, shape)) or "scalar"),
         *(Column(name, show="{:.4g}".format, number=True) for name in ("mean", "std", "min", "max")),
         Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
-        Column("file"),
+        Column("file", show=lambda name: name.removeprefix("tensors-").partition(".")[0]),
     )  # fmt: skip
 
     def __init__(self, folder: Path, ops: Sequence[Op], entries: Sequence[Entry], kept: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -27,7 +28,8 @@ class Writer:
     """Ops, entries and tensors, written now and then: the tensors first, then the index that has them.
 
     The index is written anew each time, and so seldom that this takes a small share of the time.  Nothing
-    is made in the folder before the first writing.
+    is made in the folder before the first writing; where another process has written by then, this one has
+    a folder of its own in it.
     """
 
     def __init__(self, folder: Path, form: Format, overwrite: bool) -> None:
@@ -35,6 +37,7 @@ class Writer:
         self._process, self._lock = os.getpid(), Lock()
         self.ops: list[Op] = []
         self._check(overwrite)
+        self._replaced, self._own = _stamp(folder / INDEX), False
         self.clear()
 
     def _check(self, overwrite: bool) -> None:
@@ -55,7 +58,7 @@ class Writer:
         self._waiting: dict[str, NDArray[Any]] = {}
         self._bytes = self._shards = 0
         self._due = monotonic() + _SECONDS
-        self._changed = False
+        self._changed = self._begun = False
 
     def add_op(self, op: Op) -> int:
         """Take an op in; its index."""
@@ -107,10 +110,35 @@ class Writer:
         self._due = monotonic() + max(_SECONDS, _PATIENCE * took)
 
     def _make_room(self) -> None:
-        """Make the folder; remove an older dump ahead of the first writing."""
+        """Ahead of the first writing: remove an older dump, and take the folder, or one in it."""
+        index = self.folder / INDEX
+        if self._begun:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._shards == 0 and (self.folder / INDEX).exists():
+        if index.exists() and (self._own or _stamp(index) == self._replaced):
             files = Dump(self.folder).files
-            (self.folder / INDEX).unlink()
+            index.unlink()
             for name in files:
                 (self.folder / name).unlink(missing_ok=True)
+        if not self._own and not _is_taken(index):  # another process has come first
+            self.folder = Path(tempfile.mkdtemp(prefix=f"process{self._process}-", dir=self.folder))
+        self._own = self._begun = True
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What tells a file from one that is put into its place."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _is_taken(index: Path) -> bool:
+    """Make an index without entries; False if there is one."""
+    try:
+        with index.open("x") as file:
+            json.dump({"schema": SCHEMA, "version": VERSION, "ops": [], "entries": []}, file)
+    except FileExistsError:
+        return False
+    return True
