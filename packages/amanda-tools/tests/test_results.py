@@ -48,6 +48,21 @@ def test_a_long_table_is_cut_but_its_totals_are_of_all() -> None:
     assert ["total", "100", "100"] in [line.split() for line in text.splitlines()]
 
 
+class Wide(Result):
+    name = "wide"
+    columns = (Column("path"), Column("kind", shown=False), Column("count", number=True))
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        return [("a/" * 200, "hidden", 1_234_567)]
+
+
+def test_numbers_stay_whole_and_some_columns_are_for_files_alone() -> None:
+    assert "1234567" in str(Wide())
+    assert "hidden" not in str(Wide())
+    assert Wide().to_csv().splitlines()[1].endswith(",hidden,1234567")
+    assert "hidden" in Wide().to_html()
+
+
 def test_it_shows_in_a_notebook_with_names_escaped(calls: Calls) -> None:
     html = calls._repr_html_()
     assert "&lt;relu&gt;" in html

@@ -256,6 +256,10 @@ def test_lists_of_tensors_are_measured_one_by_one() -> None:
     assert [m.statistics.mean for m in result if m.type == "split"] == [0.5, 2.5, 4.5]
 
 
+def test_memory_that_nobody_wrote_yet_is_not_measured() -> None:
+    assert [m.type for m in measured(lambda: torch.empty(3).fill_(1.0))] == ["fill"]
+
+
 def test_an_op_analysed_at_each_execution_stays_one_row() -> None:
     times = Times()
 

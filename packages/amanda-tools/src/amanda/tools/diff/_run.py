@@ -17,8 +17,6 @@ from amanda.tools.stats import Measured, StatsResult
 
 Source = str | Path | Dump | StatsResult | Callable[[], Any]
 
-_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
-
 
 @dataclass
 class Run:
@@ -35,8 +33,7 @@ class Run:
     def __post_init__(self) -> None:
         self.by_op: dict[int, list[Entry]] = {}
         for entry in self.entries:
-            if self.ops[entry.op].type not in _UNINITIALISED:
-                self.by_op.setdefault(entry.op, []).append(entry)
+            self.by_op.setdefault(entry.op, []).append(entry)
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
         """The numbers of a tensor; None where they are not known."""

@@ -18,9 +18,9 @@ class DumpResult(Result):
     title = "Dumped tensors"
     columns: ClassVar[Sequence[Column]] = (
         Column("phase"), Column("type"),
-        Column("module", show=partial(shortened, width=32)),
-        Column("source", show=partial(shortened, width=32)),
-        Column("tensor"), Column("execution", number=True), Column("dtype"),
+        Column("module", show=partial(shortened, width=24)),
+        Column("source", show=partial(shortened, width=24)),
+        Column("tensor"), Column("execution", number=True, shown=False), Column("dtype"),
         Column("shape", show=lambda shape: "x".join(map(str, shape)) or "scalar"),
         *(Column(name, show="{:.4g}".format, number=True) for name in ("mean", "std", "min", "max")),
         Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),

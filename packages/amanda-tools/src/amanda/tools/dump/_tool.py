@@ -17,7 +17,7 @@ from amanda.tools.dump._entry import Entry, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, extents, summary
 from amanda.tools.dump._writer import Writer
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import UNINITIALISED, StandardMapping
 
 Keep = Literal["no", "summary", "full"]
 
@@ -104,7 +104,7 @@ class DumpTool(amanda.Tool):
             context.insert_before_op(
                 self._see, inputs=[weight], place=place, role="weight", dtype=dtype, first=weight
             )
-        if self._keeps["output"] != "no":
+        if self._keeps["output"] != "no" and context["type"] not in UNINITIALISED:
             context.insert_after_op(self._see, place=place, role="output", dtype=dtype)
 
     def _backward(self, context: amanda.OpContext) -> None:

@@ -8,6 +8,12 @@ from typing import Any
 from amanda.tools.mapping import _pytorch, _tensorflow
 from amanda.tools.mapping._rules import MappingTool
 
+UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
+     "Empty", "ParallelConcatStart"}
+)  # fmt: skip
+"""Types of ops whose outputs are what was in memory before."""
+
 
 class StandardMapping(MappingTool):
     """Puts these keys into a context, with the same words for every framework.

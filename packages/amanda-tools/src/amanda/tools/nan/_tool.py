@@ -7,16 +7,11 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import UNINITIALISED, StandardMapping
 from amanda.tools.nan._result import Finding, NanResult
 from amanda.tools.nan._summary import Summary, is_finite
 
 _FLOATING = ("float", "bfloat", "half", "complex")
-_UNINITIALISED = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
-     "Empty", "ParallelConcatStart"}
-)  # fmt: skip
-"""Ops whose outputs are what was in memory before: nothing begins there."""
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
@@ -56,7 +51,7 @@ class NanTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
-        if context["type"] in _UNINITIALISED:
+        if context["type"] in UNINITIALISED:
             return
         place = ("forward", context["type"], context.get_scope(), context.get_source())
         context.insert_before_op(

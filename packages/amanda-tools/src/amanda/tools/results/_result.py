@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError
 from amanda.tools.results import _html
@@ -34,6 +34,7 @@ class Column:
     show: Callable[[Any], str] = str
     total: bool = False
     number: bool = False
+    shown: bool = True
     unit: str = ""
 
 
@@ -82,11 +83,16 @@ class Result(ABC):
         table = Table(
             title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", show_footer=any(totals)
         )
-        for column, total in zip(self.columns, totals, strict=True):
-            justify = "right" if column.total or column.number else "left"
-            table.add_column(column.name, total, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        shown = [i for i, column in enumerate(self.columns) if column.shown]
+        for i in shown:
+            number = self.columns[i].total or self.columns[i].number
+            justify: Literal["right", "left"] = "right" if number else "left"
+            table.add_column(
+                self.columns[i].name, totals[i], justify=justify, overflow="fold", no_wrap=number
+            )
         for row in rows[:ROWS_SHOWN]:
-            table.add_row(*(Text(shown) for shown in self._shown(row)))
+            texts = self._shown(row)
+            table.add_row(*(Text(texts[i]) for i in shown))
         if len(rows) > ROWS_SHOWN:
             table.add_row(f"… {len(rows) - ROWS_SHOWN} more")
         return table

@@ -51,15 +51,13 @@ class Measured:
 
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
-    told = ("mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles))
+    keys = [Column(key, show=partial(shortened, width=24)) for key in KEYS]
+    told = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
+    count = partial(Column, show="{:,}".format, number=True)
     return (
-        *(Column(key, show=partial(shortened, width=32)) for key in KEYS),
-        Column("dtype"),
-        Column("executions", show="{:,}".format, number=True),
-        Column("elements", show="{:,}".format, number=True),
-        *(Column(name, show="{:.4g}".format, number=True) for name in told),
-        Column("sparsity", show="{:.2%}".format, number=True),
-        Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
+        *keys, Column("dtype", shown=False), count("executions", shown=False), count("elements"),
+        *(Column(name, show="{:.3g}".format, number=True, shown=name != "L1") for name in told),
+        Column("sparsity", show="{:.1%}".format, number=True), count("NaN"), count("Inf"),
     )  # fmt: skip
 
 

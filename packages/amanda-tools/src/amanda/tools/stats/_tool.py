@@ -8,7 +8,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import UNINITIALISED, StandardMapping
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
 from amanda.tools.stats._sketch import Bins
@@ -96,7 +96,7 @@ class StatsTool(amanda.Tool):
         weight = context["weight_index"]
         if self._weights and weight is not None:
             context.insert_before_op(self._see, inputs=[weight], place=place, name="weight", dtype=dtype)
-        if self._activations:
+        if self._activations and context["type"] not in UNINITIALISED:
             context.insert_after_op(self._see, place=place, name="output {}", dtype=dtype)
 
     def _backward(self, context: amanda.OpContext) -> None:
