@@ -32,7 +32,7 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
     """Every figure that there are measurements for."""
     for name, judge in {
         "ops": of_ops, "instructions": of_instructions, "steps": of_steps, "cache": of_cache,
-        "graphs": of_graphs, "memory": of_memory, "startup": of_startup,
+        "graphs": of_graphs, "memory": of_memory, "startup": of_startup, "profiling": of_profiling,
     }.items():  # fmt: skip
         if name in found and "missing" not in found[name]:
             yield from judge(found[name])
@@ -211,6 +211,26 @@ def of_startup(results: dict[str, Any]) -> Iterator[Figure]:
     slowest = max(results["builds"])
     met = "met" if slowest < 20 else "**not met**"
     yield Figure("building the interceptor, on two cores", "< 20 s", f"{slowest:.1f} s", met)
+
+
+def of_profiling(results: dict[str, Any]) -> Iterator[Figure]:
+    """Whether both profilers say the same."""
+    same = results["at once"]
+    low, middle, high = same["quantiles"]
+    measured = f"{same['within']:.1%} of {same['long']:,}; {middle:.3f} [{low:.3f}, {high:.3f}] of its times"
+    met = "met" if same["within"] >= 0.95 else "**not met**"
+    yield Figure(
+        "profile: times of ops above 100 us, within 10 % of torch.profiler's", ">= 95 %", measured, met
+    )
+    ranks = correlation(results["apart"])
+    met = "met" if ranks >= 0.9 else "**not met**"
+    yield Figure("profile: order of ops by their sums, rank correlation", ">= 0.9", f"{ranks:.3f}", met)
+
+
+def correlation(sums: dict[str, list[float]]) -> float:
+    """Spearman's rank correlation of the two sums of each name."""
+    ranks = [np.argsort(np.argsort(one)) for one in zip(*sums.values(), strict=True)]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def span(estimate: Estimate, digits: str) -> str:

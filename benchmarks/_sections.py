@@ -6,6 +6,7 @@ from typing import Any
 from _estimates import Estimate, difference, median, quotient
 from _figures import added, bare_seconds, share, to_mode
 from _graph_tables import graphs
+from _profiling import profiling
 from _resources import instructions, memory, startup
 from _tables import table, with_span
 from _words import words
@@ -134,4 +135,5 @@ def cache(results: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
     "graphs": graphs, "startup": startup, "memory": memory, "instructions": instructions,
+    "profiling": profiling,
 }  # fmt: skip

@@ -94,6 +94,16 @@ PARAGRAPHS = {
         program and its plan is the interceptor's. A fifth of the mode's cost, which is what the figure
         allows, is about what the two routines take alone.
     """,
+    "profiling": """
+        A training step under the profile tool and under torch.profiler. At once: both look at the same
+        executions, and the times of each op that takes more than 100 us are compared. One after the
+        other: each looks at steps of its own, and the sums by op are put in order; rank correlation is
+        Spearman's. A backward op's time is what its node and the engine's work on its gradients take.
+    """,
+    "profiling cost": """
+        Processor time that each adds to the step, of the step and for each executed op, forward and
+        backward.
+    """,
     "again": """
         Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are
         counted.

@@ -24,7 +24,18 @@ from _machine import machine, versions
 from _measure import progress
 
 HERE = Path(__file__).parent
-NAMES = ("ops", "steps", "backward", "analysis", "cache", "graphs", "startup", "memory", "instructions")
+NAMES = (
+    "ops",
+    "steps",
+    "backward",
+    "analysis",
+    "cache",
+    "graphs",
+    "startup",
+    "memory",
+    "instructions",
+    "profiling",
+)
 
 
 def main() -> None:

@@ -47,6 +47,18 @@ def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "benchmarks-ops.svg").read_text().count("<svg") == 1
 
 
+def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "profiling", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["profiling"]
+    assert found["at once"]["pairs"] > 2000
+    assert found["apart"].keys() > {"linear", "AddmmBackward0", "AccumulateGrad"}
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "within 10 % of torch.profiler's" in text
+    assert "| ProfileTool, times alone |" in text
+
+
 def test_a_quick_run_of_graphs_measures_sessions_and_functions(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "graphs", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

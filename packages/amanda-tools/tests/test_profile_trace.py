@@ -17,7 +17,8 @@ from torch import nn
 
 import amanda
 from amanda.tools.profile import Place, ProfileResult, ProfileTool
-from amanda.tools.profile._recorder import GRAPH, Event, Step, Thread
+from amanda.tools.profile._log import GRAPH, Event, Thread
+from amanda.tools.profile._recorder import Step
 from amanda.tools.profile._result import Timeline
 from amanda.tools.profile._trace import pairs
 

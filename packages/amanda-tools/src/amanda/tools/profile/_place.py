@@ -17,6 +17,7 @@ class Place:
     calls: executions that ended; timed: those of them whose begin is known.
     device: time on the device, None where there is none.
     allocated: bytes of the tensors that it made; None where nobody looked.
+    index: its place among all.
     runs_others: whether ops within it have times of their own that cannot be told from its own.
     """
 
@@ -36,13 +37,15 @@ class Place:
     device: int | None = None
     allocated: int | None = None
     runs_others: bool = False
+    index: int = 0
 
-    def add(self, took: int, own: int) -> None:
-        """One more execution."""
+    def add(self, took: int, inside: int) -> None:
+        """One more execution, with the time of the ops within it."""
         self.calls += 1
         self.timed += 1
         self.total += took
-        self.own += 0 if self.runs_others else own
+        if not self.runs_others:
+            self.own += took - inside
         if took > self.most:
             self.most = took
         if took < self.least or self.timed == 1:

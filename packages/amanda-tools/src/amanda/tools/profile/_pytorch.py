@@ -75,6 +75,9 @@ def clock_for(inputs: Iterable[Any]) -> CudaClock | None:
     return None
 
 
+_DEVICES: dict[Any, str] = {}
+
+
 def storages(values: Iterable[Any]) -> list[Storage]:
     """The storages of the tensors among values, also of those in lists."""
     import torch
@@ -90,7 +93,9 @@ def _storages(torch: Any, values: Iterable[Any]) -> Iterator[Storage]:
         elif isinstance(value, torch.Tensor):
             try:
                 memory = value.untyped_storage()
-                yield Storage(memory._cdata, str(value.device), memory.nbytes(), memory)
+                device = value.device
+                name = _DEVICES.get(device) or _DEVICES.setdefault(device, str(device))
+                yield Storage(memory._cdata, name, memory.nbytes(), memory)
             except (NotImplementedError, RuntimeError):
                 continue  # sparse, or a wrapper without memory of its own
 

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from _thread import get_ident
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.profile._device import DeviceClock, DeviceTimes
+from amanda.tools.profile._log import GRAPH, Log
 from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
 from amanda.tools.profile._schedule import Schedule
 
 DEEPEST = 256
 """Ops within ops; what an op that raised has left behind goes no deeper either."""
-GRAPH = 0
-"""Thread of the ops of a graph, whose begin and end may be on two."""
-
-
 Routines = tuple[Callable[..., None], Callable[..., None]]
 """What runs before an op, and what runs after it."""
-
-
-class Event(NamedTuple):
-    """One execution; in nanoseconds of `time.perf_counter_ns`.  thread: as `get_ident` tells it."""
-
-    place: Place
-    begin: int
-    took: int
-    thread: int
 
 
 class Step(NamedTuple):
@@ -43,22 +29,6 @@ class Step(NamedTuple):
     number: int
     begin: int
     end: int | None
-
-
-class Thread(NamedTuple):
-    """A thread as the operating system knows it."""
-
-    number: int
-    name: str
-
-    @classmethod
-    def present(cls) -> Thread:
-        """The one that this runs on; asking Python for it would make it one of Python's."""
-        number = threading.get_native_id()
-        named = (one.name for one in threading.enumerate() if one.native_id == number)
-        comm = Path(f"/proc/self/task/{number}/comm")
-        name = next(named, None) or (comm.read_text().strip() if comm.exists() else f"thread {number}")
-        return cls(number, name)
 
 
 class _Open:
@@ -79,7 +49,7 @@ class Recorder:
     """Keeps sums for each op and, up to `limit`, each execution.
 
     places: by the ids of the forward and the backward op.  memory: told which steps are recorded.
-    recording: whether the present step is.  dropped: executions that were one too many to be kept.
+    recording: whether the present step is.  log: what a timeline shows.
     """
 
     def __init__(self, schedule: Schedule, limit: int, memory: Memory | None = None) -> None:
@@ -96,9 +66,7 @@ class Recorder:
         for place in self.places.values():
             place.clear()
         self.windows: list[Step] = []
-        self.events: list[Event] = []
-        self.dropped = 0
-        self.threads: dict[int, Thread] = {}
+        self.log = Log(self._limit)
         self.device_times = DeviceTimes()
         self._open: defaultdict[int, deque[_Open]] = defaultdict(partial(deque, maxlen=DEEPEST))
         if self.memory is not None:
@@ -194,8 +162,8 @@ class Recorder:
                 return
             one = self._unwound(place, stack)
         took = now - one.begin - one.ours
-        place.add(took, took - one.inside)
-        self._keep(place, one.begin, now - one.begin, thread)
+        place.add(took, one.inside)
+        self.log.keep(place, one.begin, now - one.begin, thread)
         if stack:
             around = stack[-1]
             around.inside += took
@@ -231,8 +199,8 @@ class Recorder:
             begun = run.get(place)
             if begun:
                 start = begun.popleft()
-                place.add(now - start, now - start)
-                self._keep(place, start, now - start, GRAPH)
+                place.add(now - start, 0)
+                self.log.keep(place, start, now - start, GRAPH)
 
         return begin, end
 
@@ -246,14 +214,6 @@ class Recorder:
 
         return end
 
-    def _keep(self, place: Place, begin: int, took: int, thread: int) -> None:
-        if len(self.events) < self._limit:
-            self.events.append(Event(place, begin, took, thread))
-            if thread not in self.threads:
-                self.threads[thread] = Thread.present()
-        else:
-            self.dropped += 1
-
 
 def floor(samples: int = 200) -> float:
     """Nanoseconds that the routines find between a begin and an end with nothing between them."""
@@ -263,17 +223,4 @@ def floor(samples: int = 200) -> float:
     for _ in range(samples):
         begin()
         end()
-    return float(median(event.took for event in recorder.events))
-
-
-def lanes(events: Sequence[Event]) -> list[int]:
-    """For each event, in the order of their begins, the first lane that is free: none overlaps another."""
-    free: list[int] = []
-    chosen = []
-    for event in events:
-        lane = next((i for i, end in enumerate(free) if end <= event.begin), len(free))
-        if lane == len(free):
-            free.append(0)
-        free[lane] = event.begin + event.took
-        chosen.append(lane)
-    return chosen
+    return float(median(event.took for event in recorder.log.events([place])))

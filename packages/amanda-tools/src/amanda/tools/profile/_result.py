@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
 from amanda.tools.profile import _trace
+from amanda.tools.profile._log import Event, Thread
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._place import KEYS, Place
-from amanda.tools.profile._recorder import Event, Step, Thread, floor
+from amanda.tools.profile._recorder import Step, floor
 from amanda.tools.results import Column, Result, amount, shortened
 
 if TYPE_CHECKING:
@@ -99,14 +100,14 @@ class ProfileResult(Result):
             peaks.append(
                 Peak(device.name, device.peak, [(kept.get(place, place), size) for place, size in owners])
             )
-        events = [event._replace(place=kept[event.place]) for event in recorder.events]
+        events = recorder.log.events(list(kept.values()))
         timeline = Timeline(
             sorted(events, key=lambda event: (event.begin, -event.took)),
-            dict(recorder.threads),
+            dict(recorder.log.threads),
             _ended(recorder.windows, events),
             {device.name: list(device.history) for device in devices},
         )
-        return cls(kept.values(), peaks, timeline, recorder.dropped, str(recorder.schedule))
+        return cls(kept.values(), peaks, timeline, recorder.log.dropped, str(recorder.schedule))
 
     def by(self, *keys: str) -> ProfileResult:
         """The same with a row for each value of these keys: "phase", "type", "module", "source".

@@ -106,7 +106,7 @@ class ProfileTool(amanda.Tool):
             name = context.get_op_type() if backward is None else str(backward.__name__)
             places[key] = Place(
                 phase, kind, context.get_scope(), context.get_source(), name, key[1] or key[0], key[0],
-                runs_others=context["profile.runs_others"],
+                runs_others=context["profile.runs_others"], index=len(places),
             )  # fmt: skip
         return places[key]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools.profile._recorder import GRAPH, Event, lanes
+from amanda.tools.profile._log import GRAPH, Event, lanes
 
 if TYPE_CHECKING:
     from amanda.tools.profile._result import Timeline
