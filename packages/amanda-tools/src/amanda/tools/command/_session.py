@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -71,7 +72,7 @@ class _Process:
         """Begin, and end with the process."""
         self._begin()
         show_program_alone()
-        atexit.register(self._end)
+        atexit.register(self._end_of_interpreter)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
@@ -99,6 +100,13 @@ class _Process:
     def _end(self) -> None:
         if self.session is not None:
             self.session.finish()
+
+    def _end_of_interpreter(self) -> None:
+        self._end()
+        if getattr(sys, "last_type", None) is KeyboardInterrupt:
+            # Python dies of SIGINT after one that nothing caught, if it ran no text since: tell it again.
+            with suppress(KeyboardInterrupt):
+                exec("raise KeyboardInterrupt")
 
     def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
         self._end()

@@ -14,31 +14,20 @@ import amanda
 from amanda._plugins import driven_frameworks
 from amanda.tools.command._spec import Tooling
 
-_PIPED_WIDTH = 160
-
 
 class Teller:
     """Tables on a terminal, plain text elsewhere; nothing where it is to be quiet."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet or sys.stderr is None or sys.stderr.closed
-        self._console = Console(file=sys.stderr, soft_wrap=False, highlight=False)
-        if not self._console.is_terminal:
-            self._console = Console(
-                file=sys.stderr, width=_PIPED_WIDTH, color_system=None, highlight=False, legacy_windows=False
-            )
+        self._console = Console(file=sys.stderr, highlight=False)
 
     def result(self, tooling: Tooling, result: Any, labels: Sequence[str], saved: Sequence[str]) -> None:
         """A result, of how many processes it is, and the files that have it."""
         several = f" of {len(labels)} processes ({', '.join(labels)})" if len(labels) > 1 else ""
         if several:
             self._say(f"amanda: {tooling.name}{several}")
-        if self._console.is_terminal and hasattr(result, "__rich__"):
-            self._print(result)
-            for note in getattr(result, "notes", list)():
-                self._say(note)
-        else:
-            self._say(str(result))
+        self._print(result if self._console.is_terminal else Text(str(result)))
         self._saved(tooling, saved)
 
     def text(self, tooling: Tooling, text: str | None, label: str, saved: str | None) -> None:

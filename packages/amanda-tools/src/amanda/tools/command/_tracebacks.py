@@ -38,7 +38,7 @@ def show_program_alone() -> None:
 def strip(error: BaseException | None) -> None:
     """Take Amanda's frames out of an exception that an op raised, and out of those it comes from.
 
-    One of a tool keeps them, and so does one of Amanda itself.
+    One of a tool keeps them, and so does one of Amanda itself; an interrupt may come anywhere.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -47,23 +47,27 @@ def strip(error: BaseException | None) -> None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        if not any(note.startswith("[amanda]") for note in getattr(one, "__notes__", ())):
-            one.__traceback__ = _stripped(one.__traceback__)
+        interrupt = isinstance(one, KeyboardInterrupt)
+        notes = getattr(one, "__notes__", [])
+        if interrupt and notes:
+            one.__notes__ = [note for note in notes if not note.startswith("[amanda]")]
+        if interrupt or not any(note.startswith("[amanda]") for note in notes):
+            one.__traceback__ = _stripped(one.__traceback__, interrupt)
         waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 
-def _stripped(trace: TracebackType | None) -> TracebackType | None:
+def _stripped(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:
     kept: list[TracebackType] = []
     ours: list[TracebackType] = []
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith(_HOMES):
             ours.append(trace)
         else:
-            kept += [] if _calls_op(ours) else ours
+            kept += [] if all_of_ours or _calls_op(ours) else ours
             kept.append(trace)
             ours = []
         trace = trace.tb_next
-    kept += [] if _calls_op(ours) else ours
+    kept += [] if all_of_ours or _calls_op(ours) else ours
     for one, after in zip(kept, [*kept[1:], None], strict=False):
         one.tb_next = after
     return kept[0] if kept else None

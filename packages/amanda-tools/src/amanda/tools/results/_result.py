@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError
 from amanda.tools.results import _html
+from amanda.tools.results._text import fitting, shortened
 
 if TYPE_CHECKING:
     import pandas
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
+    from rich.text import Text
 
 ROWS_SHOWN = 40
+LINE = 160
 
 
 @dataclass(frozen=True)
@@ -67,35 +71,49 @@ class Result(ABC):
         from rich.console import Console
 
         text = StringIO()
-        console = Console(file=text, width=160, color_system=None, legacy_windows=False)
-        console.print(self.__rich__())
+        console = Console(file=text, width=LINE, color_system=None, legacy_windows=False)
+        table, _ = self._table(None)
+        console.print(table, width=max(LINE, console.measure(table).maximum), crop=False)
         for note in self.notes():
             console.print(note, highlight=False, markup=False)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-    def __rich__(self) -> Table:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
+        """The table as wide as the terminal lets it be, with the notes."""
+        from rich.text import Text
+
+        table, left_out = self._table(options.max_width)
+        yield table
+        if left_out:
+            yield Text(f"There is no room for {', '.join(left_out)} here.")
+        yield from map(Text, self.notes())
+
+    def _table(self, width: int | None) -> tuple[Table, Sequence[str]]:
+        """The table, and the names of the columns that it lacks for want of width."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
         rows = self.rows()
+        places = [i for i, column in enumerate(self.columns) if column.shown]
+        columns = [self.columns[i] for i in places]
         totals = self._totals(rows)
+        cells = [[shown[i] for i in places] for shown in map(self._shown, rows[:ROWS_SHOWN])]
+        ends = [totals[i] for i in places]
+        heads = [column.name for column in columns]
+        numbers = [column.total or column.number for column in columns]
+        kept, most = fitting(heads, [*cells, ends], width, numbers)
         table = Table(
             title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", show_footer=any(totals)
         )
-        shown = [i for i, column in enumerate(self.columns) if column.shown]
-        for i in shown:
-            number = self.columns[i].total or self.columns[i].number
-            justify: Literal["right", "left"] = "right" if number else "left"
-            table.add_column(
-                self.columns[i].name, totals[i], justify=justify, overflow="fold", no_wrap=number
-            )
-        for row in rows[:ROWS_SHOWN]:
-            texts = self._shown(row)
-            table.add_row(*(Text(texts[i]) for i in shown))
+        for i in kept:
+            justify: Literal["right", "left"] = "right" if numbers[i] else "left"
+            table.add_column(heads[i], ends[i], justify=justify, overflow="fold", no_wrap=numbers[i])
+        for row in cells:
+            table.add_row(*(Text(shortened(row[i], most)) for i in kept))
         if len(rows) > ROWS_SHOWN:
             table.add_row(f"… {len(rows) - ROWS_SHOWN} more")
-        return table
+        return table, [head for i, head in enumerate(heads) if i not in kept]
 
     def _repr_html_(self) -> str:
         rows = self.rows()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -24,3 +26,27 @@ def amount(value: float, unit: str = "") -> str:
 def shortened(text: str, width: int) -> str:
     """Text of at most so many characters, its end kept: what tells paths apart is there."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def fitting(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, numbers: Sequence[bool]
+) -> tuple[list[int], int]:
+    """Which columns of a table have room in a width (None: any), and how long their texts may be.
+
+    Texts give way first, then the column "source", then columns from the right; three stay.
+    """
+    natural = [max([len(head), *(len(row[i]) for row in rows)]) for i, head in enumerate(heads)]
+    kept = list(range(len(heads)))
+    if width is None:
+        return kept, max(natural, default=1)
+    while True:
+        for most in _TEXTS:
+            taken = [natural[i] if numbers[i] else max(min(natural[i], most), len(heads[i])) for i in kept]
+            if sum(taken) + _BETWEEN * len(kept) + 1 <= width or (len(kept) <= 3 and most == _TEXTS[-1]):
+                return kept, max([most, *(natural[i] for i in kept if numbers[i])])
+        source = next((i for i in kept if heads[i] == "source"), kept[-1])
+        kept.remove(source)
+
+
+_TEXTS = (200, 44, 32, 24, 16, 12)
+_BETWEEN = 3

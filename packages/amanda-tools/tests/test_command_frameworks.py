@@ -1,0 +1,263 @@
+"""Unmodified programs of PyTorch and TensorFlow under `amanda run`: what is told, saved and merged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "amanda", "run"]
+PATCH = """
+import torch  # one that torchvision's binary was not made for lacks what transformers has it declare
+library = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms", "qnms"):
+    library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+MODEL = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+torch.set_num_threads(1)
+model = Net()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+def amanda_run(
+    folder: Path, *arguments: str, status: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*RUN, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def calls(path: Path, type: str, phase: str = "forward") -> int:
+    """Executions of a type of op, of a result of the flops tool."""
+    rows = json.loads(path.read_text())["rows"]
+    return sum(row["calls"] for row in rows if (row["type"], row["phase"]) == (type, phase))
+
+
+def test_results_are_told_and_saved_and_the_program_prints_its_own(script: Path) -> None:
+    script.write_text(
+        f"{MODEL}\nfor _ in range(3):\n    model(torch.rand(5, 4)).sum().backward()\nprint('done')"
+    )
+    config = script.with_name("amanda.toml")
+    config.write_text('[tools.flops]\ntype = ["linear"]\nend = 2\n[tools.nan]\nmodule = "secund"\n')
+    run = amanda_run(script.parent, "--config", "amanda.toml", "-t", "flops:out=x/flops.csv", "train.py")
+    assert run.stdout == "done\n"
+    rows = [[cell for cell in line.split() if "train.py" not in cell] for line in run.stderr.splitlines()]
+    assert ["forward", "linear", "first", "2", "320", "720"] in [row[:6] for row in rows]
+    assert "amanda: flops is in x/flops.csv" in run.stderr
+    assert "no op was selected by module=secund; did you mean second?" in run.stderr
+    assert (script.parent / "x" / "flops.csv").read_text().startswith("phase,type,module,source,calls")
+    assert "\x1b" not in run.stderr
+
+
+def test_an_exception_is_told_as_it_is_and_results_are_saved(script: Path) -> None:
+    script.write_text(
+        f"{MODEL}\nmodel(torch.rand(5, 4))\ntry:\n    model(torch.rand(5, 3))\nfinally:\n    1 / 0"
+    )
+    plain = subprocess.run(
+        [sys.executable, "train.py"], cwd=script.parent, capture_output=True, text=True, check=False
+    )
+    run = amanda_run(script.parent, "-t", "flops", "-t", "nan", "-o", "out", "train.py", status=1)
+    assert plain.stderr
+    assert run.stderr.startswith(plain.stderr)
+    assert calls(script.parent / "out" / "flops.json", "linear") == 2
+    assert (script.parent / "out" / "nan.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_results_are_saved_when_a_signal_ends_the_program(script: Path, number: int) -> None:
+    script.write_text(
+        f"{MODEL}\nx = torch.rand(5, 4)\nmodel(x)\nprint('ready', flush=True)\nwhile True:\n    model(x)"
+    )
+    with subprocess.Popen(
+        [*RUN, "-t", "flops", "-o", "out", "train.py"], cwd=script.parent, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as program:  # fmt: skip
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(number)
+        _, told = program.communicate(timeout=120)
+    assert program.returncode == -number
+    assert ("KeyboardInterrupt" in told) == (number == signal.SIGINT)
+    assert "amanda/" not in told
+    assert calls(script.parent / "out" / "flops.json", "linear") >= 2
+
+
+CHILDREN = """
+import multiprocessing, os, sys, threading
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.ones(4).cumsum(0)
+
+def work():
+    model(torch.rand(5, 4))
+
+if __name__ == "__main__":
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for method in ("fork", "spawn"):
+        process = multiprocessing.get_context(method).Process(target=work)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    child = os.fork()
+    if child == 0:
+        work()
+        sys.exit(0)
+    os.waitpid(child, 0)
+    for batch in DataLoader(Rows(), batch_size=2, num_workers=2):
+        model(batch)
+"""
+
+
+def test_threads_and_processes_of_a_program_are_merged(script: Path) -> None:
+    script.write_text(MODEL + CHILDREN)
+    run = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
+    out = script.parent / "out"
+    assert "flops of 6 processes (main, process" in run.stderr
+    assert len(list(out.glob("flops.process*.json"))) == 5
+    # Of main: its own, its thread's and two batches; one each of three processes; the others load data.
+    assert calls(out / "flops.main.json", "linear") == 2 * 4
+    assert calls(out / "flops.json", "linear") == 2 * 7
+    assert calls(out / "flops.json", "cumsum") == 4
+
+
+RANKS = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+parallel = DistributedDataParallel(model)
+for _ in range(2 + dist.get_rank()):
+    loss = model(torch.rand(5, 4)).sum()
+parallel(torch.rand(5, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_torchrun_are_merged(script: Path) -> None:
+    script.write_text(MODEL + RANKS)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    run = amanda_run(script.parent, "-t", "flops", "-o", "out", "--", *launcher, *options, "train.py")
+    out = script.parent / "out"
+    assert "amanda: flops of 2 processes (rank0, rank1)" in run.stderr
+    assert [calls(out / f"flops.rank{rank}.json", "linear") for rank in (0, 1)] == [6, 8]
+    assert calls(out / "flops.json", "linear") == 14
+    assert calls(out / "flops.json", "linear_backward", "backward") == 4
+    assert not (out / "flops.main.json").exists()
+
+
+FIT = """
+import keras, numpy as np
+model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+model.compile("sgd", "mse")
+history = model.fit(np.ones((12, 6)), np.ones((12, 2)), batch_size=4, verbose=0)
+print(len(history.history["loss"]))
+"""
+
+
+def test_a_keras_script_runs_under_tools(script: Path) -> None:
+    script.write_text(FIT)
+    run = amanda_run(script.parent, "-t", "flops", "-t", "nan:phase=forward", "-o", "out", "train.py")
+    assert run.stdout == "1\n"
+    assert calls(script.parent / "out" / "flops.json", "matmul") == 6
+    assert calls(script.parent / "out" / "flops.json", "matmul_backward", "backward") == 9
+    assert json.loads((script.parent / "out" / "nan.json").read_text())["findings"] == []
+
+
+TRAINER = '''
+"""Train a causal language model on random tokens, as transformers' examples do."""
+
+import argparse
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator, set_seed
+)
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--max_steps", type=int, default=3)
+    arguments = parser.parse_args()
+    set_seed(0)
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)
+    trainer = Trainer(
+        model=GPT2LMHeadModel(config),
+        args=TrainingArguments(
+            output_dir=arguments.output_dir, max_steps=arguments.max_steps, per_device_train_batch_size=4,
+            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=Tokens(),
+        data_collator=default_data_collator,
+    )
+    print(f"loss {trainer.train().training_loss!r}")
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def test_a_transformers_trainer_runs_under_tools(script: Path) -> None:
+    script.write_text(TRAINER)
+    (script.parent / "patch").mkdir()
+    (script.parent / "patch" / "sitecustomize.py").write_text(PATCH)
+    environment = {"PYTHONPATH": str(script.parent / "patch"), "HF_HUB_OFFLINE": "1"}
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--output_dir", "a"], cwd=script.parent, capture_output=True, text=True,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    told = ["-t", "flops:module=transformer.h", "-t", "nan:frequency=2", "-o", "out"]
+    run = amanda_run(script.parent, *told, "--", "train.py", "--output_dir", "b", **environment)
+    assert losses(run.stdout) == losses(plain.stdout) != []
+    found = json.loads((script.parent / "out" / "flops.json").read_text())
+    # 3 steps of 4 sequences of 16 tokens: attention's two products beside the four of each of two layers.
+    products = 4 * 16 * (16 * 48 + 16 * 16 + 16 * 64 + 64 * 16)
+    assert found["totals"]["forward"]["macs"] == 3 * 2 * (products + 2 * 4 * 16 * 16 * 16)
+    assert calls(script.parent / "out" / "flops.json", "addmm") == 3 * 2 * 4
+    assert json.loads((script.parent / "out" / "nan.json").read_text())["executions"] > 100
+
+
+def losses(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("loss")]
