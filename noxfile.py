@@ -57,9 +57,8 @@ TESTS = (
 # Alone, and what the tests need of the rest:
 LIBRARIES = ("captum", "fvcore", "iopath", "nnsight", "pytorchfi", "torchlens")
 LIBRARIES_NEED = (
-    "cloudpickle", "graphviz", "greenlet", "portalocker", "psutil", "pydantic", "pyyaml",
-    "tabulate", "termcolor",
-    "tqdm", "websocket-client", "yacs", "zstandard",
+    "cloudpickle", "graphviz", "greenlet", "portalocker", "psutil", "pydantic", "pyyaml", "tabulate",
+    "termcolor", "tqdm", "websocket-client", "yacs", "zstandard",
 )  # fmt: skip
 CHECKS = ("mypy", "ruff", "nox")
 SANITIZERS = (

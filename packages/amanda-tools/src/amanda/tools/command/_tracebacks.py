@@ -50,7 +50,7 @@ def strip(error: BaseException | None) -> None:
         interrupt = isinstance(one, KeyboardInterrupt)
         notes = getattr(one, "__notes__", [])
         if interrupt and notes:
-            one.__notes__ = [note for note in notes if not note.startswith("[amanda]")]
+            notes[:] = [note for note in notes if not note.startswith("[amanda]")]
         if interrupt or not any(note.startswith("[amanda]") for note in notes):
             one.__traceback__ = _stripped(one.__traceback__, interrupt)
         waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
