@@ -286,18 +286,33 @@ class Execution:
         """Whether a scope with the action's tool is open for this execution."""
         return not action.opening and (self._every or self.state.is_open(action.tool))
 
+    def begin(self) -> None:
+        """Let the graph call back, after the routines that are called as a run begins."""
+        self._open()
+        self._running[self.number] = self
+
+    def end(self) -> None:
+        """The graph calls back no more."""
+        self._running.pop(self.number, None)
+
     @contextmanager
     def under_way(self) -> Iterator[Execution]:
         """Let the graph call back; the first exception of a routine is raised as itself."""
-        self._running[self.number] = self
+        self.begin()
         try:
-            self._open()
-            yield self
+            with self.part():
+                yield self
+        finally:
+            self.end()
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """A part of what runs between `begin` and `end`: a routine's exception is raised as itself."""
+        try:
+            yield
         except BaseException:
             if self.error is None:
                 raise
-        finally:
-            del self._running[self.number]
         if self.error is not None:
             error, self.error = self.error, None
             raise error from error.__cause__

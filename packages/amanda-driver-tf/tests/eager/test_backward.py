@@ -52,6 +52,30 @@ def test_gradients_that_are_added_up_belong_to_the_op_that_made_the_tensor(ops: 
     assert not produced or sums == ["Relu"]
 
 
+@pytest.mark.parametrize(
+    ("around", "owner"),
+    [
+        (lambda x: x + tf.exp(x), "Mul"),
+        (lambda x: tf.exp(x) + x, "Mul"),
+        (lambda x: x + x, "Mul"),
+        (lambda x: tf.identity(x) + tf.exp(x), "Mul"),
+        (lambda x: tf.sin(x) + (x + tf.exp(x)), "Mul"),
+        (lambda x: (y := x + 1.0) + tf.exp(y), "AddV2"),
+    ],
+)
+def test_a_sum_of_gradients_stays_with_its_op_where_ops_pass_gradients_as_they_are(
+    ops: Any, around: Any, owner: str
+) -> None:
+    x, w = tf.constant([1.0, 2.0]), tf.Variable([3.0, 4.0])
+    for steps in range(1, 4):
+        with amanda.apply(ops):
+            with tf.GradientTape() as tape:
+                total = tf.reduce_sum(around(x * w))
+            tape.gradient(total, w)
+        sums = [forward for forward, backward in ops.backward if backward == "AddN"]
+        assert sums == [owner] * steps
+
+
 def test_a_custom_gradient_belongs_to_the_op_that_gave_its_result(ops: Any) -> None:
     @tf.custom_gradient
     def clipped(x: Any) -> Any:

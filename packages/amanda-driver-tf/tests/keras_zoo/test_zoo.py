@@ -4,7 +4,7 @@ A sample of them is tested by default, all of them by `-m "zoo_tf or not zoo_tf"
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ import tensorflow as tf
 import amanda
 
 from . import models
-from .observation import attributes, differences, distances, replaced
-from .programs import PROGRAMS, FunctionProgram
+from .observation import Facts, attributes, differences, distances, replaced
+from .programs import PROGRAMS, FunctionProgram, Program
 from .subject import Subject
 from .tools import Silent, Unchanged
 
@@ -23,6 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what models warn of is not 
 
 KNOWN: dict[tuple[str, str], str] = {}
 """Why a model is not as it is without tools in a mode, by its name and the mode; one that is fails."""
+
+APPLIED: tuple[tuple[type[Silent], ...], ...] = ((Silent,), (Unchanged,), (Silent, Unchanged))
+"""Tools that are applied together: to the sample each of these, to other models the last."""
 
 ROUNDING = 1e-3
 """Where grappler fuses operators that a tool holds apart: largest difference over the largest magnitude."""
@@ -61,23 +64,27 @@ def without_fusion() -> Iterator[None]:
 def test_a_model_trains_under_tools_as_without(subject: Subject, mode: str) -> None:
     program = PROGRAMS[mode](subject)
     bare = program.observed().facts
-    assert differences(bare, program.observed().facts) == [], "it differs without a tool"
     before = attributes()
-    for tool in (Silent(), Unchanged()):
-        work: list[tuple[int, int, int]] = []
-        facts = program.observed(
-            lambda tool=tool: amanda.apply(tool),  # type: ignore[misc]
-            lambda tool=tool, work=work: work.append(  # type: ignore[misc]
-                (tool.analyses, tool.backward_analyses, tool.calls)
-            ),
-        ).facts
-        assert differences(bare, facts) == []
-        assert replaced(before) == []
-        assert work[0][0] > 0
-        assert work[0][1] > 0
-        assert work[0][2] >= work[0][0] + work[0][1]
-        assert work[1][:2] == work[0][:2], "a second step has ops that are new"
-        assert work[1][2] == 2 * work[0][2], "a second step runs as many routines"
+    for tools in APPLIED if subject.name in models.SAMPLE else APPLIED[-1:]:
+        check_steps(program, bare, before, [make() for make in tools])
+    assert differences(bare, program.observed().facts) == [], "it differs without a tool"
+
+
+def check_steps(program: Program, bare: Facts, before: Mapping[Any, Any], tools: Sequence[Silent]) -> None:
+    """Two steps under tools are as they are without, and instrumented alike."""
+    work: list[list[tuple[int, int, int]]] = []
+    facts = program.observed(
+        lambda: amanda.apply(*tools),
+        lambda: work.append([(tool.analyses, tool.backward_analyses, tool.calls) for tool in tools]),
+    ).facts
+    assert differences(bare, facts) == []
+    assert replaced(before) == []
+    for (forward, backward, calls), second in zip(*work, strict=True):
+        assert forward > 0
+        assert backward > 0
+        assert calls >= forward + backward
+        assert second[:2] == (forward, backward), "a second step has ops that are new"
+        assert second[2] == 2 * calls, "a second step runs as many routines"
 
 
 @pytest.mark.usefixtures("without_fusion")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from acting import inserting
 
 import amanda
 
@@ -114,6 +116,41 @@ def test_partial_runs(graph, session, everywhere) -> None:
     handle = session.partial_run_setup([first, second], [a, b, c])
     assert session.partial_run(handle, first, {a: 1, b: 2}) == 3
     assert everywhere.ran["first"] == 1
+
+
+def test_routines_run_between_the_parts_of_a_partial_run(graph, session) -> None:
+    a, b = (tf1.placeholder(tf.float32, []) for _ in range(2))
+    first = tf.negative(a)
+    second = tf.multiply(tf.exp(a), b)
+    fetched, ran = threading.Event(), threading.Event()
+
+    def late(value) -> None:
+        fetched.wait(10)
+        ran.set()
+
+    with amanda.apply(inserting("insert_after_op", "Exp", late)):
+        handle = session.partial_run_setup([first, second], [a, b])
+        assert session.partial_run(handle, first, {a: 0}) == 0
+        fetched.set()
+        assert ran.wait(10)
+        assert session.partial_run(handle, second, {b: 5}) == 5
+
+
+def test_an_exception_between_the_parts_of_a_partial_run_is_raised_by_the_next(graph, session) -> None:
+    a, b = (tf1.placeholder(tf.float32, []) for _ in range(2))
+    first, second = tf.negative(a), tf.multiply(tf.exp(a), b)
+    fetched = threading.Event()
+
+    def late(value) -> None:
+        fetched.wait(10)
+        raise ZeroDivisionError("a tool's own mistake")
+
+    with amanda.apply(inserting("insert_after_op", "Exp", late)):
+        handle = session.partial_run_setup([first, second], [a, b])
+        session.partial_run(handle, first, {a: 0})
+        fetched.set()
+        with pytest.raises(ZeroDivisionError, match="a tool's own mistake"):
+            session.partial_run(handle, second, {b: 5})
 
 
 def test_eval_and_run_of_tensors_and_operations(graph, x, everywhere) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -24,6 +24,8 @@ class Sample(ABC):
     weight_index: position of the weight among the inputs of `linear`.
     dtypes: two floating types, the wider first (tensors are made in it), an integer and a complex one.
     relu_backward, leaf_backward: `__name__` of relu's backward op and of what stores a leaf's gradient.
+    outlive: names of the framework's attributes that the driver replaces for longer than a scope: as long
+    as something that was instrumented lives.
     """
 
     driver: ClassVar[type[Driver]]
@@ -32,6 +34,7 @@ class Sample(ABC):
     dtypes: ClassVar[tuple[Any, Any, Any, Any]]
     relu_backward: ClassVar[str]
     leaf_backward: ClassVar[str]
+    outlive: ClassVar[Collection[str]] = ()
 
     def name(self, op: str) -> str:
         """`__name__` of an op."""

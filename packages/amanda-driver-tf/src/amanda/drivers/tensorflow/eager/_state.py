@@ -89,18 +89,49 @@ class Frame:
 class Pass:
     """A backward pass under way.
 
-    nested: whether another tape records it.  producers: by a gradient's id, the gradient and the mark
-    of the op whose output it belongs to.
+    nested: whether another tape records it.  claims: by a gradient's id, the gradient, and for each op
+    that it may be of whether that made the tensor it is the gradient of, and after how many calls of
+    gradient functions.
     """
 
-    __slots__ = ("_before", "_frame", "counts", "nested", "producers", "state", "traces")
+    __slots__ = ("_before", "_frame", "calls", "claims", "counts", "nested", "state", "traces")
 
     def __init__(self, state: State, nested: bool) -> None:
         self.state = state
         self.nested = nested
-        self.producers: dict[int, tuple[Any, Mark]] = {}
+        self.claims: dict[int, tuple[Any, dict[Mark, tuple[bool, int]]]] = {}
+        self.calls = 0
         self.traces: dict[int, Trace] = {}
         self.counts: dict[int, int] = {}
+
+    def claim(self, gradient: Any, mark: Mark, made: bool) -> None:
+        """A gradient may be of an op: of that which made its tensor, or else of that which read it."""
+        self.claims.setdefault(gradient._id, (gradient, {}))[1][mark] = made, self.calls
+
+    def returned(self, gradients: Iterable[Any], inputs: Iterable[int], mark: Mark | None) -> None:
+        """A gradient function gave the gradients of inputs, which are ids of tensors."""
+        self.calls += 1
+        for gradient, given in zip(gradients, inputs, strict=False):
+            maker = Mark.by_output.get(given)
+            made = maker is not None and maker.trace is not None
+            owner = maker if made else mark
+            if owner is not None:
+                for tensor in tensors_of([gradient]):
+                    self.claim(tensor, owner, made)
+
+    def owner(self, gradients: Iterable[Any]) -> Mark | None:
+        """The op that the sum of some gradients is of.
+
+        An op that passes a gradient on as it is makes it one of several tensors: the sum is of the one that
+        all have in common, and else of the one that was reached last.
+        """
+        known = [self.claims[one._id][1] for one in gradients if one._id in self.claims]
+        if not known:
+            return None
+        makers = [found for one in known if (found := {mark for mark, (made, _) in one.items() if made})]
+        common = set.intersection(*makers) if makers else set()
+        latest = {mark: claim for one in known for mark, claim in one.items() if not common or mark in common}
+        return max(latest, key=lambda mark: latest[mark])
 
     def __enter__(self) -> Pass:
         self._before, local.under_way = local.under_way, self

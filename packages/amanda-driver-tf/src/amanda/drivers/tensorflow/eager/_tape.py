@@ -89,7 +89,11 @@ class Tape:
             else:
                 self._tell_unmarked(type, (*(inputs or ()), *(outputs or ())))
             call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *rest)
-            return self._in_frame(mark, call, grads)
+            result = self._in_frame(mark, call, grads)
+            if mark is None and local.frame is not NOBODY:
+                given = [getattr(one, "_id", 0) for one in inputs or ()]
+                local.under_way.returned(_listed(result), given, None)
+            return result
 
         return gradient_function
 
@@ -150,11 +154,7 @@ class Tape:
         under_way.traces[id(mark.trace)] = mark.trace
         with Frame(mark, activation.state, grads):
             result = call()
-        gradients = result if isinstance(result, (list, tuple)) else [result]
-        for gradient, given in zip(gradients, mark.inputs, strict=False):
-            owner = Mark.by_output.get(given)
-            for tensor in tensors_of([gradient]):
-                under_way.producers[tensor._id] = tensor, owner if owner and owner.trace else mark
+        under_way.returned(_listed(result), mark.inputs, mark)
         return result
 
     # ---- backward ops ----
@@ -166,10 +166,9 @@ class Tape:
         under_way = local.under_way
         assert under_way is not None
         tensors = flattened(call.inputs)
-        found = [under_way.producers[one._id] for one in tensors if one._id in under_way.producers]
-        if not found:
+        mark = under_way.owner(tensors)
+        if mark is None:
             return call.run(call.inputs)
-        mark = found[0][1]
         frame = Frame(mark, state, tensors)
         frame.count = _SUMS + under_way.counts.get(id(mark), 0)
         under_way.counts[id(mark)] = under_way.counts.get(id(mark), 0) + 1
@@ -177,7 +176,7 @@ class Tape:
         under_way.traces[id(mark.trace)] = mark.trace
         result = self._run_in(frame, state, call)
         for tensor in tensors_of(flattened([result])):
-            under_way.producers[tensor._id] = tensor, mark
+            under_way.claim(tensor, mark, True)
         return result
 
     def _run_in(self, frame: Frame, state: State, call: EagerCall) -> Any:
@@ -229,6 +228,10 @@ class Tape:
             mark.place = frame.count
             mark.trace = frame.second
         return result
+
+
+def _listed(result: Any) -> Any:
+    return result if isinstance(result, (list, tuple)) else [result]
 
 
 def _nobodys(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

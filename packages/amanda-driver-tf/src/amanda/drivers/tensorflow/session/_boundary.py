@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from amanda import interceptor
 from amanda.backend import Attributes, Execution, State
@@ -71,11 +71,11 @@ class Boundary:
             return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
 
     @contextmanager
-    def under_way(self, route: Route, execution: Execution) -> Iterator[None]:
-        """Context around a run: errors of routines as themselves, others in the user's names."""
+    def under_way(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
+        """Context around a run, or a part: errors of routines as themselves, others in the user's names."""
         told: BaseException | None = None
         try:
-            with execution.under_way():
+            with execution.under_way() if whole else execution.part():
                 try:
                     yield
                 except errors_impl.OpError as error:
@@ -126,8 +126,12 @@ class Boundary:
         if partial is None:
             return run(session, handle, feeds, fetches)
         feeds = partial.route.feeds(feeds, None if partial.begun else partial.execution.number)
-        with self.under_way(partial.route, partial.execution):
-            result = run(session, handle, feeds, partial.route.fetches(fetches))
+        try:
+            with self.under_way(partial.route, partial.execution, whole=False):
+                result = run(session, handle, feeds, partial.route.fetches(fetches))
+        except BaseException:
+            del self._partial[session][handle]  # no part comes after one that failed
+            raise
         partial.begun = True
         partial.left -= {endpoint(output) for output in fetches}
         if not partial.left:
@@ -136,13 +140,18 @@ class Boundary:
 
 
 class _PartialRun:
-    """A run that is fed and fetched in several steps; left: what has not been fetched."""
+    """A run that is fed and fetched in several parts; it calls back between them too.
+
+    left: what has not been fetched.
+    """
 
     def __init__(self, route: Route, execution: Execution, fetches: Any) -> None:
         self.route = route
         self.execution = execution
         self.begun = False
         self.left = {endpoint(output) for output in fetches}
+        execution.begin()
+        finalize(self, execution.end)
 
 
 def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
