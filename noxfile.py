@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, opdb,
-fuzz, soak, types, lint, wheels, bench.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, tf_versions,
+opdb, fuzz, soak, types, lint, wheels, bench.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ SANITIZERS = (
 )  # fmt: skip
 PARALLEL = ("--numprocesses=2", "--durations=10")
 SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")
+TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
+BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
 SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 
 
@@ -85,10 +87,12 @@ class Environment:
             str(self.home / BIN / program), *arguments, external=True, env={"HF_HUB_OFFLINE": "1", **env}
         )
 
-    def install(self, *arguments: str) -> None:
-        """Install with pip, at the versions of constraints.txt."""
-        constraints = str(ROOT / "constraints.txt")
-        self.run("python", "-m", "pip", "install", "--quiet", "--constraint", constraints, *arguments)
+    def install(self, *arguments: str, but: tuple[str, ...] = ()) -> None:
+        """Install with pip, at the versions of constraints.txt but for some packages."""
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        constraints = self.home / "constraints.txt"
+        constraints.write_text("\n".join(line for line in lines if line.partition("==")[0] not in but))
+        self.run("python", "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *arguments)
 
 
 def development(session: nox.Session) -> Environment:
@@ -147,6 +151,21 @@ def zoo_tf(session: nox.Session) -> None:
     # oneDNN fuses operators in a pass of its own, which no option of a graph turns off.
     off = {"TF_ENABLE_ONEDNN_OPTS": "0"}
     marked(session, "zoo_tf or not zoo_tf", "keras_zoo", driver="tf", defaults=PARALLEL, env=off)
+
+
+@nox.session(venv_backend="none")
+def tf_versions(session: nox.Session) -> None:
+    """Run the TensorFlow driver's tests, the zoo apart, on older versions; after -- those versions."""
+    tests = ROOT / "packages/amanda-driver-tf/tests"
+    editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
+    for version in session.posargs or TENSORFLOW_VERSIONS:
+        environment = Environment(session, f"tf-{version}")
+        needed = (f"tensorflow-cpu=={version}", *BUILD, *TOOLS, "pytest", "scikit-learn")
+        environment.install(*needed, but=BOUND_BY_TENSORFLOW)
+        keras = f"tf_keras=={version.rpartition('.')[0]}.*"
+        environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
+        environment.install("--no-deps", "--no-build-isolation", *editable)
+        environment.run("python", "-m", "pytest", str(tests), f"--ignore={tests / 'keras_zoo'}")
 
 
 @nox.session(venv_backend="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import Counter
 
@@ -200,9 +201,8 @@ def test_nested_scopes_have_their_own_plans(layer) -> None:
     assert (outer.analysed["Relu"], inner.analysed["Relu"]) == (1, 1)
 
 
-def small_model():
-    import keras
-
+def small_model(library="keras"):
+    keras = importlib.import_module(library)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -246,6 +246,24 @@ def test_keras_trains_as_without_tools(counting, batches, traced_before) -> None
     if not traced_before:
         for one, other in zip(plain.weights, model.weights, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_both_kerases_fit_evaluate_and_predict_in_a_scope(counting, batches, library) -> None:
+    def trained() -> list[np.ndarray]:
+        model = small_model(library)
+        history = model.fit(*batches, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        loss = model.evaluate(*batches, batch_size=8, verbose=0)
+        predicted = model.predict(batches[0], batch_size=32, verbose=0)
+        return [np.asarray(history.history["loss"]), np.asarray(loss), predicted, *model.get_weights()]
+
+    plain = trained()
+    with amanda.apply(counting):
+        inside = trained()
+    for one, other in zip(plain, inside, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert counting.ran["Conv2D"] == 2 * (2 * 4 + 4 + 1)
+    assert counting.ran["Conv2D>Conv2DBackpropFilter"] == 2 * 2 * 4
 
 
 @pytest.mark.parametrize("loaded_in_scope", [False, True])

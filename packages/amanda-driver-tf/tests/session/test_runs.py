@@ -11,6 +11,7 @@ import tensorflow as tf
 from acting import inserting
 
 import amanda
+from amanda.action import opening
 
 tf1 = tf.compat.v1
 Pair = namedtuple("Pair", "first second")
@@ -134,6 +135,19 @@ def test_routines_run_between_the_parts_of_a_partial_run(graph, session) -> None
         fetched.set()
         assert ran.wait(10)
         assert session.partial_run(handle, second, {b: 5}) == 5
+
+
+def test_a_partial_run_begins_once(graph, session) -> None:
+    a, b = (tf1.placeholder(tf.float32, []) for _ in range(2))
+    first = tf.exp(a)
+    second = tf.multiply(first, b)
+    begun = []
+    with amanda.apply(inserting("insert_before_op", "Exp", opening(lambda: begun.append(1)))):
+        for times in (1, 2):
+            handle = session.partial_run_setup([first, second], [a, b])
+            session.partial_run(handle, first, {a: 0})
+            session.partial_run(handle, second, {b: 5})
+            assert len(begun) == times
 
 
 def test_an_exception_between_the_parts_of_a_partial_run_is_raised_by_the_next(graph, session) -> None:

@@ -1,0 +1,57 @@
+"""A private name that a TensorFlow lacks takes out the mode that leans on it, by name, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from acting import inserting
+
+import amanda
+from amanda.drivers.tensorflow import _requirements
+
+tf1 = tf.compat.v1
+
+
+def in_a_session() -> Any:
+    with tf.Graph().as_default(), tf1.Session() as session:
+        return session.run(tf.nn.relu(tf.constant([1.0])))
+
+
+def in_a_function() -> Any:
+    return tf.function(lambda x: tf.nn.relu(x))(tf.constant([1.0]))
+
+
+def in_eager_mode() -> Any:
+    return tf.nn.relu(tf.constant([1.0]))
+
+
+RUNS: dict[str, Callable[[], Any]] = {
+    "graph": in_a_session, "function": in_a_function, "eager": in_eager_mode,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_one_mode_is_off_and_says_what_is_missing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {**_requirements.REQUIRED, mode: (*_requirements.REQUIRED[mode], "framework.ops:gone")}
+    monkeypatch.setattr(_requirements, "REQUIRED", table)
+    _requirements.missing.cache_clear()
+    seen: list[str] = []
+    try:
+        for one, run in RUNS.items():
+            tool = inserting("insert_before_op", "Relu", lambda _, one=one: seen.append(one))
+            with amanda.apply(tool) as scope:
+                assert run() == [1.0]
+    finally:
+        _requirements.missing.cache_clear()
+    assert seen == [one for one in RUNS if one != mode]
+    (entry,) = scope.report
+    assert f"tensorflow {tf.__version__} lacks framework.ops:gone" in entry.reason
+    assert f"{mode} mode" in entry.reason
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_nothing_is_missing_here(mode: str) -> None:
+    assert _requirements.missing(mode) == ()
