@@ -111,11 +111,16 @@ def _tracks(
             if event.get("name") in ("thread_name", "process_name"):
                 names[event["name"], event.get("pid"), place] = str(event["args"].get("name", ""))
     tracks: dict[tuple[Any, Any], _Track] = {}
-    for pid, tid in sorted(dict.fromkeys((one.get("pid"), one.get("tid")) for one in spans), key=repr):
+    for pid, tid in sorted(dict.fromkeys((one.get("pid"), one.get("tid")) for one in spans), key=_in_order):
         process = names.get(("process_name", pid, None), f"process {pid}")
         thread = names.get(("thread_name", pid, tid), f"thread {tid}")
         tracks[pid, tid] = _Track(f"{process} · {thread}", len(tracks))
     return tracks
+
+
+def _in_order(track: tuple[Any, Any]) -> list[tuple[float, str]]:
+    """By number, and names after numbers."""
+    return [(one, "") if _is_number(one) else (float("inf"), repr(one)) for one in track]
 
 
 def _depth(track: _Track, span: Mapping[str, Any]) -> int:

@@ -94,9 +94,9 @@ class Details {
     return h("li", {},
       h("span", { class: "place" }, String(place)), h("span", { class: "code" }, shape(tensors.shape[index])), " ",
       h("span", { class: "soft" }, [tensors.dtype[index], tensors.kind[index] === "activation" ? "" : tensors.kind[index],
+        Number.isInteger(tensors.alias_of[index]) ? "shares memory" : "",
         tensors.bytes[index] === null ? "" : amount(tensors.bytes[index], "B")].filter(Boolean).join(" · ")),
       tensors.name[index] ? h("div", { class: "code" }, tensors.name[index]) : null,
-      tensors.alias_of[index] !== null && tensors.alias_of[index] !== undefined ? h("div", { class: "soft" }, "shares memory with another tensor") : null,
       ends.length ? this.some(ends, 6) : null);
   }
 

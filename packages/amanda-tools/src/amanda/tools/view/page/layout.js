@@ -4,6 +4,7 @@
 const MOST_DRAWN = 1200;
 const FEW = 40;
 const FAR = 30;
+const ROW_OF_ALONE = 4;
 const MOST_CALLS = 64;
 const PAD = 12;
 const HEAD = 24;
@@ -220,7 +221,10 @@ class Layout {
     this.setApart(edges, items);
     const graph = new dagre.graphlib.Graph({ multigraph: true });
     graph.setGraph({ rankdir: "TB", nodesep: 16, edgesep: 10, ranksep: 30, ranker: items.size > 60 ? "tight-tree" : "network-simplex" });
-    for (const [key, item] of items) graph.setNode(key, { width: item.w, height: item.h });
+    const linked = new Set(edges.filter((edge) => !edge.far).flatMap((edge) => [edge.from, edge.to]));
+    const alone = [...items].filter(([key]) => !linked.has(key));
+    if (alone.length > ROW_OF_ALONE) for (const [, item] of alone) item.alone = true;
+    for (const [key, item] of items) if (!item.alone) graph.setNode(key, { width: item.w, height: item.h });
     const ports = new Set(edges.flatMap((edge) => [edge.from, edge.to]).filter((end) => end === "in" || end === "out"));
     for (const port of ports) graph.setNode(port, { width: 8, height: 1 });
     this.holdPorts(graph, ports, edges, items);
@@ -241,8 +245,8 @@ class Layout {
     for (const [port, far] of [["in", "to"], ["out", "from"]]) {
       if (!ports.has(port)) continue;
       const reached = new Set(edges.filter((edge) => !edge.far).map((edge) => edge[far]));
-      for (const key of items.keys()) {
-        if (reached.has(key)) continue;
+      for (const [key, item] of items) {
+        if (reached.has(key) || item.alone) continue;
         if (port === "in") graph.setEdge("in", key, { ...light }, "held");
         else graph.setEdge(key, "out", { ...light }, "held");
       }
@@ -251,12 +255,14 @@ class Layout {
 
   boxOf(graph, items, edges, ports) {
     for (const [key, item] of items) {
+      if (item.alone) continue;
       const { x, y } = graph.node(key);
       item.x = x - item.w / 2;
       item.y = y - item.h / 2;
     }
     const bounds = graph.graph();
     const box = { w: Number.isFinite(bounds.width) ? bounds.width : 0, h: Number.isFinite(bounds.height) ? bounds.height : 0, items, edges };
+    this.putInRows([...items.values()].filter((item) => item.alone), box);
     for (const port of ports) box[port] = graph.node(port).x;
     for (const edge of edges.filter((one) => one.far)) this.bow(edge, box, items);
     for (const edge of edges.filter((one) => !one.far)) {
@@ -269,6 +275,20 @@ class Layout {
       if (edge.to === "out") edge.points.push({ x: box.out, y: box.h + PAD });
     }
     return box;
+  }
+
+  // What has no edges lies below the rest, in rows.
+  putInRows(items, box) {
+    const wide = Math.max(box.w, Math.min(900, Math.sqrt(items.length) * 160));
+    let [x, y, tall] = [0, box.h ? box.h + 24 : 0, 0];
+    for (const item of items) {
+      if (x > 0 && x + item.w > wide) [x, y, tall] = [0, y + tall + 14, 0];
+      [item.x, item.y] = [x, y];
+      x += item.w + 16;
+      tall = Math.max(tall, item.h);
+      box.w = Math.max(box.w, x - 16);
+      box.h = y + tall;
+    }
   }
 
   // In a large box the layout takes long for edges across many nodes: those are drawn beside it.

@@ -44,7 +44,7 @@ function makeTables() {
   const own = model.tables.filter((table) => !table.joined).map((table) => {
     let picked = -1;
     return {
-      title: table.title.length < 28 ? table.title : table.schema.replace("amanda.", ""), hint: `${table.title}, ${table.name}`,
+      title: table.title.length <= 22 ? table.title : table.schema.replace("amanda.", ""), hint: `${table.title}, ${table.name}`,
       table: () => ({
         label: table.title, rows: table.rows.length,
         columns: table.columns.map((column, place) => ({ ...column, path: column.name === "module" || column.name === "source", values: table.rows.map((row) => model.value(row[place], column)) }))
@@ -69,7 +69,11 @@ function makeTables() {
     if (shown) shown.remove();
     shown = new DataTable($("table"), view.table());
   });
-  model.on("search", () => { if (shown) shown.list(); });
+  model.on("search", () => {
+    if (!shown) return;
+    shown.list();
+    shown.reveal();
+  });
   model.on("selection", () => { if (shown) shown.reveal(); });
   return views.length;
 }

@@ -39,7 +39,7 @@ class DataTable {
     const step = Math.max(1, Math.floor(this.size / 400));
     let longest = column.name.length + 2.5;
     for (let row = 0; row < this.size; row += step) longest = Math.max(longest, this.text(column, row).length);
-    return Math.ceil(Math.min(longest, column.path ? 26 : 28) * 7 + 18);
+    return Math.ceil(Math.min(longest, column.path ? 25 : 23) * 7.4 + 19);
   }
 
   text(column, row) {

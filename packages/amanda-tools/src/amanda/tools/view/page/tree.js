@@ -69,7 +69,7 @@ class Tree {
     node.flagged ? h("span", { class: "flag", role: "img", "aria-label": inner ? `${node.flagged} flagged` : model.flags.get(node.op), title: inner ? `${node.flagged} flagged` : model.flags.get(node.op) }, "!") : null,
     inner ? h("span", { class: "count" }, (model.matches ? node.found : node.count).toLocaleString("en-US")) : null,
     h("span", { class: "space" }),
-    model.measure.values ? h("span", { class: "value" }, bar, h("span", {}, this.value(node))) : null);
+    model.measure.values ? h("span", { class: `value${model.sum(node) ? "" : " soft"}` }, bar, h("span", {}, this.value(node))) : null);
     made.style.top = `${row * ROW}px`;
     made.style.paddingLeft = `${6 + (node.depth - 1) * 13}px`;
     return made;
