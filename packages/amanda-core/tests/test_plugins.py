@@ -233,9 +233,55 @@ def test_a_command_of_another_distribution_runs_with_its_arguments(run: Run) -> 
         (["gret"], 2, "did you mean greet?"),
         (["info", "--laod"], 2, "did you mean --load?"),
         (["broken"], 1, "a_module_that_nobody_has"),
+        (["info", "countr"], 1, "did you mean counter?"),
+        (["info", "counter", "nan"], 2, "one tool, not 2"),
+        (["tools", "counter"], 2, "tools does not take 'counter'"),
     ],
 )
 def test_a_wrong_command_line_is_told(run: Run, arguments: list[str], status: int, part: str) -> None:
     done = run("-m", "amanda", *arguments)
     assert done.returncode == status
     assert part in done.stderr
+
+
+def test_info_tells_the_options_of_a_tool(run: Run) -> None:
+    done = run("-m", "amanda", "info", "counter")
+    assert done.returncode == 0
+    assert "Has one option that it needs and one with a default." in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["limit", "int", "needed"] in lines
+    assert ["label", "str", "'ops'"] in lines
+
+
+def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:
+    lines = run("-m", "amanda", "tools").stdout.splitlines()
+    (counter,) = [line for line in lines if line.split()[:1] == ["counter"]]
+    assert counter.endswith("Has one option that it needs and one with a default.")
+    (broken,) = [line for line in lines if line.split()[:1] == ["broken"]]
+    assert "pip install --upgrade fake-broken" in broken
+
+
+def test_help_lists_the_commands_of_all_distributions(run: Run) -> None:
+    done = run("-m", "amanda", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: python -m amanda COMMAND")
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert ["greet", "Say hello."] in lines
+    assert "the status is 1 if anything is" in run("-m", "amanda", "doctor", "--help").stdout
+
+
+def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
+    done = run("-m", "amanda", "doctor")
+    assert done.returncode == 1
+    verdicts = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert verdicts["goodframe"].split()[0] == "ok"
+    assert verdicts["missingframe"].split()[0] == "note"
+    for name, fix in (
+        ("oldframe", "pip install --upgrade fake-outdated"),
+        ("newframe", "pip install --upgrade amanda-core"),
+        ("twinframe", "pip uninstall fake-twin-one or fake-twin-two"),
+        ("brokenframe", "pip install --upgrade fake-broken"),
+    ):
+        assert verdicts[name].split()[0] == "wrong"
+        assert fix in verdicts[name]
+    assert "things are wrong" in done.stdout.splitlines()[-1]
