@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import amanda
 from amanda.__main__ import main
 from amanda.errors import AmandaError
 from amanda.tools.diff import DiffResult, diff
+from amanda.tools.diff._align import common
 from amanda.tools.dump import DumpTool
 from amanda.tools.stats import StatsTool
 
@@ -245,6 +249,43 @@ def test_a_wrong_backward_is_found_where_forward_agrees() -> None:
     assert backward.source == line_of(Squared.forward, "apply")
 
 
+def test_a_hook_that_spoils_a_gradient_is_found_in_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+    other = copy.deepcopy(model)
+    other[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 1.5,))
+    result = compared(model, other, torch.randn(3, 6))
+    assert result.first_forward is None
+    assert result.first_backward is not None
+    assert result.first_backward.module == "1"  # what reads the gradient that the hook gave
+
+
+def test_modules_are_compared_where_ops_are_not_the_same() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Attention(), nn.Linear(16, 4))
+    other = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5), nn.Linear(16, 4)))
+    x = torch.randn(2, 5, 16)
+    result = compared(model, other, x, by="module")
+    assert not result
+    assert set(result.modules) == {"0", "1.qkv", "1.out", "2"}
+    other[2].bias.data += 1
+    first = compared(model, other, x, by="module", mapping={"1": "1", "2": "2"}).first
+    assert first is not None
+    assert first.module == "2"
+
+
+def test_long_runs_of_equal_ops_are_aligned_at_once() -> None:
+    keys = [("", "add")] * 20_000
+    assert list(common(keys, [*keys[:7_000], ("", "mul"), *keys[7_000:]]))[-1] == (19_999, 20_000)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+def test_alignment_pairs_equal_keys_in_order(one: list[int], other: list[int]) -> None:
+    pairs = list(common(one, other))
+    assert all(one[i] == other[j] for i, j in pairs)
+    assert all(i < k and j < m for (i, j), (k, m) in itertools.pairwise(pairs))
+    assert len(list(common(one, one))) == len(one)
+
+
 def test_a_renamed_module_is_compared_by_its_name_in_the_other_run() -> None:
     names = [("conv", "stem"), ("head", "classifier")]
     layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
@@ -395,5 +436,11 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
     (tmp_path / "flops.json").write_text('{"schema": "amanda.flops"}')
     with pytest.raises(AmandaError, match="is no file of statistics"):
         diff(tmp_path / "flops.json", tmp_path / "flops.json")
+    x = torch.ones(2, 3)
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(AmandaError, match=r"module '1' of the mapping executed nothing in .*; it has 0"):
+        diff(lambda: model(x), lambda: model(x), mapping={"1": "0"})
+    with pytest.raises(AmandaError, match="by is 'layer'"):
+        diff(lambda: model(x), lambda: model(x), by="layer")  # type: ignore[arg-type]
     with pytest.raises(AmandaError, match="3 is no dump"):
         diff(3, 4)  # type: ignore[arg-type]

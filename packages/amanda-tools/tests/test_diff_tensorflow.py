@@ -127,6 +127,14 @@ def test_a_function_of_tensorflow_is_compared_too(networks: Any, images: Tensor)
     assert first.module == "point"
 
 
+def test_eager_mode_and_a_function_are_compared_by_module(networks: Any, images: Tensor) -> None:
+    twin, x = networks[1], numpy(images.permute(0, 2, 3, 1))
+    call = tf.function(lambda x: twin(x), autograph=False)
+    result = diff(lambda: twin(x), lambda: call(x))
+    assert not result
+    assert {"entry", "pointwise", "classes"} <= set(result.modules)
+
+
 @pytest.mark.parametrize(
     ("layer", "spoil"),
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import amanda
 from amanda.errors import AmandaError
@@ -185,6 +186,17 @@ def test_a_histogram_is_numpys_over_its_edges() -> None:
 def test_other_numbers_of_bins_are_refused(bins: int) -> None:
     with pytest.raises(AmandaError, match=f"bins is {bins}; give 0 for none or a power of two"):
         StatsTool(bins=bins)
+
+
+def test_adding_does_not_wait_for_the_device() -> None:
+    # A fake tensor has no numbers: whatever asks for one, as a wait for the device would, raises.
+    with FakeTensorMode() as mode:
+        accumulator = Accumulator(Bins.of(4096))
+        for shape in ((3, 5), (1 << 23,)):
+            accumulator.add(torch.empty(shape, device="cuda"))
+        with pytest.raises(DataDependentOutputException):
+            torch.empty(3, device="cuda").sum().item()
+    assert mode is not None
 
 
 # ---- the tool ----

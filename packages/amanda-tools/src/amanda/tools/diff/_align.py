@@ -28,9 +28,15 @@ def is_compute(type: str) -> bool:
 
 
 def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """Positions of equal keys in order, with as few left out as difflib finds."""
-    for start, other_start, size in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
-        yield from ((start + i, other_start + i) for i in range(size))
+    """Positions of equal keys in order, with as few left out as difflib finds between equal ends."""
+    shorter = min(len(one), len(other))
+    start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
+    yield from ((i, i) for i in range(start))
+    middle = one[start : len(one) - end], other[start : len(other) - end]
+    for first, second, size in SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
+        yield from ((start + first + i, start + second + i) for i in range(size))
+    yield from ((len(one) - i, len(other) - i) for i in range(end, 0, -1))
 
 
 def same_ops(run: Run, other: Run, phase: str, renamed: Mapping[str, str]) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ def command(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        result = diff(options.a, options.b, mapping=_mapping(options.map), rtol=options.rtol)
+        result = diff(options.a, options.b, mapping=_mapping(options.map), rtol=options.rtol, by=options.by)
         for path in options.save:
             result.save(path)
     except (AmandaError, OSError) as error:
@@ -43,6 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         "--map", action="append", default=[], metavar="A=B",
         help="a module of a and its name in b, or a JSON file of an object of these; may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--by",
+        choices=["op", "module"],
+        help="what is compared; else modules across frameworks, and ops within",
+    )
     parser.add_argument(
         "--save", action="append", default=[], type=Path, help="write .html, .json, .csv or .txt"
     )

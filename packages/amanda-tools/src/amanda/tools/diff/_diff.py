@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
 from amanda.errors import AmandaError
 from amanda.tools.diff._align import dotted, is_compute, same_modules, same_ops, within
@@ -15,6 +16,8 @@ from amanda.tools.diff._compare import Distance, distance, matched, scale, toler
 from amanda.tools.diff._result import Comparison, DiffResult
 from amanda.tools.diff._run import Run, Source, open_run, record, visits
 from amanda.tools.dump import Entry, Op
+
+By = Literal["op", "module"]
 
 _READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
 
@@ -25,6 +28,7 @@ def diff(
     *,
     mapping: Mapping[str, str] | None = None,
     rtol: float | None = None,
+    by: By | None = None,
     max_bytes: int = 8 << 30,
 ) -> DiffResult:
     """Where two runs begin to differ, and how the difference grows.
@@ -34,24 +38,39 @@ def diff(
     error up to which tensors agree; None for one by element type, `TOLERANCES`: the largest of the op and
     of those before it.
 
-    Ops of one framework are compared one by one: those of the same module and type, in order.  Across
-    frameworks modules are compared by what they give, and by the gradients of their weights; without a
-    mapping those with weights of the same sizes, in order.
+    by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
+    modules by what they give, and by the gradients of their weights; without a mapping those with weights
+    of the same sizes, in order.  None is "module" for different frameworks, or TensorFlow's eager mode and
+    its graphs, and else "op".
 
     Raises AmandaError where nothing can be compared, and for a module of the mapping that ran nothing.
     """
+    if by not in (None, "op", "module"):
+        raise AmandaError(f'by is {by!r}; it is "op", "module" or None')
     with ExitStack() as stack:
         run, other = (
             record(one, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump", max_bytes)
             if callable(one) else open_run(one)
             for one in (a, b)
         )  # fmt: skip
-        frameworks = {run.framework, other.framework} - {""}
-        if len(frameworks) > 1:
-            names = same_modules(run, other) if mapping is None else mapping
-            compared = _in_order(run, list(_modules(run, other, names, rtol)))
-            return DiffResult(run.name, other.name, compared, modules=list(names))
-        return _ops(run, other, mapping or {}, rtol)
+        for name, other_name in (mapping or {}).items():
+            _check_module(run, name)
+            _check_module(other, other_name)
+        if by == "op" or (by is None and run.is_like(other)):
+            return _ops(run, other, mapping or {}, rtol)
+        names = same_modules(run, other) if mapping is None else mapping
+        compared = _in_order(run, list(_modules(run, other, names, rtol)))
+        return DiffResult(run.name, other.name, compared, modules=list(names))
+
+
+def _check_module(run: Run, name: str) -> None:
+    """Raises AmandaError for a module that no op ran in."""
+    inside = within(run, name)
+    paths = {dotted(op.module) for op in run.ops if op.module}
+    if not any(map(inside, paths)):
+        near = get_close_matches(name, paths, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(paths)[:8])}"
+        raise AmandaError(f"module {name!r} of the mapping executed nothing in {run.name}; {hint}")
 
 
 def _in_order(run: Run, compared: Sequence[tuple[Entry, Comparison]]) -> list[Comparison]:
@@ -132,20 +151,9 @@ def _modules(
 ) -> Iterator[tuple[Entry, Comparison]]:
     for name, other_name in names.items():
         calls = [list(visits(one, within(one, n))) for one, n in ((run, name), (other, other_name))]
-        for one, n, found in ((run, name, calls[0]), (other, other_name, calls[1])):
-            if not found:
-                raise AmandaError(
-                    f"module {n!r} of the mapping executed nothing in {one.name}{_near(one, n)}"
-                )
         for visit, other_visit in zip(*calls, strict=False):
             yield from _module_outputs(run, other, visit, other_visit, rtol)
         yield from _weight_gradients(run, other, name, other_name, rtol)
-
-
-def _near(run: Run, name: str) -> str:
-    paths = {dotted(op.module) for op in run.ops if op.module}
-    near = get_close_matches(name, paths, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(paths)[:8])}"
 
 
 def _module_outputs(

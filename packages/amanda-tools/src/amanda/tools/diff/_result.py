@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from typing import Any, ClassVar
 
 from amanda.tools.diff._compare import Distance
@@ -217,7 +218,8 @@ class DiffResult(Result):
         return found
 
     def _repr_html_(self) -> str:
-        return error_plot(self.comparisons) + super()._repr_html_()
+        story = escape("\n".join(self.notes()))
+        return f"<pre>{story}</pre>{error_plot(self.comparisons)}{Result._repr_html_(_Table(self))}"
 
 
 class _Table(DiffResult):

@@ -65,10 +65,15 @@ class Run:
         tags = [op.namespace.split("/")[0] for op in self.ops]
         return max(set(tags), key=tags.count) if tags else ""
 
+    def is_like(self, other: Run) -> bool:
+        """Whether both are of one framework and mode, as far as that is known."""
+        known = self.framework and other.framework
+        return not known or (self.framework, self.in_graph) == (other.framework, other.in_graph)
+
     @property
     def in_graph(self) -> bool:
         """Whether ops ran in the order of data alone, so that the order of execution says little."""
-        return any(op.namespace.endswith("/graph") for op in self.ops)
+        return any(op.namespace and not op.namespace.endswith("/eager") for op in self.ops)
 
 
 def record(program: Callable[[], Any], folder: Path, max_bytes: int) -> Run:
