@@ -202,3 +202,18 @@ def test_counting_changes_nothing() -> None:
     model.zero_grad()
     counted(lambda: model(x).sum().backward())
     assert all(torch.equal(one, other.grad) for one, other in zip(plain, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_is_kept_does_not_grow_with_executions(cached: bool) -> None:
+    layer, tool = nn.Linear(3, 7), FlopsTool()
+    sizes = []
+    switch = amanda.cache_enabled if cached else amanda.cache_disabled
+    with amanda.apply(tool), switch():
+        for _ in range(4):
+            for batch in (2, 5):
+                layer(torch.rand(batch, 3)).sum().backward()
+            sizes.append(len(tool._places))
+    assert sizes[0] == sizes[-1] < 30
+    assert tool.result.total("macs", "forward") == 4 * 7 * 21
+    assert tool.result.total("macs", "backward") == 4 * 7 * 21

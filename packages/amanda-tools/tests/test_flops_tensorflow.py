@@ -86,3 +86,63 @@ def test_a_session_costs_the_same(images: Any) -> None:
     assert result.total("macs", "forward") == CONVOLUTION  # nothing that is fetched needs the product
     assert result.total("macs", "backward") == CONVOLUTION + 2 * dense
     assert not result.unsupported
+
+
+def test_what_is_kept_does_not_grow_with_executions(model: keras.Model, images: Any) -> None:
+    tool, sizes, function = FlopsTool(), [], tf.function(model)
+    function(images)
+    with amanda.apply(tool), amanda.cache_disabled():
+        for _ in range(3):
+            model(images)
+            function(images)
+            sizes.append(len(tool._places))
+    assert sizes[0] == sizes[-1]
+    assert tool.result.total("macs") == 6 * (CONVOLUTION + DEPTHWISE + DENSE)
+
+
+def resnet50(layers: Any, make: Any) -> Any:
+    """The ResNet-50 of torchvision in Keras' layers: strides are in the 3x3 convolutions."""
+
+    def convolution(x: Any, channels: int, size: int, stride: int = 1) -> Any:
+        x = layers.Conv2D(channels, size, stride, "same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    images = layers.Input((224, 224, 3))
+    x = layers.ReLU()(convolution(images, 64, 7, 2))
+    x = layers.MaxPooling2D(3, 2, "same")(x)
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for block in range(blocks):
+            width, stride = 64 << stage, 2 if stage and not block else 1
+            y = layers.ReLU()(convolution(x, width, 1))
+            y = layers.ReLU()(convolution(y, width, 3, stride))
+            x = convolution(x, 4 * width, 1, stride) if not block else x
+            x = layers.ReLU()(layers.Add()([convolution(y, 4 * width, 1), x]))
+    return make(images, layers.Dense(1000)(layers.GlobalAveragePooling2D()(x)))
+
+
+def in_a_session(make: Callable[[Any], Any], images: Any) -> Callable[[], Any]:
+    """One prediction by a model in a graph; Keras 3 has no layers for sessions."""
+    import tf_keras
+
+    with tf.Graph().as_default() as graph:
+        data = tf.compat.v1.placeholder(tf.float32, images.shape)
+        output = make(tf_keras)(data, training=False)
+        start = tf.compat.v1.global_variables_initializer()
+    session = tf.compat.v1.Session(graph=graph)
+    session.run(start)
+    return lambda: session.run(output, {data: images})
+
+
+def test_the_twin_of_torchvisions_resnet_50_costs_the_same_in_every_mode() -> None:
+    def make(library: Any) -> Any:
+        return resnet50(library.layers, library.Model)
+
+    images, model = np.zeros((1, 224, 224, 3), np.float32), make(keras)
+    for program in (
+        lambda: model(images, training=False),
+        lambda: tf.function(model)(images, training=False),
+        in_a_session(make, images),
+    ):
+        result = counted(program)
+        assert result.total("macs") == 4_089_184_256
+        assert not result.unsupported

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -31,12 +31,12 @@ _CONTRACTIONS = frozenset(
 
 @dataclass
 class _Found:
-    """An op whose shapes are known at execution alone, and a place for each that it was executed with."""
+    """An op whose shapes are known at execution alone; there is a place for each that it is executed with."""
 
+    op: int
     place: Place
     names: tuple[str, str]
     shape: Callable[[Any], Any]
-    places: dict[str, Place] = field(default_factory=dict)
 
 
 class FlopsTool(amanda.Tool):
@@ -50,7 +50,7 @@ class FlopsTool(amanda.Tool):
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
         self._custom = dict(formulas or {})
-        self._places: list[Place] = []
+        self._places: dict[Hashable, Place] = {}  # without a cache an op is analysed at each execution
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
         self.add_inst_for_op(self._forward, require_outputs=True, guard="shape")
@@ -59,11 +59,11 @@ class FlopsTool(amanda.Tool):
     @property
     def result(self) -> FlopsResult:
         """What was executed so far."""
-        return FlopsResult(self._places)
+        return FlopsResult(self._places.values())
 
     def clear(self) -> None:
         """Forget what was executed; what was analysed stays."""
-        for place in self._places:
+        for place in self._places.values():
             place.calls = 0
 
     # ---- analysis ----
@@ -82,12 +82,12 @@ class FlopsTool(amanda.Tool):
         names = (context.get_op_type(), kind)
         if all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
             self._fill(place, names, shapes, _bytes(context, [*context.get_inputs(), *outputs]))
-            self._places.append(place)
+            place = self._places.setdefault((context.get_op_id(), astuple(place)), place)
             context["cost"] = None if place.flops is None else Cost(place.macs or 0, place.flops)
             context.insert_after_op(self._count, outputs=[], place=place)
             return
         context["cost"] = _AT_EXECUTION
-        found = _Found(place, names, context["shape"])
+        found = _Found(context.get_op_id(), place, names, context["shape"])
         context.insert_after_op(self._count_shapes, found=found, shapes=shapes)
 
     def _fill(self, place: Place, names: tuple[str, str], shapes: Shapes, moved: int) -> None:
@@ -112,19 +112,19 @@ class FlopsTool(amanda.Tool):
             return None
 
     def _backward(self, context: amanda.OpContext) -> None:
-        kind = context["backward_type"]
+        kind, op = context["backward_type"], context.get_backward_op_id() or 0
         place = Place("backward", kind, context.get_scope(), context.get_source())
         if "cost" not in context:
             context["cost"] = self._cost_of_absent(context)
         if context["cost"] is _AT_EXECUTION:
-            found = _Found(place, (kind, kind), context["shape"])
+            found = _Found(op, place, (kind, kind), context["shape"])
             context.insert_after_backward_op(self._count_gradients, found=found)
             return
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
         entering = [grad for grad in context.get_grad_outputs() or [] if grad is not None]
         place.macs, place.flops = self._backward_cost(context, kind, grads) or (None, None)
         place.bytes = _bytes(context, [*entering, *grads])
-        self._places.append(place)
+        place = self._places.setdefault((op, astuple(place)), place)
         context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
@@ -182,10 +182,7 @@ class FlopsTool(amanda.Tool):
 
     def _same(self, found: _Found, key: str) -> Place:
         """The place that stands for executions of an op with these shapes."""
-        if key not in found.places:
-            found.places[key] = replace(found.place)
-            self._places.append(found.places[key])
-        return found.places[key]
+        return self._places.setdefault((found.op, key), replace(found.place))
 
     @staticmethod
     def _count(place: Place) -> None:

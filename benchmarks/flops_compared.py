@@ -1,0 +1,210 @@
+"""Counts multiply-accumulates with Amanda and with its neighbours, in one run, into docs/flops-compared.md.
+
+python benchmarks/flops_compared.py [MODEL ...] prints the rows of some models; --write writes the page.
+The neighbours: python -m pip install --no-deps ptflops thop calflops torchinfo accelerate
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from models import bert, let_torchvision_load, resnet50
+
+import amanda
+from amanda.tools.flops import FlopsTool
+
+PAGE = Path(__file__).parents[1] / "docs/flops-compared.md"
+IMAGE, TOKENS = torch.rand(1, 3, 224, 224), torch.ones(1, 128, dtype=torch.long)
+
+
+def vision(name: str) -> nn.Module:
+    """A model of torchvision."""
+    let_torchvision_load()
+    from torchvision import models
+
+    return getattr(models, name)()  # type: ignore[no-any-return]
+
+
+def gpt2() -> nn.Module:
+    """transformers' GPT-2 with its head."""
+    let_torchvision_load()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = GPT2LMHeadModel(GPT2Config(use_cache=False))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids).logits  # type: ignore[no-any-return]
+
+    return Logits()
+
+
+def encoder(tokens: int, width: int, layers: int) -> int:
+    """Projections, two layers of four times the width, and the two products of attention."""
+    return layers * (12 * tokens * width**2 + 2 * tokens**2 * width)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, int]] = {
+    "ResNet-50": (resnet50, IMAGE, 4_089_184_256),
+    "MobileNetV2": (lambda: vision("mobilenet_v2"), IMAGE, 300_774_272),
+    "ViT-B/16": (
+        lambda: vision("vit_b_16"), IMAGE, encoder(197, 768, 12) + 196 * 768 * 3 * 16**2 + 768 * 1000
+    ),
+    "BERT-base, eager": (
+        lambda: bert(attn_implementation="eager"), TOKENS, encoder(128, 768, 12) + 768**2
+    ),
+    "BERT-base, SDPA": (
+        lambda: bert(attn_implementation="sdpa"), TOKENS, encoder(128, 768, 12) + 768**2
+    ),
+    "GPT-2": (gpt2, TOKENS, encoder(128, 768, 12) + 128 * 768 * 50257),
+}  # fmt: skip
+"""How a model is made, its input, and the multiply-accumulates that its formulas give."""
+
+# ---- who counts ----
+
+
+def by_amanda(model: nn.Module, x: torch.Tensor) -> float:
+    """Of the ops that run."""
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        model(x)
+    return tool.result.total("macs")
+
+
+def by_torch(model: nn.Module, x: torch.Tensor) -> float:
+    """torch.utils.flop_counter: two for each multiply-accumulate."""
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    return counter.get_total_flops() / 2
+
+
+def by_fvcore(model: nn.Module, x: torch.Tensor) -> float:
+    """Of a trace, without autograd."""
+    from fvcore.nn import FlopCountAnalysis
+
+    return FlopCountAnalysis(model, x).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
+
+
+def by_ptflops(model: nn.Module, x: torch.Tensor) -> float:
+    """Of the functions that are called."""
+    from ptflops import get_model_complexity_info
+
+    argument = "input_ids" if x.dtype == torch.long else "x"
+    inputs = {argument: x} if argument == "input_ids" else None
+    macs, _ = get_model_complexity_info(
+        model, tuple(x.shape[1:]), print_per_layer_stat=False, as_strings=False, backend="aten",
+        input_constructor=(lambda _: inputs) if inputs else None,
+    )  # fmt: skip
+    return macs or 0
+
+
+def by_thop(model: nn.Module, x: torch.Tensor) -> float:
+    """Of modules."""
+    from thop import profile
+
+    return profile(model, inputs=(x,), verbose=False)[0]
+
+
+def by_calflops(model: nn.Module, x: torch.Tensor) -> float:
+    """Of functions that it patches."""
+    from calflops import calculate_flops
+
+    _, macs, _ = calculate_flops(
+        model, args=[x], print_results=False, print_detailed=False, output_as_string=False
+    )
+    return macs
+
+
+def by_torchinfo(model: nn.Module, x: torch.Tensor) -> float:
+    """Of modules: products of parameters and outputs."""
+    from torchinfo import summary
+
+    return summary(model, input_data=x, verbose=0).total_mult_adds
+
+
+COUNTERS: dict[str, Callable[[nn.Module, torch.Tensor], float]] = {
+    "amanda": by_amanda, "torch": by_torch, "fvcore": by_fvcore, "ptflops": by_ptflops, "thop": by_thop,
+    "calflops": by_calflops, "torchinfo": by_torchinfo,
+}  # fmt: skip
+
+
+def counted(counter: Callable[..., float], name: str, why: dict[str, str]) -> str:
+    """GMACs of a forward pass in evaluation mode without gradients, or a dash with the reason in `why`."""
+    make, x, _ = MODELS[name]
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return f"{counter(make().eval(), x) / 1e9:.4f}"
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        why[f"{counter.__name__.removeprefix('by_')} on {name}"] = f"{type(error).__name__}: {reason[:80]}"
+        return "-"
+
+
+def row(name: str, why: dict[str, str]) -> str:
+    """A line of the table."""
+    cells = [counted(counter, name, why) for counter in COUNTERS.values()]
+    return f"| {name} | {MODELS[name][2] / 1e9:.4f} | {' | '.join(cells)} |"
+
+
+def training(counter: Callable[[nn.Module, torch.Tensor], float]) -> str:
+    """GMACs of MobileNetV2's forward and backward pass."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = vision("mobilenet_v2").eval()
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.model(x).sum().backward()
+
+    return f"{counter(Step(), IMAGE) / 1e9:.4f}"
+
+
+def page() -> str:
+    """docs/flops-compared.md."""
+    why: dict[str, str] = {}
+    table = [
+        f"| model | formula | {' | '.join(COUNTERS)} |", "|---" * (len(COUNTERS) + 2) + "|",
+        *(row(name, why) for name in MODELS),
+    ]  # fmt: skip
+    others = ("torch", "fvcore", "ptflops", "thop", "calflops", "torchinfo")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in others)
+    reasons = [f"- {what}: {reason}" for what, reason in why.items()]
+    return "\n".join([
+        "# FLOPs, counted by others", "",
+        "Multiply-accumulates in billions of one forward pass at batch 1, in evaluation mode without gradients:",
+        "images of 224 by 224, 128 tokens. Every counter had a model of its own in the same process.", "",
+        *table, "",
+        "The formula has the convolutions, products with weights, and both products of attention, over all pairs",
+        "of tokens also where a mask hides half of them. `torch` is `FlopCounterMode`, halved.", "",
+        f"MobileNetV2 forward and backward: Amanda {training(by_amanda)}, `FlopCounterMode` "
+        f"{training(by_torch)}, whose formula", "for the gradient of a convolution leaves its groups out.", "",
+        *(["Where there is a dash:", "", *reasons, ""] if reasons else []),
+        f"Versions: {versions}. `python benchmarks/flops_compared.py --write` counts again.", "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page())
+    else:
+        reasons: dict[str, str] = {}
+        for model in sys.argv[1:] or MODELS:
+            print(row(model, reasons))
+        for what, reason in reasons.items():
+            print(f"{what}: {reason}")
