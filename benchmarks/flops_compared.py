@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -96,7 +95,8 @@ def by_fvcore(model: nn.Module, x: torch.Tensor) -> float:
     """Of a trace, without autograd."""
     from fvcore.nn import FlopCountAnalysis
 
-    return FlopCountAnalysis(model, x).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
+    analysis = FlopCountAnalysis(model, x)
+    return analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
 
 
 def by_ptflops(model: nn.Module, x: torch.Tensor) -> float:
@@ -175,28 +175,37 @@ def training(counter: Callable[[nn.Module, torch.Tensor], float]) -> str:
     return f"{counter(Step(), IMAGE) / 1e9:.4f}"
 
 
+PAGE_TEXT = """\
+# FLOPs, counted by others
+
+Multiply-accumulates in billions of one forward pass at batch 1, in evaluation mode without gradients:
+images of 224 by 224, 128 tokens. Every counter had a model of its own in the same process.
+
+{table}
+
+The formula has the convolutions, products with weights, and both products of attention, over all pairs
+of tokens also where a mask hides half of them. `torch` is `FlopCounterMode`, halved.
+
+MobileNetV2 forward and backward: Amanda {own}, `FlopCounterMode` {torchs}, whose formula for the gradient
+of a convolution leaves its groups out.
+
+{reasons}Versions: {versions}.
+`python benchmarks/flops_compared.py --write` counts again.
+"""
+
+
 def page() -> str:
     """docs/flops-compared.md."""
     why: dict[str, str] = {}
-    table = [
-        f"| model | formula | {' | '.join(COUNTERS)} |", "|---" * (len(COUNTERS) + 2) + "|",
-        *(row(name, why) for name in MODELS),
-    ]  # fmt: skip
+    head = [f"| model | formula | {' | '.join(COUNTERS)} |", "|---" * (len(COUNTERS) + 2) + "|"]
+    table = [*head, *(row(name, why) for name in MODELS)]
     others = ("torch", "fvcore", "ptflops", "thop", "calflops", "torchinfo")
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in others)
-    reasons = [f"- {what}: {reason}" for what, reason in why.items()]
-    return "\n".join([
-        "# FLOPs, counted by others", "",
-        "Multiply-accumulates in billions of one forward pass at batch 1, in evaluation mode without gradients:",
-        "images of 224 by 224, 128 tokens. Every counter had a model of its own in the same process.", "",
-        *table, "",
-        "The formula has the convolutions, products with weights, and both products of attention, over all pairs",
-        "of tokens also where a mask hides half of them. `torch` is `FlopCounterMode`, halved.", "",
-        f"MobileNetV2 forward and backward: Amanda {training(by_amanda)}, `FlopCounterMode` "
-        f"{training(by_torch)}, whose formula", "for the gradient of a convolution leaves its groups out.", "",
-        *(["Where there is a dash:", "", *reasons, ""] if reasons else []),
-        f"Versions: {versions}. `python benchmarks/flops_compared.py --write` counts again.", "",
-    ])  # fmt: skip
+    listed = [f"- {what}: {reason}" for what, reason in why.items()]
+    return PAGE_TEXT.format(
+        table="\n".join(table), own=training(by_amanda), torchs=training(by_torch),
+        reasons="\n".join(["Where there is a dash:", "", *listed, "", ""]) if why else "",
+        versions=", ".join(f"{name} {metadata.version(name)}" for name in others),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

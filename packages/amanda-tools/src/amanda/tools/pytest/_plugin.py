@@ -1,0 +1,45 @@
+"""What pytest loads when it starts: an option, a marker and a fixture, which imports tools when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from amanda.tools.pytest._traced import Traced
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--amanda-update`."""
+    parser.getgroup("amanda").addoption(
+        "--amanda-update", action="store_true", help="write the graph snapshots of amanda_trace anew"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line(
+        "markers", "amanda_trace: the amanda_trace fixture traces the whole body of the test"
+    )
+
+
+@pytest.fixture
+def amanda_trace(request: pytest.FixtureRequest) -> Iterator[Traced]:
+    """Traces what a test runs: `with amanda_trace:`, `amanda_trace(model, x)`, or the marker of that name."""
+    from amanda.tools.pytest._traced import Traced
+
+    folder = request.path.parent / "__graphs__" / request.path.stem
+    traced = Traced(_file(folder, request.node.name), bool(request.config.getoption("--amanda-update")))
+    if request.node.get_closest_marker("amanda_trace") is None:
+        yield traced
+        return
+    with traced:
+        yield traced
+
+
+def _file(folder: Path, test: str) -> Path:
+    """Where the snapshots of a test are; parameters in its name become a part of a file's name."""
+    return folder / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in test)
