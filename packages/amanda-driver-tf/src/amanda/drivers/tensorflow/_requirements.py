@@ -8,7 +8,7 @@ from operator import attrgetter
 import tensorflow as tf
 from amanda.errors import DriverError
 
-TESTED_VERSIONS = ("2.21",)
+TESTED_VERSIONS = ("2.16", "2.18", "2.20", "2.21")
 
 _ROOT = "tensorflow.python"
 _ENGINE = (
