@@ -310,17 +310,78 @@ def test_an_op_that_comes_later_finds_what_made_its_inputs_in_that_step() -> Non
     assert tool.graph.producers(exp) == (tool.graph.ops[2],)
 
 
-def test_further_executions_are_ops_of_their_own_on_request() -> None:
-    layer = nn.Linear(2, 2)
-    tool = TraceTool(executions=2)
+def test_a_model_called_on_what_it_made_is_in_the_graph_twice() -> None:
+    layer, x = nn.Linear(2, 2), torch.rand(1, 2)
+
+    def program() -> None:
+        layer(layer(x)).sum().backward()
+
+    tool = TraceTool()
     with amanda.apply(tool):
-        for _ in range(3):
-            layer(torch.rand(1, 2)).sum().backward()
-    linear = named(tool.graph, "linear")
-    assert [op.calls for op in linear] == [1, 2]
-    assert len({op.id for op in linear}) == 1
+        program()
+        program()
+    first, second = named(tool.graph, "linear")
+    assert (first.id, first.calls) == (second.id, second.calls)
+    assert tool.graph.producers(second) == (first,)
     backward = named(tool.graph, "linear_backward", phase="backward")
-    assert [op.forward for op in backward] == [op.index for op in linear]
+    assert [op.forward for op in backward] == [second.index, first.index]
+    assert [op.calls for op in backward] == [2, 2]
+    assert tool.graph.producers(backward[1]) == (backward[0],)
+
+
+def test_the_steps_of_a_recurrent_cell_are_ops_up_to_a_bound() -> None:
+    cell, steps = nn.GRUCell(3, 2), torch.rand(5, 1, 3).unbind()
+
+    def program() -> None:
+        state = torch.zeros(1, 2)
+        for step in steps:
+            state = cell(step, state)
+        state.sum().backward()
+
+    for executions, kept in ((8, 5), (3, 3), (1, 1)):
+        graph = trace(program, executions=executions)
+        cells = [op for op in graph.ops if op.name == "gru_cell"]
+        assert len(cells) == kept
+        assert sum(op.calls or 0 for op in cells) == 5
+        assert all(cells[i] in graph.producers(cells[i + 1]) for i in range(kept - 1))
+
+
+def test_a_generator_and_a_discriminator_are_connected() -> None:
+    generator, judge = nn.Linear(2, 3), nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(generator.parameters())
+    tool = TraceTool()
+
+    def step() -> None:
+        real, noise = torch.rand(4, 3), torch.rand(4, 2)
+        fake = generator(noise)
+        (judge(real).mean() - judge(fake.detach()).mean()).backward()
+        judge(fake).mean().backward()
+        optimizer.step()
+
+    with amanda.apply(tool):
+        step()
+        first = len(tool.graph.ops)
+        step()
+        step()
+    made = [op for op in named(tool.graph, "linear") if "0" not in op.module]
+    generated, *judged = made
+    assert len(tool.graph.ops) == first
+    assert [tool.graph.producers(op)[0].type for op in judged] == ["rand", "detach", "linear"]
+    assert tool.graph.producers(judged[2]) == (generated,)
+
+
+def test_what_training_adds_up_in_place_does_not_make_the_graph_longer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    tool = TraceTool()
+    lengths = []
+    with amanda.apply(tool):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.rand(3, 4)).sum().backward()
+            optimizer.step()
+            lengths.append((len(tool.graph.ops), len(tool.graph.tensors)))
+    assert len(set(lengths)) == 1
 
 
 def test_the_rounds_of_a_loop_are_ops_up_to_a_bound() -> None:
@@ -637,7 +698,7 @@ def test_a_saved_graph_is_read_back_as_it_was(tmp_path: Path) -> None:
         model(x).sum().backward()
     path = tool.result.save(tmp_path / "graph.json")
     found = json.loads(path.read_text())
-    assert (found["schema"], found["version"], found["executions"]) == ("amanda.trace", 1, 1)
+    assert (found["schema"], found["version"], found["executions"]) == ("amanda.trace", 1, 8)
     assert len(found["ops"][0]["id"]) == 16
     assert found["frameworks"] == [f"pytorch/{torch.__version__.split('+')[0]}/eager"]
     assert load(path) == tool.graph

@@ -8,16 +8,20 @@ from typing import Any
 import amanda
 from amanda.tools.trace._frames import Frame, Frames, Given, flat, reference
 from amanda.tools.trace._graph import Position, spread
-from amanda.tools.trace._living import Living
+from amanda.tools.trace._living import UNKNOWN, Living
 from amanda.tools.trace._recorder import Executed, Place, Recorder
 from amanda.tools.trace._values import Values
+
+_NODES_KEPT = 256
+"""So many executions of an op may be between its forward and its backward pass."""
 
 
 class Following:
     """Follows the tensors of a framework from op to op.
 
-    executions: so many of each op are recorded as ops of their own; a further one is counted at the last of
-    these, and its tensors stand for the recorded ones.  limit: of ops.
+    An execution is the same op as one before if its inputs are the same tensors, apart from having been
+    written, and from new ones that come from outside.  executions: so many ops one place may have; further
+    executions are counted at the last.  limit: of ops.
     """
 
     def __init__(self, values: Values, recorder: Recorder, executions: int, limit: int) -> None:
@@ -35,13 +39,15 @@ class Following:
         """An op is about to run."""
         if self._is_dropped(place):
             return
-        if self._is_folded(place):
-            read = self._recorder.ops[place.ops[-1]].inputs
+        target = self._same(place, inputs)
+        if target is not None:
+            read = self._recorder.ops[target].inputs
             self.living.recall_all(inputs, read)
         else:
             read = self.living.read_all(inputs)
         given = [self._given(one) for one in flat(inputs)]
-        self._frames.push(Frame(place, read, given, self.living.memory.serial))
+        number = self.values.next_number()
+        self._frames.push(Frame(place, read, target, None, given, self.living.memory.serial, number))
 
     @amanda.observer
     def leave(self, *outputs: Any, place: Place) -> None:
@@ -50,7 +56,8 @@ class Following:
         if frame is None:
             return
         written = self._written(frame)
-        index, executed, folded = self._executed(frame, None)
+        index, executed, folded = self._executed(frame)
+        self._note_nodes(frame, index)
         if not folded:
             known = [one for one in frame.given if one is not None]
             read, near = [one.tensor for one in known], [one.reference() for one in known]
@@ -89,8 +96,15 @@ class Following:
         if self._is_dropped(place):
             return
         arrived = self.values.entering(len(gradients))
-        read = () if self._is_folded(place) else self.read_gradients(gradients, arrived)
-        self._frames.push(Frame(place, read))
+        number = self.values.node_number()
+        forward, place.recalled = place.recalled, None
+        if forward is None and place.forward is not None:
+            forward = place.forward.maker(number)
+        target = place.by_forward.get(forward)
+        if target is None and len(self._recorder.ops) >= self._limit:
+            target = place.ops[-1]
+        read = () if target is not None else self.read_gradients(gradients, arrived)
+        self._frames.push(Frame(place, read, target, forward))
 
     def read_gradients(
         self, gradients: Sequence[Any], arrived: list[list[int]] | None
@@ -111,7 +125,8 @@ class Following:
         frame = self._frames.pop(place)
         if frame is None:
             return
-        index, executed, folded = self._executed(frame, place.forward_op)
+        index, executed, folded = self._executed(frame)
+        place.by_forward[frame.forward] = index
         if not folded:
             executed.outputs = tuple(self.living.make(place, one, index) for one in gradients)
         self.living.know_all(gradients, executed.outputs)
@@ -125,7 +140,8 @@ class Following:
         if place.ops or self._is_dropped(place):
             return
         read = self.read_gradients(entering, None)
-        index = self._recorder.add_op(place, read, place.forward_op, calls=None)
+        forward = None if place.forward is None else place.forward.maker(None)
+        index = self._recorder.add_op(place, read, forward, calls=None)
         executed = self._recorder.ops[index]
         executed.outputs = tuple(self.living.make(place, one, index, list(spread(read))) for one in leaving)
         self.living.know_all(leaving, executed.outputs)
@@ -158,19 +174,35 @@ class Following:
 
     # ---- what ops lean on ----
 
-    def _executed(self, frame: Frame, forward: int | None) -> tuple[int, Executed, bool]:
-        """The op of the graph for an execution, and whether another one stands for it."""
-        folded = self._is_folded(frame.place)
-        if folded:
-            index = frame.place.ops[-1]
-            self._recorder.count(index)
-        else:
-            index = self._recorder.add_op(frame.place, frame.inputs, forward)
-        return index, self._recorder.ops[index], folded
+    def _same(self, place: Place, inputs: Sequence[Any]) -> int | None:
+        """The recorded op that an execution is another one of; None where it is a new op."""
+        if not place.ops:
+            place.in_backward = self.values.in_backward()
+            return None
+        roots = [*map(self.living.root_of, inputs)]
+        for index in place.ops:
+            if agree(roots, self._recorder.ops[index].roots):
+                return index
+        again = self.values.in_backward() and not place.in_backward  # a checkpoint's
+        full = len(place.ops) >= self._executions or len(self._recorder.ops) >= self._limit
+        return place.ops[-1] if again or full else None
 
-    def _is_folded(self, place: Place) -> bool:
-        full = len(self._recorder.ops) >= self._limit
-        return len(place.ops) >= self._executions or (full and bool(place.ops))
+    def _executed(self, frame: Frame) -> tuple[int, Executed, bool]:
+        """The op of the graph for an execution, and whether it was there before."""
+        if frame.target is None:
+            index = self._recorder.add_op(frame.place, frame.inputs, frame.forward)
+        else:
+            index = frame.target
+            self._recorder.count(index)
+        frame.place.last = index
+        return index, self._recorder.ops[index], frame.target is not None
+
+    def _note_nodes(self, frame: Frame, index: int) -> None:
+        """Keep which nodes of autodiff an op has made."""
+        number = self.values.next_number()
+        if number is not None and frame.number is not None and number != frame.number:
+            frame.place.made.append((frame.number, number, index))
+            del frame.place.made[:-_NODES_KEPT]
 
     def _is_dropped(self, place: Place) -> bool:
         if place.ops or len(self._recorder.ops) < self._limit:
@@ -203,3 +235,16 @@ class Following:
         given = frame.given[position]
         assert given is not None
         return self.living.written_by(op, given.tensor, tensor)
+
+
+def agree(roots: Sequence[Position], recorded: Sequence[Position]) -> bool:
+    """Whether inputs are those of a recorded op, where an unknown one may be any."""
+    if len(roots) != len(recorded):
+        return False
+    for one, other in zip(roots, recorded, strict=True):
+        if isinstance(one, tuple) and isinstance(other, tuple):
+            if not agree(one, other):
+                return False
+        elif one != other and (one != UNKNOWN or other is None):
+            return False
+    return True

@@ -23,12 +23,19 @@ class Given(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """An op under way. given: by flat position; serial: of the last write before the op."""
+    """An op under way.
+
+    given: by flat position.  target: the recorded op that stands for this execution; None for a new one.
+    serial: of the last write before the op.  number: that autodiff's next node would have had.
+    """
 
     place: Place
     inputs: tuple[Position, ...]
+    target: int | None = None
+    forward: int | None = None
     given: Sequence[Given | None] = ()
     serial: int = 0
+    number: int | None = None
 
 
 class Frames:

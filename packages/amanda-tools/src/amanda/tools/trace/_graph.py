@@ -50,7 +50,7 @@ class Tensor:
 class Op:
     """One op.
 
-    id: the op id, the same for each execution of one op.  name: the framework's own.
+    id: the op id, the same for all ops of one place in the program.  name: the framework's own.
     framework: position in the graph's `frameworks`.  source: the user's "file:line".
     inputs, outputs: in the order of the op's schema; of a backward op the gradients that enter and leave
     it, where those of a list are added up.  writes: what it wrote in memory that it was given, besides.
@@ -98,7 +98,7 @@ class Graph:
     """Ops in the order of their execution, and tensors; indices refer into these.
 
     frameworks: namespaces of the ops, e.g. "pytorch/2.13.0/eager".
-    executions: how many executions of each op are ops of their own.
+    executions: how many ops one place in the program may be.
     dropped: how many ops came after the limit.
     """
 

@@ -10,6 +10,7 @@ from amanda.tools.trace._memory import Memory
 from amanda.tools.trace._recorder import Place, Recorder
 from amanda.tools.trace._values import Values
 
+UNKNOWN = -1
 _STATE = ("parameter", "buffer")
 """Kinds of tensors that stay what they are when they are written."""
 
@@ -62,7 +63,8 @@ class Living:
         """A new tensor: what one is after an op has written it, or a part of its memory."""
         old = self._recorder.values[before]
         self._recorder.add_consumer(before, op)
-        return self._recorder.add_tensor(self.values.describe(tensor), old.kind, old.name, op, before)
+        described = self.values.describe(tensor)
+        return self._recorder.add_tensor(described, old.kind, old.name, op, before, same=True)
 
     def know(self, tensor: Any, index: int) -> None:
         """Hear that a living tensor is this recorded one."""
@@ -95,6 +97,16 @@ class Living:
                 self.know(value, position)
 
     # ---- what goes into an op ----
+
+    def root_of(self, value: Any) -> Position:
+        """What a value was before it was written for the first time; UNKNOWN of an unknown tensor."""
+        if isinstance(value, (list, tuple)):
+            roots = tuple(map(self.root_of, value))
+            return roots if any(one is not None for one in roots) else None  # type: ignore[return-value]
+        if not self.values.is_tensor(value):
+            return None
+        index = self.last_index(value)
+        return UNKNOWN if index is None else self._recorder.values[index].root
 
     def read_all(self, values: Sequence[Any]) -> tuple[Position, ...]:
         """What is at each input."""
@@ -131,6 +143,7 @@ class Living:
             return None
         alias = self.last_index(value)
         kind, name = place.makes, self.values.name(value)
+        same = alias is not None
         if alias is None:
             alias = self._sharing(value, read, near) if kind else read[0]
         else:
@@ -139,9 +152,9 @@ class Living:
                 old.producer, old.kind = op, kind  # a loop has read it before it is made
                 return alias
         owner = None if alias is None else self._recorder.values[alias]
-        if owner is not None and (not kind or (owner.kind in _STATE and self.last_index(value) is not None)):
+        if owner is not None and (not kind or (owner.kind in _STATE and same)):
             kind, name = owner.kind, owner.name
-        return self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias)
+        return self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias, same)
 
     def _sharing(self, value: Any, read: Sequence[int], near: Sequence[Any]) -> int | None:
         """The tensor read whose memory a value shares."""

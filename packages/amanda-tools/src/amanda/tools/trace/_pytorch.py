@@ -115,6 +115,22 @@ class PyTorchValues(Values):
 
     # ---- the backward pass ----
 
+    numbers_nodes = True
+
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way in this thread."""
+        return bool(self._torch._C._current_graph_task_id() != -1)
+
+    def next_number(self) -> int | None:
+        """What autograd counts this thread's next node with."""
+        number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        return number
+
+    def node_number(self) -> int | None:
+        """What it has counted the node that runs with; leaves have none."""
+        node = self._torch._C._current_autograd_node()
+        return None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
+
     def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
         """What was sent to the node that runs; None where nothing was."""
         node = self._torch._C._current_autograd_node()

@@ -14,9 +14,13 @@ from amanda.tools.trace._values import Description
 class Place:
     """An op of the program, forward or backward, and the recorded ops that are executions of it.
 
-    makes: kind of the tensors that it makes; "" for that of its first input.  written: positions of
-    inputs that it writes.  recalled: of a backward op that is executed,
-    the forward op, where several are executions of one.
+    makes: kind of the tensors that it makes; "" for that of its first input.
+    written: positions of inputs that it writes.
+    in_backward: whether it is a forward op that a backward pass executed first.
+    last: the op that was executed last.
+    made: with which numbers autodiff counts the nodes of an op: the first, the one after the last, the op.
+    recalled: the forward op that a backward op under way belongs to.
+    by_forward: of a backward op, its op for each forward op.
     """
 
     id: int
@@ -34,20 +38,26 @@ class Place:
     written: Sequence[int] = ()
     ops: list[int] = field(default_factory=list)
     is_dropped: bool = False
+    in_backward: bool = False
+    last: int | None = None
+    made: list[tuple[int, int, int]] = field(default_factory=list)
     recalled: int | None = None
+    by_forward: dict[int | None, int] = field(default_factory=dict)
 
-    @property
-    def forward_op(self) -> int | None:
-        """The recorded op whose backward op is executed: the one recalled, or the last."""
-        if self.recalled is not None or self.forward is None:
-            return self.recalled
-        return self.forward.ops[-1] if self.forward.ops else None
+    def maker(self, number: int | None) -> int | None:
+        """The op that has made a node of this number; without one, the first."""
+        if number is not None:
+            for first, end, op in reversed(self.made):
+                if first <= number < end:
+                    return op
+        return self.ops[0] if self.ops else None
 
 
 @dataclass(slots=True, eq=False)
 class Executed:
     """One recorded op.
 
+    roots: of its inputs, by which another execution is told to be the same op.
     written: by the flat position of an input, the tensor that it is after the op.
     parts: tensors that others saw written since, through memory that they share.
     """
@@ -57,19 +67,21 @@ class Executed:
     outputs: tuple[Position, ...]
     forward: int | None
     calls: int | None
+    roots: tuple[Position, ...] = ()
     written: dict[int, int] = field(default_factory=dict)
     parts: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One recorded tensor."""
+    """One recorded tensor.  root: what it was before it was written for the first time."""
 
     described: Description
     kind: str
     name: str | None
     producer: int | None
     alias_of: int | None
+    root: int
     consumers: list[int] = field(default_factory=list)
 
 
@@ -92,22 +104,31 @@ class Recorder:
         name: str | None = None,
         producer: int | None = None,
         alias_of: int | None = None,
+        same: bool = False,
     ) -> int:
-        """The index of a new tensor."""
-        self.values.append(Value(described, kind, name, producer, alias_of))
-        return len(self.values) - 1
+        """The index of a new tensor. same: as its alias, but written or handed on."""
+        index = len(self.values)
+        root = self.values[alias_of].root if same and alias_of is not None else index
+        self.values.append(Value(described, kind, name, producer, alias_of, root))
+        return index
 
     def add_op(
         self, place: Place, inputs: tuple[Position, ...], forward: int | None, calls: int | None = 1
     ) -> int:
         """The index of a new op, which reads its inputs."""
         index = len(self.ops)
-        self.ops.append(Executed(place, inputs, (), forward, calls))
+        roots = tuple(map(self._root, inputs))
+        self.ops.append(Executed(place, inputs, (), forward, calls, roots))
         place.ops.append(index)
         self._frameworks.setdefault(place.framework, len(self._frameworks))
         for tensor in spread(inputs):
             self.add_consumer(tensor, index)
         return index
+
+    def _root(self, position: Position) -> Position:
+        if isinstance(position, tuple):
+            return tuple(map(self._root, position))  # type: ignore[arg-type]
+        return None if position is None else self.values[position].root
 
     def add_consumer(self, tensor: int, op: int) -> None:
         """Note that an op reads a tensor, or writes a part of its memory."""

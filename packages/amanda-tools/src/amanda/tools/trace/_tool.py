@@ -23,18 +23,18 @@ _numbers = count(1)
 class TraceTool(amanda.Tool):
     """Records the graph of what its scopes execute: ops, forward and backward, and tensors between them.
 
-    executions: so many executions of each op are ops of the graph; further ones are counted at the last of
-    them, and what they make stands for what it made.  backward: whether backward ops are recorded.
-    limit: of ops; more are counted, and not recorded.  attributes: whether ops keep their arguments that
-    are no tensors.  count: whether executions are counted in graphs too, where that takes a routine at each
-    op.  `result` has the graph, `clear` starts anew.
+    executions: an op that is executed again with inputs that other ops have made is an op of its own, up to
+    so many; further ones are counted at the last.  backward: whether backward ops are recorded.  limit: of
+    ops; more are counted, and not recorded.  attributes: whether ops keep their arguments that are no
+    tensors.  count: whether executions are counted in graphs too, where that takes a routine at each op.
+    `result` has the graph, `clear` starts anew.
 
     A tool that depends on it finds `context["graph"]`, a `GraphSoFar`.
     """
 
     def __init__(
         self,
-        executions: int = 1,
+        executions: int = 8,
         backward: bool = True,
         limit: int = 100_000,
         attributes: bool = True,
@@ -113,7 +113,7 @@ class TraceTool(amanda.Tool):
         place, following = self._place(context)
         if not place.symbolic:
             context.insert_after_op(following.leave, place=place)
-            if self._executions > 1:
+            if not following.values.numbers_nodes:
                 context.insert_after_op(self._note_execution, outputs=[], place=place)
             return
         index = following.add_symbols(place, context.get_inputs(), context.get_outputs() or [])
@@ -125,7 +125,7 @@ class TraceTool(amanda.Tool):
     def _backward(self, context: amanda.OpContext) -> None:
         place, following = self._place(context)
         if not place.symbolic:
-            if self._executions > 1:
+            if not following.values.numbers_nodes:
                 context.insert_before_backward_op(self._recall_execution, grad_outputs=[], place=place)
             context.insert_before_backward_op(following.enter_backward, place=place)
 
@@ -147,7 +147,7 @@ class TraceTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _note_execution(place: Place, run: dict[str, Any]) -> None:
-        run["traced"] = place.ops[-1] if place.ops else None
+        run["traced"] = place.last
 
     @staticmethod
     @amanda.observer
@@ -158,9 +158,12 @@ class TraceTool(amanda.Tool):
         """The place of a context's op, and what follows its tensors."""
         following: Following = context[self.key]
         key = self._key(context)
-        if key not in self._places:
-            self._places[key] = self._new_place(context, following.values)
-        return self._places[key], following
+        place = self._places.get(key)
+        if place is None:
+            place = self._new_place(context, following.values)
+            if len(self.recorder.ops) < self._limit:
+                self._places[key] = place
+        return place, following
 
     @staticmethod
     def _key(context: amanda.OpContext) -> Hashable:

@@ -117,6 +117,21 @@ class Values:
 
     # ---- the backward pass, where its edges are known apart from the gradients ----
 
+    numbers_nodes = False
+    """Whether autodiff counts the nodes that it makes."""
+
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way in this thread, as far as that can be told."""
+        return False
+
+    def next_number(self) -> int | None:
+        """What autodiff counts the next node with."""
+        return None
+
+    def node_number(self) -> int | None:
+        """What it has counted the node that runs with; None of one that adds up a leaf's gradient."""
+        return None
+
     def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
         """The recorded gradients that are added up to each that enters the op; None: by themselves.
 
