@@ -13,11 +13,12 @@ from typing import Literal
 from amanda.errors import AmandaError
 from amanda.tools.diff._align import dotted, is_compute, same_modules, same_ops, within
 from amanda.tools.diff._compare import Distance, distance, matched, scale, tolerance
-from amanda.tools.diff._result import Comparison, DiffResult
+from amanda.tools.diff._result import Comparison, DiffResult, Read
 from amanda.tools.diff._run import Run, Source, open_run, record, visits
 from amanda.tools.dump import Entry, Op
 
 By = Literal["op", "module"]
+Made = tuple[list[Entry], list[Entry]]
 
 _READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
 
@@ -94,41 +95,48 @@ def _in_order(run: Run, compared: Sequence[tuple[Entry, Comparison]]) -> list[Co
 
 
 def _ops(run: Run, other: Run, renamed: Mapping[str, str], rtol: float | None) -> DiffResult:
-    compared: list[tuple[Entry, Comparison]] = []
+    made: list[Made] = []
     alone: tuple[list[Op], list[Op]] = ([], [])
     for phase in ("forward", "backward"):
         pairs = same_ops(run, other, phase, renamed)
-        compared += [found for pair in pairs for found in _executions(run, other, *pair, rtol)]
+        made += [both for pair in pairs for both in _executions(run, other, *pair)]
         for side, one in enumerate((run, other)):
             paired = {pair[side] for pair in pairs}
             alone[side].extend(one.ops[i] for i in one.indices(phase) if i not in paired)
-    return DiffResult(run.name, other.name, _in_order(run, compared), *alone)
+    made.sort(key=lambda both: both[0][0].order)  # as the tensors lie in their files
+    found = [(both[0][0], _compared(run, other, *both, rtol)) for both in made]
+    return DiffResult(run.name, other.name, _in_order(run, found), *alone)
 
 
 def _executions(
-    run: Run, other: Run, index: int, other_index: int, rtol: float | None
-) -> Iterator[tuple[Entry, Comparison]]:
-    """A comparison for each execution of an op that both runs have."""
+    run: Run, other: Run, index: int, other_index: int
+) -> Iterator[tuple[list[Entry], list[Entry]]]:
+    """What an op gave at each execution that both runs have."""
     ones, others = run.made(index), other.made(other_index)
     for execution, other_execution in zip(sorted(ones), sorted(others), strict=False):
-        made, other_made = ones[execution], others[other_execution]
-        floor = max(scale(made), scale(other_made))
-        judged = [_judged(run, other, pair, rtol, floor) for pair in matched(made, other_made)]
-        if not judged:
-            continue
-        worst, limit = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
-        read, other_read = (
-            one.read(i, e, "input", "weight")
-            for one, i, e in ((run, index, execution), (other, other_index, other_execution))
+        pairs = list(matched(ones[execution], others[other_execution]))
+        if pairs:
+            yield [one for one, _ in pairs], [two for _, two in pairs]
+
+
+def _compared(
+    run: Run, other: Run, made: Sequence[Entry], other_made: Sequence[Entry], rtol: float | None
+) -> Comparison:
+    """What an op gave at one execution, by the tensor that is furthest off; what it read if they differ."""
+    floor = max(scale(made), scale(other_made))
+    judged = [_judged(run, other, pair, rtol, floor) for pair in zip(made, other_made, strict=True)]
+    worst, limit = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
+    read: list[Read] = []
+    if worst.relative:
+        sides = (
+            one.read(entries[0].op, entries[0].execution, "input", "weight")
+            for one, entries in ((run, made), (other, other_made))
         )
-        inputs = [
-            (pair[0].role, *_judged(run, other, pair, rtol, 0.0))
-            for pair in (matched(read, other_read) if worst.relative else ())
-        ]
-        yield made[0], Comparison.of(
-            run.ops[index], other.ops[other_index], execution, worst, limit,
-            [(role, found.relative, found.relative <= bound) for role, found, bound in inputs],
-        )  # fmt: skip
+        for pair in matched(*sides):
+            found, bound = _judged(run, other, pair, rtol, 0.0)
+            read.append((pair[0].role, found.relative, found.relative <= bound))
+    ops = run.ops[made[0].op], other.ops[other_made[0].op]
+    return Comparison.of(*ops, made[0].execution, worst, limit, read)
 
 
 def _judged(
