@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -186,3 +187,21 @@ def test_times_are_those_of_torch_for_the_same_executions() -> None:
     # torch's are within ours; what is between is the same few microseconds for each.
     assert 1 <= median(ratios) < 1.1
     assert sum(ratio < 1.1 for ratio in ratios) > 0.9 * len(ratios)
+
+
+def test_the_peak_of_memory_is_the_allocators(training: tuple[nn.Module, Callable[[], None]]) -> None:
+    model, step = training
+    tool = ProfileTool()
+    with amanda.apply(tool):
+        model.zero_grad()
+        step()
+    (peak,) = tool.result.peaks
+    made = peak.size - sum(size for place, size in peak.owners if place.phase == "given")
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    changes = [one for one in profiler.profiler.kineto_results.events() if one.name() == "[memory]"]
+    alive = accumulate(one.nbytes() for one in sorted(changes, key=lambda one: one.start_ns()))
+    assert made == pytest.approx(max(alive), rel=0.02)

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.profiler_util import Kernel
 
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.profile import Place, ProfileResult, ProfileTool
 from amanda.tools.profile._device import DeviceTimes
+from amanda.tools.profile._kernels import RANGE, seen
 from amanda.tools.profile._recorder import Recorder
 from amanda.tools.profile._schedule import Schedule
 
@@ -407,6 +409,59 @@ def test_marks_of_a_device_are_put_around_the_op_alone() -> None:
     recorder.device_times.settle()
     assert (outer.device, inner.device) == (1_500_000, 500_000)
     assert (outer.calls, inner.calls) == (1, 1)
+
+
+# ---- kernels ----
+
+
+def test_what_torch_saw_within_an_op_is_told_of_it() -> None:
+    layer, x = nn.Linear(64, 32), torch.rand(16, 64)
+    tool = ProfileTool(kernels=True, active=2, repeat=1)
+
+    def program() -> None:
+        for _ in range(4):
+            layer(x).relu().sum().backward()
+
+    result = profiled(program, tool)
+    rows = {(row[0], row[1], row[4]): row for row in result.kernels().rows()}
+    for key in (
+        ("forward", "linear", "aten::addmm"), ("forward", "relu", "aten::clamp_min"),
+        ("backward", "linear_backward", "aten::mm"), ("backward", "sum_backward", "aten::expand"),
+    ):  # fmt: skip
+        assert rows[key][5:7] == ("cpu", 2)
+    assert ("forward", "relu", "aten::addmm") not in rows
+    for one in result.places:
+        assert sum(took for _, took in one.kernels.values()) <= one.total
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_kernels_that_cannot_be_told_are_said_to_be_missing() -> None:
+    tool = ProfileTool(kernels=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as own:
+        result = profiled(lambda: torch.rand(3).relu(), tool)
+    assert calls(result, "relu") == 1
+    assert not result.kernels().rows()
+    assert "torch.profiler did not tell" in str(result)
+    assert "aten::relu" in {event.name for event in own.events() or ()}
+
+
+class Traced:
+    """An event of torch.profiler, as far as `seen` reads it; the kernels are those that CUPTI told."""
+
+    def __init__(self, name: str, parent: Traced | None = None, kernels: list[Any] | None = None) -> None:
+        self.name, self.cpu_parent, self.kernels = name, parent, kernels or []
+        self.self_cpu_time_total = 2.0
+
+
+def test_kernels_belong_to_the_innermost_op_that_launched_them() -> None:
+    kernel = Kernel("sgemm", 0, 7.5)
+    outer = Traced(RANGE + "3")
+    inner = Traced(RANGE + "5", Traced("aten::linear", outer))
+    launch = Traced("cudaLaunchKernel", Traced("aten::addmm", inner), [kernel])
+    found = list(seen([outer, inner, launch, launch.cpu_parent, Traced("aten::mm"), inner.cpu_parent]))
+    assert found == [
+        (5, "sgemm", "cuda:0", 7500), (5, "aten::addmm", "cpu", 2000), (3, "aten::linear", "cpu", 2000),
+    ]  # fmt: skip
 
 
 # ---- results ----

@@ -7,9 +7,10 @@ print(profile.result.by("module"))
 profile.result.save("step.trace.json")
 """
 
+from amanda.tools.profile._kernels import KernelResult
 from amanda.tools.profile._modules import ModuleResult
 from amanda.tools.profile._place import Place
 from amanda.tools.profile._result import Peak, ProfileResult
 from amanda.tools.profile._tool import ProfileTool
 
-__all__ = ["ModuleResult", "Peak", "Place", "ProfileResult", "ProfileTool"]
+__all__ = ["KernelResult", "ModuleResult", "Peak", "Place", "ProfileResult", "ProfileTool"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KEYS = ("phase", "type", "module", "source")
 
@@ -17,7 +17,7 @@ class Place:
     calls: executions that ended; timed: those of them whose begin is known.
     device: time on the device, None where there is none.
     allocated: bytes of the tensors that it made; None where nobody looked.
-    index: its place among all.
+    index: its place among all.  kernels: by name and device, how often each ran and for how long.
     runs_others: whether ops within it have times of their own that cannot be told from its own.
     """
 
@@ -38,6 +38,7 @@ class Place:
     allocated: int | None = None
     runs_others: bool = False
     index: int = 0
+    kernels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def add(self, took: int, inside: int) -> None:
         """One more execution, with the time of the ops within it."""
@@ -55,6 +56,7 @@ class Place:
         """Forget the executions."""
         self.calls = self.timed = self.total = self.own = self.least = self.most = 0
         self.device = self.allocated = None
+        self.kernels = {}
 
     @property
     def names(self) -> dict[str, str]:

@@ -49,12 +49,20 @@ class Recorder:
     """Keeps sums for each op and, up to `limit`, each execution.
 
     places: by the ids of the forward and the backward op.  memory: told which steps are recorded.
+    on_end: called when steps are not recorded any more.
     recording: whether the present step is.  log: what a timeline shows.
     """
 
-    def __init__(self, schedule: Schedule, limit: int, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        limit: int,
+        memory: Memory | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self.schedule = schedule
         self.memory = memory
+        self._on_end = on_end
         self.places: dict[tuple[int, int | None], Place] = {}
         self._limit = limit
         self._step = self._first = 0
@@ -103,6 +111,8 @@ class Recorder:
             self.windows.append(Step(present, now, None))
         if was != self.recording:
             self._open.clear()
+            if not self.recording:
+                self._on_end()
             if self.memory is not None:
                 (self.memory.start if self.recording else self.memory.stop)()
 

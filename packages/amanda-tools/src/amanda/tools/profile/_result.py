@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
 from amanda.tools.profile import _trace
+from amanda.tools.profile._kernels import KernelResult
 from amanda.tools.profile._log import Event, Thread
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._place import KEYS, Place
@@ -65,6 +66,7 @@ class ProfileResult(Result):
 
     places: what was measured, each op apart.  peaks: of each device whose memory was followed.
     timeline: for traces.  dropped: executions that are not in it.  by: the keys of a row, of `KEYS`.
+    obstacle: why kernels are not told though they were asked for.
     """
 
     name: ClassVar[str] = "profile"
@@ -77,21 +79,26 @@ class ProfileResult(Result):
         dropped: int = 0,
         schedule: str = "all",
         by: Sequence[str] = KEYS,
+        obstacle: str = "",
     ) -> None:
         self.places = [place for place in places if place.calls]
         self.peaks = tuple(peaks)
         self.timeline = timeline or Timeline()
         self.dropped = dropped
         self._schedule = schedule
+        self._obstacle = obstacle
         self._by = tuple(by)
         keys = (Column(key, show=partial(shortened, width=36)) for key in self._by)
         self.columns = (*keys, *_columns)  # type: ignore[misc]
         self.title = f"Profile by {', '.join(self._by)}" if self._by != KEYS else "Profile"
 
     @classmethod
-    def of(cls, recorder: Recorder) -> ProfileResult:
+    def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
         """What a recorder has at present, which does not change any more."""
-        kept = {place: replace(place) for place in recorder.places.values()}
+        kept = {
+            place: replace(place, kernels={name: list(sums) for name, sums in place.kernels.items()})
+            for place in recorder.places.values()
+        }
         memory = recorder.memory
         devices = [] if memory is None else [one for one in memory.devices.values() if one.peak]
         peaks = []
@@ -107,7 +114,9 @@ class ProfileResult(Result):
             _ended(recorder.windows, events),
             {device.name: list(device.history) for device in devices},
         )
-        return cls(kept.values(), peaks, timeline, recorder.log.dropped, str(recorder.schedule))
+        return cls(
+            kept.values(), peaks, timeline, recorder.log.dropped, str(recorder.schedule), obstacle=obstacle
+        )
 
     def by(self, *keys: str) -> ProfileResult:
         """The same with a row for each value of these keys: "phase", "type", "module", "source".
@@ -119,7 +128,12 @@ class ProfileResult(Result):
             raise AmandaError(
                 f"a profile is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
             )
-        return ProfileResult(self.places, self.peaks, self.timeline, self.dropped, self._schedule, keys)
+        given = (self.places, self.peaks, self.timeline, self.dropped, self._schedule)
+        return ProfileResult(*given, keys, self._obstacle)
+
+    def kernels(self) -> KernelResult:
+        """A row for each kernel of each op, where the tool was asked for them."""
+        return KernelResult(self.places, self._obstacle)
 
     def modules(self) -> ModuleResult:
         """A row for each module, with its own ops and with those of the modules in it."""
@@ -195,6 +209,8 @@ class ProfileResult(Result):
         untimed = sum(place.calls - place.timed for place in self.places)
         if untimed:
             notes.append(f"{untimed:,} executions have no time: no value goes into them.")
+        if self._obstacle:
+            notes.append(f"torch.profiler did not tell kernels: {self._obstacle}.")
         if self.dropped:
             kept = len(self.timeline.events)
             notes.append(

@@ -9,6 +9,7 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.profile import _pytorch, _tensorflow
+from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
 from amanda.tools.profile._recorder import Recorder, Routines
@@ -24,6 +25,7 @@ class ProfileTool(amanda.Tool):
     and `active` are recorded, all that follow where it is 0; `repeat` cycles, 0 for no end.  Steps are
     counted as `amanda.tools.steps.Steps` does, or begin where `step()` says so.
     backward: measure backward ops too.  memory: follow the memory of tensors.
+    kernels: in PyTorch, let torch.profiler run in the recorded steps and tell the kernels of each op.
     limit: executions that are kept for the timeline; sums go on beyond.
 
     Raises ToolError for numbers below 0, and for `repeat` without `active`.
@@ -37,6 +39,7 @@ class ProfileTool(amanda.Tool):
         repeat: int = 0,
         backward: bool = True,
         memory: bool = True,
+        kernels: bool = False,
         limit: int = 100_000,
     ) -> None:
         super().__init__()
@@ -45,7 +48,8 @@ class ProfileTool(amanda.Tool):
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
         self._memory = Memory(limit) if memory else None
-        self._recorder = Recorder(schedule, limit, self._memory)
+        self._kernels = Kernels() if kernels else None
+        self._recorder = Recorder(schedule, limit, self._memory, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
@@ -64,13 +68,19 @@ class ProfileTool(amanda.Tool):
     def result(self) -> ProfileResult:
         """What was recorded so far."""
         self._recorder.device_times.settle()
+        self._read_kernels()
         if self._memory is not None:
             self._memory.drain()
-        return ProfileResult.of(self._recorder)
+        return ProfileResult.of(self._recorder, self._kernels.obstacle if self._kernels else "")
 
     def clear(self) -> None:
         """Forget what was recorded; what was analysed stays, and the present step is step 0."""
+        self._read_kernels()
         self._recorder.clear()
+
+    def _read_kernels(self) -> None:
+        if self._kernels is not None:
+            self._kernels.stop(list(self._recorder.places.values()))
 
     # ---- analysis ----
 
@@ -114,8 +124,12 @@ class ProfileTool(amanda.Tool):
         if context["profile.parallel"]:
             return self._recorder.in_parallel(place)
         if context["profile.device"] is not None:
-            return self._recorder.on_device(place, context["profile.device"])
-        return self._recorder.in_sequence(place)
+            routines = self._recorder.on_device(place, context["profile.device"])
+        else:
+            routines = self._recorder.in_sequence(place)
+        if self._kernels is not None and context.namespace.matches("pytorch"):
+            return self._kernels.around(routines, place, self._recorder)
+        return routines
 
     # ---- memory ----
 
