@@ -32,15 +32,17 @@ class Share:
 
 @dataclass(eq=False, slots=True)
 class Device:
-    """Bytes of one device: alive, and the most that were.
+    """Bytes of one device: alive, and the most that were while steps were recorded, None before.
 
-    peaks: how often a new most was reached.  history: nanoseconds and bytes alive, after each change.
+    peaks: how often a new most was reached.  given: bytes that nobody was seen to make.
+    history: nanoseconds, and bytes alive besides those given until then, after each change.
     """
 
     name: str
     alive: int = 0
-    peak: int = 0
+    peak: int | None = None
     peaks: int = 0
+    given: int = 0
     shares: dict[Place, Share] = field(default_factory=dict)
     history: list[tuple[int, int]] = field(default_factory=list)
 
@@ -52,9 +54,19 @@ class Device:
         share.alive += size
         self.alive += size
 
+    def give(self, owner: Place, size: int) -> None:
+        """Take in bytes that are met now and were there all along: at the peak too."""
+        share = self.shares.setdefault(owner, Share())
+        share.alive += size
+        share.before += size
+        self.alive += size
+        self.given += size
+        if self.peak is not None:
+            self.peak += size
+
     def look(self) -> None:
         """See whether this is a peak."""
-        if self.alive >= self.peak:
+        if self.peak is None or self.alive >= self.peak:
             self.peak = self.alive
             self.peaks += 1
 
@@ -102,9 +114,10 @@ class Memory:
         """Forget the peaks; what is alive stays known."""
         self.drain()
         for device in self.devices.values():
-            device.peak = 0
+            device.peak = None
             device.history.clear()
-            device.look()
+            if self.recording:
+                device.look()
 
     def meet(self, storages: Iterable[Storage], maker: Place | None) -> None:
         """Take in storages that an op made, or (maker None) was given; known ones belong to their maker."""
@@ -121,7 +134,10 @@ class Memory:
             owner = maker or self._given_on(storage.device)
             held = _Held(storage.size, owner, device)
             self._alive[storage.key] = weakref.ref(storage.memory, self._death_of(storage.key)), held
-            if self.recording and maker is not None:
+            if maker is None:
+                device.give(owner, storage.size)
+                continue
+            if self.recording:
                 maker.allocated = (maker.allocated or 0) + storage.size
             self._change(held, storage.size)
 
@@ -147,6 +163,8 @@ class Memory:
     def _device(self, name: str) -> Device:
         if name not in self.devices:
             self.devices[name] = Device(name)
+            if self.recording:
+                self.devices[name].look()
         return self.devices[name]
 
     def _given_on(self, device: str) -> Place:
@@ -161,4 +179,4 @@ class Memory:
             if size > 0:
                 device.look()
             if len(device.history) < self._limit:
-                device.history.append((when or perf_counter_ns(), device.alive))
+                device.history.append((when or perf_counter_ns(), device.alive - device.given))

@@ -105,14 +105,16 @@ class ProfileResult(Result):
         for device in devices:
             owners = sorted(device.at_peak().items(), key=lambda item: -item[1])
             peaks.append(
-                Peak(device.name, device.peak, [(kept.get(place, place), size) for place, size in owners])
+                Peak(
+                    device.name, device.peak or 0, [(kept.get(place, place), size) for place, size in owners]
+                )
             )
         events = recorder.log.events(list(kept.values()))
         timeline = Timeline(
             sorted(events, key=lambda event: (event.begin, -event.took)),
             dict(recorder.log.threads),
             _ended(recorder.windows, events),
-            {device.name: list(device.history) for device in devices},
+            {one.name: [(when, size + one.given) for when, size in one.history] for one in devices},
         )
         return cls(
             kept.values(), peaks, timeline, recorder.log.dropped, str(recorder.schedule), obstacle=obstacle
