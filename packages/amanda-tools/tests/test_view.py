@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from made_trace import flops_of, transformer
 
+import amanda
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result
 from amanda.tools.view import main, to_page
@@ -187,8 +188,6 @@ def test_tools_of_one_scope_tell_of_the_same_ops(tmp_path: Path) -> None:
     import torch
     from torch import nn
 
-    import amanda
-
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace, flops, profile = (amanda.load_tool(name) for name in ("trace", "flops", "profile"))
@@ -210,6 +209,25 @@ def test_tools_of_one_scope_tell_of_the_same_ops(tmp_path: Path) -> None:
     of_ops = [(name, op) for name, op in zip(timeline["name"], timeline["op"], strict=True) if op >= 0]
     assert len(of_ops) == sum(row[4] for row in content["tables"][1]["rows"])
     assert all(name == ops["type"][op] for name, op in of_ops)
+
+
+TOOLS = [tool.name for tool in amanda.list_tools() if tool.distribution == "amanda-tools"]
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if "mapping" not in name])
+def test_what_any_tool_tells_can_be_shown(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where some write by default
+    import torch
+    from torch import nn
+
+    tool = amanda.load_tool(name)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with amanda.apply(tool):
+        model(torch.rand(3, 4) / torch.tensor(0.0)).sum().backward()
+    path = tool.result.save(tmp_path / f"{name}.json")
+    content = embedded(to_page(path))
+    assert content["sources"][0]["schema"].startswith("amanda.")
+    assert content["tables"] or content["graph"]
 
 
 # ---- timelines ----

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -525,6 +526,52 @@ def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> Non
     assert page.get_by_role("tree", name="Modules and ops").get_by_role("treeitem").count() > 5
     assert page.get_by_role("grid", name="Ops").get_by_role("columnheader", name="FLOPs").count() == 1
     assert page.get_by_role("tab", name="Graph").get_attribute("aria-selected") == "true"
+
+
+def test_ten_thousand_ops_without_modules_stay_quick(show: Open) -> None:
+    trace, numbers = Trace(), random.Random(0)
+    mask = trace.tensor([1], "input", name="mask")
+    made = [trace.tensor([8], "input", name="x")]
+    for _ in range(10_000):
+        far = numbers.choice([mask, made[-1], numbers.choice(made)])
+        made.append(trace.op("add", "", 1, [made[-1], numbers.choice(made[-50:]), far], [8]))
+    begun = time.monotonic()
+    page = show(trace.content())
+    assert time.monotonic() - begun < 25
+    assert tree_names(page)[0] == "1\u2013100 of 10000"
+    assert 100 < int(page.get_attribute(".graph", "data-nodes") or 0) < 110
+    page.locator("#tree .chevron").first.click()
+    until(lambda: 200 <= int(page.get_attribute(".graph", "data-nodes") or 0) < 210)
+
+
+def test_ops_without_edges_lie_in_rows(show: Open) -> None:
+    trace = Trace()
+    for i in range(30):
+        trace.op("add_", "", i, [trace.tensor([1], "parameter", name=f"w{i}")], [1])
+    page = show(trace.content())
+    boxes = page.locator(".graph .node").evaluate_all(
+        "nodes => nodes.map((node) => (({ x, y }) => [x, y])(node.getBBox()))"
+    )
+    assert len({tuple(box) for box in boxes}) == 30
+    assert 3 <= len({y for _, y in boxes}) <= 10
+
+
+def test_little_is_shown_as_well(show: Open) -> None:
+    page = show({"schema": "amanda.own", "version": 1, "rows": []})
+    assert page.inner_text("#facts h3") == "0.json"
+    ops = [{"type": "relu", "source": "a.py:1"}]
+    page = show({"schema": "amanda.trace", "version": 1, "ops": ops, "tensors": []})
+    page.locator("#table .line[data-row='0']").click()
+    assert page.inner_text("#facts h3") == "relu"
+
+
+def test_scopes_with_slashes_may_have_dots_in_their_names(show: Open) -> None:
+    trace = Trace()
+    x = trace.tensor([1], "input", name="x")
+    for name in ("mobilenet_1.00/conv", "mobilenet_1.00"):
+        x = trace.op("mul", name, 1, [x], [1])
+    page = show(trace.content())
+    assert tree_names(page) == ["mobilenet_1.00", "conv", "mul", "mul"]
 
 
 def test_ten_thousand_ops_stay_quick(show: Open) -> None:

@@ -139,7 +139,7 @@ class Details {
     for (const op of ops) {
       const entry = types.get(model.label(op)) || { count: 0, sum: 0, kind: model.kinds[op] };
       entry.count += 1;
-      entry.sum += values ? values[op] || 0 : 1;
+      entry.sum += model.measured(op);
       types.set(model.label(op), entry);
     }
     const sorted = [...types].sort((a, b) => b[1].sum - a[1].sum || b[1].count - a[1].count).slice(0, 30);

@@ -153,7 +153,7 @@ class Graph {
   mark() {
     const { model } = this;
     const selected = new Set(this.placesOf(model.selection).map((place) => place.key));
-    const total = (ops) => ops.reduce((sum, op) => sum + (model.measure.values ? model.measure.values[op] || 0 : 1), 0);
+    const total = (ops) => ops.reduce((sum, op) => sum + model.measured(op), 0);
     const shares = [];
     for (const place of this.places.values()) {
       const { node, part } = place.item;

@@ -2,8 +2,7 @@
 // where tensors enter and one at its bottom where they leave; so a change in one lays out only those around it.
 
 const MOST_DRAWN = 1200;
-const FEW = 40;
-const FAR = 30;
+const MOST_CROSSED = 600;
 const ROW_OF_ALONE = 4;
 const MOST_CALLS = 64;
 const PAD = 12;
@@ -62,7 +61,8 @@ class Layout {
         part.children.set(`${child.id}:${phase}`, calls.map((one) => new Part(child, phase, part, one)));
       }
     }
-    return [...part.children.values()].flat();
+    part.all ??= [...part.children.values()].flat();
+    return part.all;
   }
 
   childOf(node, op) {
@@ -291,13 +291,19 @@ class Layout {
     }
   }
 
-  // In a large box the layout takes long for edges across many nodes: those are drawn beside it.
+  // Edges across many nodes take the layout long: beyond what it does at once the longest are drawn beside it.
   setApart(edges, items) {
-    if (items.size <= FEW) return;
     const place = new Map([...items.keys()].map((key, order) => [key, order]));
     place.set("in", -1).set("out", items.size);
-    for (const edge of edges) {
-      edge.far = !edge.from.startsWith("t") && Math.abs(place.get(edge.to) - place.get(edge.from)) > FAR;
+    for (const key of items.keys()) {  // an input is right before the first that reads it
+      if (!key.startsWith("t")) continue;
+      place.set(key, Math.min(...edges.filter((edge) => edge.from === key).map((edge) => place.get(edge.to))) - 1);
+    }
+    const span = (edge) => Math.abs(place.get(edge.to) - place.get(edge.from));
+    let crossed = 0;
+    for (const edge of [...edges].sort((a, b) => span(a) - span(b))) {
+      crossed += span(edge);
+      edge.far = crossed > MOST_CROSSED && span(edge) > 1;
     }
   }
 

@@ -190,4 +190,9 @@ function start() {
   document.documentElement.dataset.ready = "yes";
 }
 
-start();
+try {
+  start();
+} catch (error) {
+  document.body.prepend(h("p", { class: "failed", role: "alert" }, `This page cannot be shown: ${error.message}`));
+  throw error;
+}

@@ -46,7 +46,7 @@ class Model {
     this.makeColumns();
     this.makeNeighbours();
     this.flag();
-    this.measure = this.measures[0] || null;
+    [this.measure] = this.measures;
     this.addUp();
     this.unfoldFirst();
   }
@@ -67,10 +67,10 @@ class Model {
   makeTree() {
     this.root = new Node(null, "", "");
     const modules = new Map([["", this.root]]);
-    const module = (path) => {
+    const module = (path, mark) => {
       if (modules.has(path)) return modules.get(path);
-      const cut = path.includes("/") ? path.lastIndexOf("/") : path.lastIndexOf(".");
-      const parent = module(cut < 0 ? "" : path.slice(0, cut));
+      const cut = path.lastIndexOf(mark);
+      const parent = module(cut < 0 ? "" : path.slice(0, cut), mark);
       const made = new Node(parent, path.slice(cut + 1), path);
       modules.set(path, made);
       parent.children.push(made);
@@ -78,7 +78,8 @@ class Model {
     };
     this.nodeOf = new Array(this.size);
     for (let op = 0; op < this.size; op += 1) {
-      const parent = module(this.ops.module[op]);
+      const path = this.ops.module[op];
+      const parent = module(path, path.includes("/") ? "/" : ".");
       const made = new Node(parent, this.ops.type[op], null, op);
       this.nodeOf[op] = made;
       parent.children.push(made);
@@ -225,7 +226,7 @@ class Model {
     const calls = this.content.graph && ops.calls ? own("calls", ops.calls, { number: true, total: true }) : null;
     if (calls) this.columns.push(calls);
     this.tables = this.content.tables.map((table) => ({ ...table, joined: this.join(table) }));
-    if (this.content.graph) this.columns.push(own("output", ops.outputs.map((given) => this.firstShape(given)), { code: true }));
+    if (this.content.graph && ops.outputs) this.columns.push(own("output", ops.outputs.map((given) => this.firstShape(given)), { code: true }));
     this.columns.push(own("source", ops.source, { path: true }));
   }
 
@@ -293,31 +294,26 @@ class Model {
     this.tell("measure");
   }
 
-  // Totals of the measure, by node and by node and phase.
+  // The measure of each node: of an op, or of all that a module holds.
   addUp() {
-    const values = this.measure && this.measure.values;
     this.sums = new Float64Array(this.nodes.length);
-    this.phaseSums = new Map(this.phases.map((phase) => [phase, new Float64Array(this.nodes.length)]));
     for (let id = this.nodes.length - 1; id >= 0; id -= 1) {
       const node = this.nodes[id];
-      if (node.isOp) {
-        const value = values ? values[node.op] || 0 : 1;
-        this.sums[id] = value;
-        this.phaseSums.get(this.ops.phase[node.op])[id] = value;
-      }
-      if (node.parent) {
-        this.sums[node.parent.id] += this.sums[id];
-        for (const sums of this.phaseSums.values()) sums[node.parent.id] += sums[id];
-      }
+      if (node.isOp) this.sums[id] = this.measured(node.op);
+      if (node.parent) this.sums[node.parent.id] += this.sums[id];
     }
   }
 
-  sum(node, phase = null) {
-    return (phase === null ? this.sums : this.phaseSums.get(phase))[node.id];
+  measured(op) {
+    return this.measure.values ? this.measure.values[op] || 0 : 1;
   }
 
-  share(node, phase = null) {
-    return this.sums[0] ? this.sum(node, phase) / this.sums[0] : 0;
+  sum(node) {
+    return this.sums[node.id];
+  }
+
+  share(node) {
+    return this.sums[0] ? this.sum(node) / this.sums[0] : 0;
   }
 
   // ---- neighbours ----
