@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,34 @@ def test_ops_within_an_autograd_function_are_between_its_inputs_and_outputs() ->
     (total,) = named(graph, "sum")
     assert graph.producers(total) == (function,)
     assert "exp" in [op.type for op in graph.producers(function)]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_tensors_whose_extents_are_no_numbers_have_none(layout: torch.layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+        graph = trace(lambda: nested.sin())
+    given, made = graph.tensors
+    assert (made.shape, made.bytes) == (None if layout == torch.strided else (2, None, 3), None)
+    assert given.consumers == (0,)
+    assert Graph.from_dict(json.loads(json.dumps(graph.to_dict()))) == graph
+
+
+def test_sparse_tensors_are_followed() -> None:
+    x = torch.eye(3)
+    graph = trace(lambda: (x.to_sparse() * 2).to_dense())
+    assert edges(graph) == [("to_sparse", "mul"), ("mul", "to_dense")]
+
+
+def test_arguments_of_any_kind_are_told() -> None:
+    class Own(Tensor):
+        pass
+
+    x = torch.ones(3)
+    graph = trace(lambda: x.as_subclass(Own))
+    assert graph.ops[0].attributes is not None
+    assert str(graph.ops[0].attributes["cls"]).endswith("Own")
 
 
 # ---- executions ----

@@ -28,7 +28,10 @@ def standard(context: OpContext) -> None:
 
 def shape(value: Any) -> tuple[int, ...] | None:
     """Extents of a tensor."""
-    extents = getattr(value, "shape", None)
+    try:
+        extents = getattr(value, "shape", None)
+    except RuntimeError:  # a nested tensor has none
+        return None
     return None if extents is None else tuple(extents)
 
 

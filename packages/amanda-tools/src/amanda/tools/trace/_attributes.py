@@ -31,6 +31,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return str(value)
     if hasattr(value, "as_numpy_dtype"):  # TensorFlow's element types have long texts
         return str(value.name)
+    if isinstance(value, type):
+        return value.__qualname__
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return _shortened(str(value))

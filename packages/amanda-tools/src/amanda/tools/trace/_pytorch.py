@@ -54,10 +54,12 @@ class PyTorchValues(Values):
 
     def describe(self, tensor: Any) -> Description:
         """Extents, element type, device and size."""
-        return Description(
-            tuple(tensor.shape), self._dtype(tensor), str(tensor.device),
-            tensor.numel() * tensor.element_size(),
-        )  # fmt: skip
+        device, kind = str(tensor.device), self._dtype(tensor)
+        extents = self._shape(tensor)
+        if extents is not None:  # a ragged one is a symbol
+            extents = tuple(extent if isinstance(extent, int) else None for extent in extents)
+        known = extents is not None and None not in extents
+        return Description(extents, kind, device, tensor.numel() * tensor.element_size() if known else None)
 
     def version(self, tensor: Any) -> int | None:
         """Grows with each write; None of a tensor of the inference mode."""
@@ -75,11 +77,10 @@ class PyTorchValues(Values):
     def span(self, tensor: Any) -> Span | None:
         """Where its elements are; None of a sparse one, and where a transform hides it."""
         try:
-            memory = tensor.untyped_storage()._cdata
-            start, strides = tensor.storage_offset(), tensor.stride()
+            memory, start = tensor.untyped_storage()._cdata, tensor.storage_offset()
+            return Span(memory, start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
         except (NotImplementedError, RuntimeError):
             return None
-        return Span(memory, start, tuple(tensor.shape), strides, tensor.element_size())
 
     def hold_memory(self, tensor: Any) -> Any:
         """A weak reference to its storage."""
