@@ -14,6 +14,7 @@ from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._config import read_config
 from amanda.tools.command._launch import command_of
 from amanda.tools.command._options import Unreadable, read
+from amanda.tools.command._spec import combined, made
 from amanda.tools.flops import FlopsResult, FlopsTool, Place
 from amanda.tools.nan import NanTool
 from amanda.tools.results import Mergeable
@@ -194,6 +195,19 @@ def test_the_name_of_a_script_that_was_meant_is_said(tmp_path: Path, monkeypatch
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     assert "amanda run -t flops -- train.py" in capsys.readouterr().out
+
+
+def test_the_command_line_comes_before_the_configuration() -> None:
+    config = [ToolSpec("flops", {"module": "a", "out": "x.json"}), ToolSpec("nan")]
+    line = [ToolSpec.parse("flops:module=b"), ToolSpec.parse("flops:module=c"), ToolSpec("stats")]
+    specs = combined(config, line)
+    assert [(spec.name, spec.given) for spec in specs] == [
+        ("flops", {"module": ["b"], "out": "x.json"}),
+        ("nan", {}),
+        ("flops", {"module": ["c"]}),
+        ("stats", {}),
+    ]  # fmt: skip
+    assert [tooling.name for tooling in made(specs)] == ["flops", "nan", "flops-2", "stats"]
 
 
 # ---- merging ----

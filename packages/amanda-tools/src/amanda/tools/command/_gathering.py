@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import amanda
 from amanda.tools.command._environment import Handed
 from amanda.tools.command._spec import Tooling
 from amanda.tools.command._telling import Teller
@@ -20,16 +19,15 @@ class Gathering:
     """The tools of one process and where their results go.
 
     In the folder that the processes share each leaves `<label>.json` when all else is written: for each
-    tool its result as `to_dict` gives it and as text, and what could not be instrumented.
+    tool its result as `to_dict` gives it and as text, and what was logged.
     """
 
-    def __init__(
-        self, handed: Handed, tools: Sequence[Tooling], report: Iterable[amanda.Uninstrumented], label: str
-    ) -> None:
+    def __init__(self, handed: Handed, tools: Sequence[Tooling], messages: Iterable[str], label: str) -> None:
         self._handed = handed
         self._tools = tools
-        self._report = [list(entry) for entry in report]
+        self._messages = list(messages)
         self._label = label
+        self._suffix = "" if label == "main" else label  # of one of several roots, where a rank has its own
 
     def leave(self) -> None:
         """Save this process's results and leave them for the root."""
@@ -41,7 +39,7 @@ class Gathering:
             left.append({"saved": saved, "result": told, "text": None if result is None else str(result)})
         path = Path(self._handed.folder) / f"{self._label}.json"
         waiting = path.with_suffix(".part")
-        waiting.write_text(json.dumps({"tools": left, "report": self._report}), encoding="utf-8")
+        waiting.write_text(json.dumps({"tools": left, "messages": self._messages}), encoding="utf-8")
         waiting.rename(path)
 
     def tell(self, saw_op: bool) -> None:
@@ -53,8 +51,8 @@ class Gathering:
         for index, tooling in enumerate(self._tools):
             theirs = {label: one["tools"][index] for label, one in others.items()}
             self._tell(teller, tooling, theirs, saw_op)
-        report = [*self._report, *(entry for one in others.values() for entry in one["report"])]
-        teller.report([amanda.Uninstrumented(*entry) for entry in dict.fromkeys(map(tuple, report))])
+        messages = [*self._messages, *(message for one in others.values() for message in one["messages"])]
+        teller.messages(list(dict.fromkeys(messages)))
         shutil.rmtree(self._handed.folder, ignore_errors=True)
 
     def _tell(self, teller: Teller, tooling: Tooling, theirs: dict[str, Any], saw_op: bool) -> None:
@@ -69,14 +67,14 @@ class Gathering:
             return
         if list(theirs) and isinstance(result, Mergeable):
             parts = [type(result).from_dict(theirs[label]["result"]) for label in labels if label in theirs]
-            own = [self._save(tooling, result, self._label)] if saw_op else []
+            own = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
             merged = (result if saw_op else parts.pop(0)).merged(*parts)
-            saved = self._save(tooling, merged, "")
+            saved = self._save(tooling, merged, self._suffix)
             each = [*own, *(one["saved"] for one in theirs.values())]
             teller.result(tooling, merged, labels, [path for path in (saved, *each) if path])
             return
         if saw_op:
-            saved = self._save(tooling, result, self._label if theirs else "")
+            saved = self._save(tooling, result, self._label if theirs else self._suffix)
             teller.result(tooling, result, labels[:1], [saved] if saved else [])
         for label, one in theirs.items():
             teller.text(tooling, one["text"], label, one["saved"])

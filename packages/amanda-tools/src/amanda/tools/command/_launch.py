@@ -15,10 +15,14 @@ from types import FrameType
 
 from amanda._plugins import driven_frameworks
 from amanda.tools.command._environment import Handed
-from amanda.tools.command._spec import SpecError, ToolSpec
+from amanda.tools.command._spec import SpecError, ToolSpec, made
 
 _WITH_VALUE = "WXQ"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
 
 
 def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
@@ -55,16 +59,19 @@ def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | Non
     handed.put(environment)
     sys.stdout.flush()
     sys.stderr.flush()
-    if python and hasattr(os, "register_at_fork"):
-        os.execve(command[0], command, environment)
-    return _supervise(command, environment, lambda: _tell(handed))
+    try:
+        if python and os.name == "posix":
+            os.execve(command[0], command, environment)
+        return _supervise(command, environment, lambda: _tell(handed))
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
 
 
 def _tell(handed: Handed) -> None:
     from amanda.tools.command._gathering import Gathering
-    from amanda.tools.steps import Steps
 
-    tools = [ToolSpec(name, given).make(Steps()) for name, given in handed.tools]
+    tools = made(ToolSpec(name, given) for name, given in handed.tools)
     Gathering(handed, tools, [], "main").tell(saw_op=False)
 
 

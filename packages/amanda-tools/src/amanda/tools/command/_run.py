@@ -11,8 +11,7 @@ import click
 from amanda.errors import AmandaError
 from amanda.tools.command._config import Config, read_config
 from amanda.tools.command._launch import launch
-from amanda.tools.command._spec import SpecError, ToolSpec, combined
-from amanda.tools.steps import Steps
+from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -53,8 +52,7 @@ def _command(
         raise SpecError("no tool is given: -t flops, or --config FILE; `amanda tools` lists them")
     if not program:
         raise SpecError("no program is given: a script, -m module, or a command")
-    for spec in specs:  # so that what is wrong is said now
-        spec.make(Steps())
+    made(specs)  # so that what is wrong is said now
     return launch(program, specs, output or settings.output, quiet)
 
 

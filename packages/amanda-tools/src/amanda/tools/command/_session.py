@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -17,11 +18,11 @@ import amanda
 from amanda._plugins import plugin_manager
 from amanda.tools.command._environment import Handed, process_label
 from amanda.tools.command._gathering import Gathering
-from amanda.tools.command._spec import ToolSpec
+from amanda.tools.command._spec import ToolSpec, made
 from amanda.tools.command._threads import carry_to_threads
 from amanda.tools.command._tracebacks import show_program_alone
-from amanda.tools.steps import Steps
 
+_MESSAGES = 1000
 hookimpl = pluggy.HookimplMarker("amanda")
 
 
@@ -32,13 +33,13 @@ class Session:
         self._handed = handed
         self._pid = os.getpid()
         self._saw_op = False
-        steps = Steps()
-        self._tools = [ToolSpec(name, given).make(steps) for name, given in handed.tools]
+        self._tools = made(ToolSpec(name, given) for name, given in handed.tools)
         self.scope = amanda.apply(*(tooling.tool for tooling in self._tools))
 
     def begin(self) -> None:
         """Open the scope."""
         self._label = process_label()
+        self._messages = Messages()
         plugin_manager().register(self)
         self.scope.start()
         carry_to_threads(self.scope)
@@ -54,13 +55,31 @@ class Session:
             return
         try:
             self.scope.stop()
-            gathering = Gathering(self._handed, self._tools, self.scope.report, self._label)
+            gathering = Gathering(self._handed, self._tools, self._messages.told, self._label)
             if self._pid == self._handed.root:
                 gathering.tell(self._saw_op)
             elif self._saw_op:
                 gathering.leave()
         except Exception as error:  # the program's own end is not ours to change
             say(f"amanda: the results of process {self._pid} are lost: {type(error).__name__}: {error}")
+
+
+class Messages(logging.Handler):
+    """What Amanda logs, such as what could not be instrumented; it is told at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+        logger = logging.getLogger("amanda")
+        logger.handlers[:] = [one for one in logger.handlers if not isinstance(one, Messages)]
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message, once."""
+        message = record.getMessage()
+        if message not in self.told and len(self.told) < _MESSAGES:
+            self.told.append(message)
 
 
 class _Process:
@@ -76,7 +95,7 @@ class _Process:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._end_by_signal)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -34,7 +35,7 @@ class SpecError(AmandaError, ValueError):
 
 @dataclass
 class Tooling:
-    """A tool that was made, what selects its ops, and the file for its result."""
+    """A tool that was made, under a name of its own, what selects its ops, and the file for its result."""
 
     name: str
     tool: amanda.Tool
@@ -106,13 +107,29 @@ class ToolSpec:
 def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Both, in order; what the second says of a tool that the first has comes before what that says."""
     specs = [ToolSpec(one.name, dict(one.given)) for one in first]
+    known = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
-        same = next((one for one in specs if one.name == spec.name), None)
-        if same is None:
-            specs.append(spec)
+        if spec.name in known:
+            known.pop(spec.name).given.update(spec.given)
         else:
-            same.given.update(spec.given)
+            specs.append(spec)
     return specs
+
+
+def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
+    """The tools, which go by the same steps; one that is there twice is called "flops-2" the second time.
+
+    Raises what `ToolSpec.make` raises.
+    """
+    steps, counts = Steps(), Counter[str]()
+    toolings = []
+    for spec in specs:
+        tooling = spec.make(steps)
+        counts[spec.name] += 1
+        if counts[spec.name] > 1:
+            tooling.name = f"{spec.name}-{counts[spec.name]}"
+        toolings.append(tooling)
+    return toolings
 
 
 def _known(name: str, options: Mapping[str, Option]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-import amanda
 from amanda._plugins import driven_frameworks
 from amanda.tools.command._spec import Tooling
 
@@ -61,11 +60,10 @@ class Teller:
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 self._say(f"amanda: {tooling.name}: no op was selected by {name}={'+'.join(wanted)}{hint}")
 
-    def report(self, entries: Sequence[amanda.Uninstrumented]) -> None:
-        """What could not be instrumented."""
-        for entry in entries:
-            where = f" ({entry.where})" if entry.where else ""
-            self._say(f"amanda: {entry.what} was not instrumented: {entry.reason}{where}")
+    def messages(self, messages: Sequence[str]) -> None:
+        """What was logged, such as what could not be instrumented."""
+        for message in messages:
+            self._say(f"amanda: {message}")
 
     def _saved(self, tooling: Tooling, saved: Sequence[str]) -> None:
         if saved:

@@ -1,0 +1,47 @@
+"""The commands of docs/command.md run, and print what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_commands_print_what_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "amanda").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m amanda "$@"\n')
+    (tmp_path / "amanda").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    run = 0
+    for language, text in BLOCK.findall(PAGE.read_text()):
+        if language != "console":
+            if named := re.match(r"# (\w+\.\w+)\n", text):
+                (tmp_path / named[1]).write_text(text)
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            command, _, expected = part.partition("\n")
+            done = subprocess.run(
+                command, shell=True, cwd=tmp_path, env=environment, text=True, check=False,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            check(done.stdout, expected)
+            run += 1
+    assert run == 5
+
+
+def check(printed: str, expected: str) -> None:
+    """Line by line, of any spacing; "..." stands for anything, a line of a table for one of any length."""
+    lines, wanted = plain(printed), plain(expected)
+    assert len(lines) == len(wanted), printed
+    for line, want in zip(lines, wanted, strict=True):
+        assert fnmatchcase(line, want), printed
+
+
+def plain(text: str) -> list[str]:
+    lines = [re.sub("─+", "─", " ".join(line.split())) for line in text.splitlines()]
+    return [line.replace("[", "(").replace("]", ")").replace("...", "*") for line in lines]
