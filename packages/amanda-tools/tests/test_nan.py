@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,52 @@ def test_a_nan_within_fused_attention_is_found() -> None:
     assert first is not None
     assert first.type == "scaled_dot_product_attention"
     assert list(first.inputs) == [0, 1, 2]
+
+
+def line_of(mark: str) -> str:
+    """The file and line of this module that ends with a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# planted: {mark}"))
+    return f"{__file__}:{number}"
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q * 1e30, k * 1e30, v)  # planted: attention
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        distance = (x - x).norm(dim=-1) + torch.sqrt((x - x) ** 2).sum(-1)  # planted: backward
+        return distance
+
+
+def test_the_line_of_a_planted_nan_is_told_in_the_forward_and_backward_pass_and_in_attention() -> None:
+    def logarithm(x: Tensor) -> Tensor:
+        y = x + 1
+        return torch.log(y.abs() - 100)  # planted: forward
+
+    torch.manual_seed(0)
+    first = look(lambda: Planted(logarithm)(torch.rand(2, 4))).result.first
+    assert first is not None
+    assert (first.phase, first.type, first.source) == ("forward", "log", line_of("forward"))
+    model = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 2))
+    first = look(lambda: model(torch.rand(1, 4, 8)).sum().backward(), inf=False).result.first
+    assert first is not None
+    assert (first.type, first.module) == ("scaled_dot_product_attention", "1")
+    assert first.source == line_of("attention")
+    model = nn.Sequential(nn.Linear(4, 4), Root())
+    result = look(lambda: model(torch.rand(3, 4)).sum().backward()).result
+    assert result.first is not None
+    assert (result.first.phase, result.first.type) == ("backward", "sqrt_backward")
+    assert {(one.phase, one.module, one.source) for one in result.findings} == {
+        ("backward", "1", line_of("backward"))
+    }
 
 
 def test_an_op_that_writes_into_its_input_is_told_with_what_it_was_given() -> None:

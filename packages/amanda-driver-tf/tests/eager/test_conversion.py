@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -73,3 +75,8 @@ def test_another_handle_for_an_assignment_is_refused(acting: Any, mark: Any) -> 
         for _ in range(3):
             variable.assign_add(1.0)
     assert (variable.numpy(), other.numpy()) == (4.0, 2.0)
+
+
+def test_the_first_op_of_a_process_may_have_a_number_to_convert() -> None:
+    program = "import tensorflow as tf, amanda\nwith amanda.apply(amanda.Tool()):\n    tf.fill((3,), 2.0)"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

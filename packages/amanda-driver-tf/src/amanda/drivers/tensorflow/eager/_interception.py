@@ -224,6 +224,8 @@ def _converted(value: Any, type: int) -> Any:
     try:
         if value.__class__ is np.ndarray:
             value = value.copy()  # or the tensor would share its memory
-        return EagerTensor(value, context.context().device_name, type)
+        runtime = context.context()
+        runtime.ensure_initialized()  # a process whose first op this is would crash
+        return EagerTensor(value, runtime.device_name, type)
     except (TypeError, ValueError):
         raise core._FallbackException from None

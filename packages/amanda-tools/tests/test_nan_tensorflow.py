@@ -1,0 +1,102 @@
+"""The first NaN in TensorFlow: its op and line, also within the bodies of loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import amanda
+from amanda.tools.nan import Finding, NanTool
+
+
+def first_of(program: Callable[[], Any], **options: Any) -> Finding:
+    tool = NanTool(**options)
+    with amanda.apply(tool):
+        program()
+    first = tool.result.first
+    assert first is not None
+    return first
+
+
+def line_of(mark: str) -> str:
+    """The file and line of this module that ends with a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# planted: {mark}"))
+    return f"{__file__}:{number}"
+
+
+def loop(x: Any) -> Any:
+    for step in tf.range(5):
+        y = tf.nn.relu(x - tf.cast(step, tf.float32))
+        x = tf.math.log(y - 1.0)  # planted: loop
+    return x
+
+
+def test_a_nan_in_the_body_of_a_loop_of_a_function_is_found_at_its_op_and_line() -> None:
+    function = tf.function(loop)
+    first = first_of(lambda: function(tf.fill((3,), 100.0)), inf=False)
+    assert (first.phase, first.type, first.source) == ("forward", "log", line_of("loop"))
+    (given,) = first.inputs.values()
+    assert given.nan == given.inf == 0
+    assert given.most is not None
+    assert given.most < 0
+
+
+def test_so_is_one_in_a_loop_of_a_session() -> None:
+    with tf.Graph().as_default() as graph:
+        data = tf.compat.v1.placeholder(tf.float32, (3,))
+        _, result = tf.while_loop(
+            lambda i, x: i < 4,
+            lambda i, x: (i + 1, tf.sqrt(x - 2.0)),  # planted: session
+            (0, data),
+        )
+    with tf.compat.v1.Session(graph=graph) as session:
+        first = first_of(lambda: session.run(result, {data: np.full(3, 9.0)}))
+    assert (first.type, first.source) == ("sqrt", line_of("session"))
+
+
+def test_so_is_one_in_a_branch_and_in_a_loop_of_python() -> None:
+    @tf.function
+    def branch(x: Any) -> Any:
+        if tf.reduce_sum(x) > 0:
+            y = tf.sqrt(-x)  # planted: branch
+        else:
+            y = x
+        return y
+
+    first = first_of(lambda: branch(tf.ones(2)))
+    assert (first.type, first.source) == ("sqrt", line_of("branch"))
+    first = first_of(lambda: loop(tf.fill((3,), 100.0)), inf=False)
+    assert (first.type, first.source) == ("log", line_of("loop"))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_one_of_the_backward_pass_is_told_with_the_line_of_its_forward_op(traced: bool) -> None:
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.sqrt(x))  # planted: gradient
+        return tape.gradient(y, x)
+
+    first = first_of(lambda: (tf.function(step) if traced else step)(tf.zeros(3)))
+    assert (first.phase, first.type) == ("backward", "sqrt_backward")
+    assert first.source == line_of("gradient")
+
+
+def test_one_in_a_layer_of_a_model_that_is_trained_is_found() -> None:
+    class Planted(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.math.log(tf.abs(x) - 100.0)  # planted: layer
+
+    model = keras.Sequential(
+        [keras.layers.Input((4,)), keras.layers.Dense(3), Planted(), keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    first = first_of(lambda: model.fit(np.ones((2, 4)), np.ones((2, 1)), verbose=0))
+    assert (first.phase, first.type, first.source) == ("forward", "log", line_of("layer"))
