@@ -86,6 +86,14 @@ def test_a_compiled_core_has_its_interceptor_and_says_its_platform(wheels: Path)
         assert [path.parent for path in native] == [PurePosixPath("amanda/interceptor")]
 
 
+def test_files_beside_the_modules_are_in_the_wheel(wheel: ZipFile) -> None:
+    name = Path(str(wheel.filename)).name.partition("-")[0].replace("_", "-")
+    source = ROOT / "packages" / name / "src"
+    wanted = {PurePosixPath(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    data = {".css", ".html", ".js", ".json", ".LICENSE", ".typed"}
+    assert {path for path in wanted if path.suffix in data} <= files(wheel)
+
+
 def test_other_wheels_fit_every_platform(wheel: ZipFile) -> None:
     assert is_core(wheel) or metadata(wheel, "WHEEL")["Tag"] == "py3-none-any"
 

@@ -96,7 +96,7 @@ def test_a_result_needs_no_file() -> None:
     found = embedded(to_page(Calls()))
     assert found["title"] == "calls"
     assert found["tables"][0]["title"] == "Calls"
-    assert found["tables"][0]["notes"] == ["A note."]
+    assert found["notes"] == ["A note."]
     assert found["tables"][0]["columns"][-2:] == [
         {"name": "calls", "number": True, "total": True, "unit": ""},
         {"name": "time", "number": True, "total": False, "unit": "s"},

@@ -132,7 +132,7 @@ def test_modules_fold_in_the_tree_and_in_the_graph(show: Open, small: dict[str, 
     assert "mlp" in titles(page)
     assert page.locator(".graph .cluster .title:text-is('0')").count() == 1
     until(lambda: "norm1" in tree_names(page))
-    page.get_by_role("button", name="Show the whole graph").click()
+    page.get_by_role("button", name="Fit: show the whole graph").click()
     page.locator(".graph .node", has=page.locator(".title:text-is('mlp')")).first.dblclick()
     until(lambda: "gelu" in titles(page))
     until(lambda: node(page, "mlp").get_attribute("aria-expanded") == "true")

@@ -49,7 +49,7 @@ class CoverageResult(Result):
         counts = (
             Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")
         )
-        self.columns = (*keys, *counts, Column("share", show="{:.1%}".format, number=True))  # type: ignore[misc]
+        self.columns = (*keys, *counts, Column("share", show="{:.1%}".format, number=True, unit="share"))  # type: ignore[misc]
         self.title = "Ops that hooks of modules see" + (f" by {', '.join(by)}" if self._by != KEYS else "")
 
     def by(self, *keys: str) -> CoverageResult:

@@ -73,7 +73,7 @@ class CampaignResult(Result):
         self.columns = (  # type: ignore[misc]
             *(Column(key, show=lambda value: shortened(str(value), 44)) for key in self._by),
             *counts,
-            *(Column(name, show=_percent, number=True) for name in ("SDC rate", "low", "high")),
+            *(Column(name, show=_percent, number=True, unit="share") for name in ("SDC rate", "low", "high")),
         )
 
     def by(self, *keys: str) -> CampaignResult:

@@ -57,7 +57,7 @@ def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
     return (
         *keys, Column("dtype", shown=False), count("executions", shown=False), count("elements"),
         *(Column(name, show="{:.3g}".format, number=True, shown=name != "L1") for name in told),
-        Column("sparsity", show="{:.1%}".format, number=True), count("NaN"), count("Inf"),
+        Column("sparsity", show="{:.1%}".format, number=True, unit="share"), count("NaN"), count("Inf"),
     )  # fmt: skip
 
 

@@ -65,12 +65,18 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "sources": [
             {"name": source.name, "schema": source.schema, "version": source.version} for source in sources
         ],
+        "notes": [note for source in sources for note in _notes(source)],
         "facts": [fact for source in sources for fact in _facts(source)],
         "ops": op_columns(ops),
         "graph": None if trace is None else graph(trace),
         "tables": [table(source, known) for source in tables],
         "timelines": [timeline(source, known) for source in traces],
     }
+
+
+def _notes(source: Source) -> list[str]:
+    notes = source.content.get("notes")
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def _facts(source: Source) -> list[tuple[str, str]]:

@@ -81,7 +81,6 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
         "columns": columns,
         "rows": [[_number(row.get(name)) for name in names] for row in rows],
         "first": source.content.get("first"),
-        "notes": [note for note in _list(source.content.get("notes")) if isinstance(note, str)],
         "ops": _ops_of(rows, columns, ops) if is_about_ops(source) else None,
     }
 

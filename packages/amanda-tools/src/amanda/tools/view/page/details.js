@@ -167,7 +167,7 @@ class Details {
         ["tensors", model.tensors ? model.tensors.shape.length.toLocaleString("en-US") : ""], ...content.facts]),
       model.size ? [this.totals(ops), this.types(ops)].flat() : [],
       h("h4", {}, "Files"), h("ul", { class: "files" }, content.sources.map((source) => h("li", {}, source.name, h("span", { class: "soft" }, ` ${source.schema} ${source.version}`)))),
-      content.tables.flatMap((table) => table.notes).map((note) => h("p", { class: "remark" }, note)),
+      content.notes.map((note) => h("p", { class: "remark" }, note)),
       h("h4", {}, "Keys"), this.list([["/", "search"], ["Enter", "next op found"], ["Esc", "nothing selected"], ["↑ ↓ ← →", "in the tree"],
         ["+ − 0", "zoom, all, in graph and timeline"]])].flat();
   }

@@ -16,6 +16,8 @@ class DiffView {
     this.verdicts = column("verdict");
     this.phases = column("phase");
     this.names = column("type").map((type, row) => [type, column("module")[row]]);
+    this.low = FLOOR;
+    this.top = this.errors.reduce((top, error) => (Number.isFinite(error) && error > 0 ? Math.max(top, Math.ceil(Math.log10(error))) : top), 1);
     this.from = 0;
     this.to = Math.max(1, this.errors.length);
     this.current = -1;
@@ -32,7 +34,7 @@ class DiffView {
     this.element.replaceChildren(this.said, h("div", { class: "plot" }, this.canvas, this.tip));
     const button = (text, title, action) => h("button", { type: "button", title, "aria-label": title, onclick: action }, text);
     this.tools.replaceChildren(button("−", "Zoom out", () => this.zoom(1.6)), button("+", "Zoom in", () => this.zoom(1 / 1.6)),
-      button("Fit", "Show all ops", () => this.look(0, this.errors.length)));
+      button("Fit", "Fit: show all ops", () => this.look(0, this.errors.length)));
     this.listen();
     this.watch = new ResizeObserver(this.draw);
     this.watch.observe(this.element);
@@ -125,8 +127,6 @@ class DiffView {
     const colour = (name) => style.getPropertyValue(`--${name}`).trim();
     pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     pen.textBaseline = "middle";
-    this.low = FLOOR;
-    this.top = Math.max(1, ...this.errors.map((error) => (Number.isFinite(error) && error > 0 ? Math.ceil(Math.log10(error)) : 0)));
     this.axes(pen, colour, wide, tall);
     const first = Math.max(0, Math.floor(this.from) - 1);
     const last = Math.min(this.errors.length, Math.ceil(this.to) + 1);

@@ -84,12 +84,19 @@ const KINDS = [
   ["shape", /reshape|view|permute|transpose|getitem|setitem|^cat|stack|split|chunk|expand|squeeze|flatten|select|slice|pad|tile|repeat|gather|scatter|clone|contiguous|copy|^to$|^to_|unbind|roll|index|identity|cast|^t$|narrow|unfold|shape/],
   ["elementwise", /add|sub|mul|div|pow|neg|abs|exp|log|sqrt|square|clamp|where|minimum|maximum|^eq|^ne|^lt|^le|^gt|^ge|bitwise|erf|sin|cos|reciprocal|remainder|round|floor|ceil|sign|lerp/],
 ];
-const kindOf = (type) => {
+const kindsKnown = new Map();
+function kindOf(type) {
+  if (!kindsKnown.has(type)) kindsKnown.set(type, findKind(type));
+  return kindsKnown.get(type);
+}
+
+function findKind(type) {
   const word = type.toLowerCase().replace(/(_backward)+$/, "");
   if (word === "accumulate_grad") return "other";
   const found = KINDS.find(([, pattern]) => pattern.test(word));
   return found ? found[0] : "other";
-};
+}
+
 const kindClass = (kind) => `k-${kind.split(" ")[0]}`;
 
 // Keeps what changes often from being drawn more than once a frame.

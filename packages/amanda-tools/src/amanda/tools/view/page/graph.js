@@ -57,7 +57,7 @@ class Graph {
     this.tools.replaceChildren(
       this.choices.length ? h("span", { class: "choices", role: "group", "aria-label": "Phase" }, this.choices) : "",
       button("−", "Zoom out", () => this.zoom(1 / 1.3)), button("+", "Zoom in", () => this.zoom(1.3)),
-      button("Fit", "Show the whole graph", () => this.fit(true)));
+      button("Fit", "Fit: show the whole graph", () => this.fit(true)));
   }
 
   setMode(mode) {
@@ -122,7 +122,7 @@ class Graph {
     const middle = x + item.w / 2 + (item.folded ? 6 : 0);
     const group = svg("g", {
       class: `node ${kindClass(kind)}${item.phase && item.phase !== "forward" ? " later" : ""}`,
-      "data-id": item.node ? item.node.id : null, role: item.node ? "button" : "img",
+      "data-id": item.node ? item.node.id : null, role: "img",
       "aria-label": `${item.title} ${item.sub || ""}`.trim() },
     svg("title", {}, this.tip(item)),
     svg("rect", { x, y, width: item.w, height: item.h, rx: item.node ? 4 : item.h / 2 }),

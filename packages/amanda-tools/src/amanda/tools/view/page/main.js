@@ -132,8 +132,11 @@ function makeSplits() {
       const box = pane.getBoundingClientRect();
       const room = split.parentElement.getBoundingClientRect();
       const most = (upright ? room.width : room.height) - 120;
-      pane.style.flexBasis = `${clamp((upright ? box.width : box.height) + grows * change, 60, most)}px`;
+      const size = clamp((upright ? box.width : box.height) + grows * change, 60, most);
+      if (change) pane.style.flexBasis = `${size}px`;
+      split.setAttribute("aria-valuenow", Math.round((100 * size) / Math.max(1, upright ? room.width : room.height)));
     };
+    resize(0);
     split.addEventListener("pointerdown", (event) => {
       event.preventDefault();
       split.setPointerCapture(event.pointerId);

@@ -40,7 +40,7 @@ class Timeline {
     if (this.content.dropped) this.said.textContent = `${plural(this.content.dropped, "shorter event")} not shown`;
     const button = (text, title, action) => h("button", { type: "button", title, "aria-label": title, onclick: action }, text);
     this.tools.replaceChildren(button("−", "Zoom out", () => this.zoom(1.6)), button("+", "Zoom in", () => this.zoom(1 / 1.6)),
-      button("Fit", "Show all of the time", () => this.look(0, this.end)));
+      button("Fit", "Fit: show all of the time", () => this.look(0, this.end)));
     this.listen();
     this.watch = new ResizeObserver(this.draw);
     this.watch.observe(this.element);
