@@ -21,6 +21,7 @@ from amanda.tools.profile._device import DeviceTimes
 from amanda.tools.profile._kernels import RANGE, seen
 from amanda.tools.profile._recorder import Recorder
 from amanda.tools.profile._schedule import Schedule
+from amanda.tools.select import select
 
 
 def profiled(program: Callable[[], Any], tool: ProfileTool | None = None) -> ProfileResult:
@@ -259,10 +260,27 @@ def test_what_is_kept_is_bounded_and_what_is_not_is_said() -> None:
     assert len(kept.events) == 20
     assert len(kept.steps) <= 20
     assert all(len(history) <= 20 for history in kept.alive.values())
-    assert result.dropped == sum(one.calls for one in result.places) - 20
+    assert result.timeline.dropped == sum(one.calls for one in result.places) - 20
     assert calls(result, "linear") == 40
-    assert f"{result.dropped:,} more are in the sums alone" in str(result)
-    assert result.to_dict()["executions"] == {"kept": 20, "dropped": result.dropped}
+    assert f"{result.timeline.dropped:,} more are in the sums alone" in str(result)
+    assert result.to_dict()["executions"] == {"kept": 20, "dropped": result.timeline.dropped}
+
+
+def test_sums_need_no_timeline() -> None:
+    result = profiled(lambda: training(5), ProfileTool(limit=0))
+    assert calls(result, "linear") == 5
+    assert not result.timeline.events
+    assert not result.timeline.steps
+    assert result.wall > result.total() > 0
+    assert "in 5 recorded steps" in str(result)
+
+
+def test_a_selection_of_ops_is_measured_alone() -> None:
+    tool = select(ProfileTool(), module="0")
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    result = profiled(lambda: [model(torch.rand(2, 4)).sum().backward() for _ in range(3)], tool)
+    assert {one.module for one in result.places} == {"0"}
+    assert {one.calls for one in result.places} <= {3, 6}
 
 
 def test_clear_starts_anew() -> None:
@@ -476,6 +494,7 @@ def test_by_groups_and_adds_up() -> None:
     assert own == pytest.approx(result.total())
     assert sum(row[5] for row in rows.values()) == pytest.approx(1)
     assert result.to_pandas()["calls"].sum() == sum(one.calls for one in result.places)
+    assert result.wall >= result.total()
     with pytest.raises(AmandaError, match="phase, type, module, source, not by colour"):
         result.by("colour")
 

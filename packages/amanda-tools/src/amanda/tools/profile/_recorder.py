@@ -8,27 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import amanda
 from amanda.tools.profile._device import DeviceClock, DeviceTimes
 from amanda.tools.profile._log import GRAPH, Log
 from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
-from amanda.tools.profile._schedule import Schedule
+from amanda.tools.profile._schedule import Schedule, Windows
 
 DEEPEST = 256
 """Ops within ops; what an op that raised has left behind goes no deeper either."""
 Routines = tuple[Callable[..., None], Callable[..., None]]
 """What runs before an op, and what runs after it."""
-
-
-class Step(NamedTuple):
-    """A recorded step.  end: None while it lasts."""
-
-    number: int
-    begin: int
-    end: int | None
 
 
 class _Open:
@@ -73,7 +65,7 @@ class Recorder:
         """Forget all executions; the present step is the first."""
         for place in self.places.values():
             place.clear()
-        self.windows: list[Step] = []
+        self.windows = Windows(self._limit)
         self.log = Log(self._limit)
         self.device_times = DeviceTimes()
         self._open: defaultdict[int, deque[_Open]] = defaultdict(partial(deque, maxlen=DEEPEST))
@@ -97,18 +89,17 @@ class Recorder:
         self._first = min(self._first, number)
         if self.schedule != Schedule():
             self.clear()
-        elif self.windows:
-            self.windows = [Step(self._step - self._first, self.windows[0].begin, None)]
+        else:
+            self.windows.join(number - self._first)
 
     def _begin(self) -> None:
-        present, now = self._step - self._first, perf_counter_ns()
-        if self.windows and self.windows[-1].number == present:
+        present = self._step - self._first
+        if self.windows.number == present:
             return
-        if self.windows and self.windows[-1].end is None:
-            self.windows[-1] = self.windows[-1]._replace(end=now)
+        self.windows.close()
         was, self.recording = self.recording, self.schedule.records(present)
-        if self.recording and len(self.windows) < self._limit:
-            self.windows.append(Step(present, now, None))
+        if self.recording:
+            self.windows.open(present)
         if was != self.recording:
             self._open.clear()
             if not self.recording:
@@ -173,6 +164,7 @@ class Recorder:
             one = self._unwound(place, stack)
         took = now - one.begin - one.ours
         place.add(took, one.inside)
+        self.windows.note(one.begin, now)
         self.log.keep(place, one.begin, now - one.begin, thread)
         if stack:
             around = stack[-1]
@@ -210,6 +202,7 @@ class Recorder:
             if begun:
                 start = begun.popleft()
                 place.add(now - start, 0)
+                self.windows.note(start, now)
                 self.log.keep(place, start, now - start, GRAPH)
 
         return begin, end

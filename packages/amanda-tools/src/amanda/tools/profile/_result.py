@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amanda.errors import AmandaError
 from amanda.tools.profile import _trace
 from amanda.tools.profile._kernels import KernelResult
-from amanda.tools.profile._log import Event, Thread
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._place import KEYS, Place
-from amanda.tools.profile._recorder import Step, floor
-from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.profile._recorder import floor
+from amanda.tools.profile._recording import Recording
+from amanda.tools.results import Column, Result, shortened
 
 if TYPE_CHECKING:
-    from amanda.tools.profile._recorder import Recorder
+    pass
 
 
 _columns = (
@@ -34,91 +32,24 @@ _columns = (
 )
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes that were alive on a device at once, and by which ops they were made, most first."""
-
-    device: str
-    size: int
-    owners: Sequence[tuple[Place, int]]
-
-    def __str__(self) -> str:
-        first = ", ".join(
-            f"{amount(size, 'B')} {place.type}{f' in {place.module}' if place.module else ''}"
-            + ("" if place.phase == "given" else f" ({place.phase})")
-            for place, size in self.owners[:3]
-        )
-        return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What a trace shows: executions by their begin, threads, recorded steps, and bytes alive by device."""
-
-    events: Sequence[Event] = ()
-    threads: Mapping[int, Thread] = field(default_factory=dict)
-    steps: Sequence[Step] = ()
-    alive: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-
-
 class ProfileResult(Result):
     """Times and bytes of everything that was recorded.
 
     places: what was measured, each op apart.  peaks: of each device whose memory was followed.
-    timeline: for traces.  dropped: executions that are not in it.  by: the keys of a row, of `KEYS`.
-    obstacle: why kernels are not told though they were asked for.
+    timeline: for traces.  by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "profile"
 
-    def __init__(
-        self,
-        places: Iterable[Place],
-        peaks: Sequence[Peak] = (),
-        timeline: Timeline | None = None,
-        dropped: int = 0,
-        schedule: str = "all",
-        by: Sequence[str] = KEYS,
-        obstacle: str = "",
-    ) -> None:
-        self.places = [place for place in places if place.calls]
-        self.peaks = tuple(peaks)
-        self.timeline = timeline or Timeline()
-        self.dropped = dropped
-        self._schedule = schedule
-        self._obstacle = obstacle
+    def __init__(self, recording: Recording, by: Sequence[str] = KEYS) -> None:
+        self._recording = recording
+        self.places = tuple(place for place in recording.places if place.calls)
+        self.peaks = tuple(recording.peaks)
+        self.timeline = recording.timeline
         self._by = tuple(by)
         keys = (Column(key, show=partial(shortened, width=36)) for key in self._by)
         self.columns = (*keys, *_columns)  # type: ignore[misc]
         self.title = f"Profile by {', '.join(self._by)}" if self._by != KEYS else "Profile"
-
-    @classmethod
-    def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
-        """What a recorder has at present, which does not change any more."""
-        kept = {
-            place: replace(place, kernels={name: list(sums) for name, sums in place.kernels.items()})
-            for place in recorder.places.values()
-        }
-        memory = recorder.memory
-        devices = [] if memory is None else [one for one in memory.devices.values() if one.peak]
-        peaks = []
-        for device in devices:
-            owners = sorted(device.at_peak().items(), key=lambda item: -item[1])
-            peaks.append(
-                Peak(
-                    device.name, device.peak or 0, [(kept.get(place, place), size) for place, size in owners]
-                )
-            )
-        events = recorder.log.events(list(kept.values()))
-        timeline = Timeline(
-            sorted(events, key=lambda event: (event.begin, -event.took)),
-            dict(recorder.log.threads),
-            _ended(recorder.windows, events),
-            {one.name: [(when, size + one.given) for when, size in one.history] for one in devices},
-        )
-        return cls(
-            kept.values(), peaks, timeline, recorder.log.dropped, str(recorder.schedule), obstacle=obstacle
-        )
 
     def by(self, *keys: str) -> ProfileResult:
         """The same with a row for each value of these keys: "phase", "type", "module", "source".
@@ -130,12 +61,11 @@ class ProfileResult(Result):
             raise AmandaError(
                 f"a profile is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
             )
-        given = (self.places, self.peaks, self.timeline, self.dropped, self._schedule)
-        return ProfileResult(*given, keys, self._obstacle)
+        return ProfileResult(self._recording, keys)
 
     def kernels(self) -> KernelResult:
         """A row for each kernel of each op, where the tool was asked for them."""
-        return KernelResult(self.places, self._obstacle)
+        return KernelResult(self.places, self._recording.obstacle)
 
     def modules(self) -> ModuleResult:
         """A row for each module, with its own ops and with those of the modules in it."""
@@ -148,7 +78,7 @@ class ProfileResult(Result):
     @property
     def wall(self) -> float:
         """Milliseconds that the recorded steps took, from the first op of each to its last."""
-        return MS * sum((step.end or step.begin) - step.begin for step in self.timeline.steps)
+        return MS * self._recording.wall
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Rows by their keys, those with most time of their own first."""
@@ -174,14 +104,13 @@ class ProfileResult(Result):
         at_peak = self._at_peak()
         return {
             "by": self._by,
-            "schedule": self._schedule,
+            "schedule": self._recording.schedule,
             "steps": [
-                {"step": one.number, "ms": MS * ((one.end or one.begin) - one.begin)}
-                for one in self.timeline.steps
+                {"step": one.number, "ms": MS * (one.end - one.begin)} for one in self.timeline.steps
             ],
             "wall_ms": self.wall,
             "totals_ms": {phase: self.total(phase) for phase in _phases(self.places)},
-            "executions": {"kept": len(self.timeline.events), "dropped": self.dropped},
+            "executions": {"kept": len(self.timeline.events), "dropped": self.timeline.dropped},
             "peaks": [
                 {"device": peak.device, "bytes": peak.size,
                  "owners": [{**place.names, "bytes": size} for place, size in peak.owners]}
@@ -198,7 +127,7 @@ class ProfileResult(Result):
 
     def notes(self) -> Sequence[str]:
         """What the times are, the peaks, and what is not in the table."""
-        ops, steps = self.total(), len(self.timeline.steps)
+        ops, steps, dropped = self.total(), self._recording.steps, self.timeline.dropped
         notes = []
         if self.places:
             share = f", {ops / self.wall:.0%}" if self.wall else ""
@@ -211,12 +140,12 @@ class ProfileResult(Result):
         untimed = sum(place.calls - place.timed for place in self.places)
         if untimed:
             notes.append(f"{untimed:,} executions have no time: no value goes into them.")
-        if self._obstacle:
-            notes.append(f"torch.profiler did not tell kernels: {self._obstacle}.")
-        if self.dropped:
+        if self._recording.obstacle:
+            notes.append(f"torch.profiler did not tell kernels: {self._recording.obstacle}.")
+        if dropped:
             kept = len(self.timeline.events)
             notes.append(
-                f"The timeline has the first {kept:,} executions, {self.dropped:,} more are in the sums "
+                f"The timeline has the first {kept:,} executions, {dropped:,} more are in the sums "
                 "alone; `limit` says how many are kept."
             )
         return notes
@@ -225,7 +154,7 @@ class ProfileResult(Result):
 
     def to_trace(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""
-        return _trace.trace(self.timeline, self.dropped)
+        return _trace.trace(self.timeline)
 
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.
@@ -263,15 +192,3 @@ def _sums(places: Sequence[Place], whole: int, at_peak: Mapping[int, int]) -> tu
 
 def _phases(places: Iterable[Place]) -> Iterable[str]:
     return dict.fromkeys(place.phase for place in places)
-
-
-def _ended(steps: Sequence[Step], events: Sequence[Event]) -> list[Step]:
-    """Steps from the first op that began in each to the last that ended."""
-    ended: list[Step] = []
-    for step in steps:
-        past = step.end or sys.maxsize
-        inside = [one for one in events if step.begin <= one.begin < past]
-        if inside:
-            end = max(one.begin + one.took for one in inside)
-            ended.append(Step(step.number, min(one.begin for one in inside), end))
-    return ended

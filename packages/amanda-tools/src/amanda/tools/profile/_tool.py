@@ -13,6 +13,7 @@ from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
 from amanda.tools.profile._recorder import Recorder, Routines
+from amanda.tools.profile._recording import Recording
 from amanda.tools.profile._result import ProfileResult
 from amanda.tools.profile._schedule import Schedule
 from amanda.tools.steps import Steps
@@ -71,7 +72,8 @@ class ProfileTool(amanda.Tool):
         self._read_kernels()
         if self._memory is not None:
             self._memory.drain()
-        return ProfileResult.of(self._recorder, self._kernels.obstacle if self._kernels else "")
+        obstacle = self._kernels.obstacle if self._kernels is not None else ""
+        return ProfileResult(Recording.of(self._recorder, obstacle))
 
     def clear(self) -> None:
         """Forget what was recorded; what was analysed stays, and the present step is step 0."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from amanda.tools.profile._log import GRAPH, Event, lanes
 
 if TYPE_CHECKING:
-    from amanda.tools.profile._result import Timeline
+    from amanda.tools.profile._recording import Timeline
 
 ENDINGS = ("trace.json", "trace.json.gz")
 _LANE = 1 << 24
@@ -23,7 +23,7 @@ _LANE = 1 << 24
 _STEPS = _LANE - 1
 
 
-def trace(timeline: Timeline, dropped: int = 0) -> dict[str, Any]:
+def trace(timeline: Timeline) -> dict[str, Any]:
     """A trace: complete events on the threads that they ran on, flows from forward to backward ops.
 
     Ops of a graph, which run side by side, are on tracks on which none overlaps another.
@@ -45,7 +45,7 @@ def trace(timeline: Timeline, dropped: int = 0) -> dict[str, Any]:
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": time.time_ns() - time.perf_counter_ns() + base,
-        "otherData": {"tool": "amanda.profile", "dropped": dropped},
+        "otherData": {"tool": "amanda.profile", "dropped": timeline.dropped},
         "traceEvents": made,
     }
 
@@ -101,7 +101,7 @@ def _about(pid: int, tid: int, name: str, args: dict[str, Any]) -> dict[str, Any
 
 def _steps(pid: int, timeline: Timeline, base: int) -> Iterator[dict[str, Any]]:
     for step in timeline.steps:
-        took = (step.end or step.begin) - step.begin
+        took = step.end - step.begin
         yield {
             "ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step.number}", "pid": pid,
             "tid": _STEPS, "ts": _us(step.begin, base), "dur": took / 1000, "args": {},
