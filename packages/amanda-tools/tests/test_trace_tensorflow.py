@@ -112,6 +112,13 @@ def test_the_graph_of_a_step_is_the_same_eagerly_and_in_a_function(model: keras.
     assert {tensor.name for tensor in graph.tensors if tensor.kind == "parameter"} == named_variables
 
 
+def test_training_eagerly_is_the_same_to_the_bit(model: keras.Model, x: Any) -> None:
+    bare = step(model, x)
+    with amanda.apply(TraceTool()):
+        traced = step(model, x)
+    assert all(np.array_equal(a, b) for a, b in zip(bare, traced, strict=True))
+
+
 def test_a_second_step_is_counted_eagerly(model: keras.Model, x: Any) -> None:
     tool = TraceTool()
     with amanda.apply(tool):
@@ -209,6 +216,30 @@ def test_a_function_that_is_called_reads_its_arguments(x: Any) -> None:
     graph = trace(lambda: outer(x))
     assert graph.producers(one(graph, "sin")) == (one(graph, "exp"),)
     assert graph.producers(one(graph, "cos")) == (one(graph, "square"),)
+
+
+def test_variables_are_known_within_functions_that_are_called(x: Any) -> None:
+    variable = tf.Variable(tf.ones(4), name="scale")
+
+    @tf.function
+    def inner(a: Any) -> Any:
+        return a * variable
+
+    @tf.function
+    def outer(y: Any) -> Any:
+        return tf.cond(tf.reduce_sum(y) > 0.0, lambda: inner(tf.exp(y)), lambda: y)
+
+    tool = TraceTool()
+    with amanda.apply(tool):
+        outer(x)
+    graph = tool.graph
+    assert "exp" in [op.type for op in graph.producers(one(graph, "mul"))]
+    assert [tensor.kind for tensor in graph.inputs(one(graph, "mul"))] == ["activation", "parameter"]
+    assert [tensor.name for tensor in graph.tensors if tensor.kind == "parameter"] == ["scale"] * 2
+    held = weakref.ref(outer.get_concrete_function(x).graph)
+    del outer
+    gc.collect()
+    assert held() is None
 
 
 def build() -> tuple[Any, ...]:

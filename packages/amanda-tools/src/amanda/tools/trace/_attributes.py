@@ -29,7 +29,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return {str(name): _plain(one, depth + 1) for name, one in value.items()}
     if isinstance(value, slice):
         return str(value)
-    if hasattr(value, "as_numpy_dtype"):  # TensorFlow's element types have long texts
+    if hasattr(type(value), "as_numpy_dtype"):  # TensorFlow's element types have long texts
         return str(value.name)
     if isinstance(value, type):
         return value.__qualname__

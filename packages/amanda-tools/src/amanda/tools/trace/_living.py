@@ -169,7 +169,7 @@ class Living:
         self._known.pop(key, None)
 
     def _sweep(self) -> None:
-        gone = [key for key, known in self._known.items() if self.values.is_gone(known.held)]
+        gone = [key for key, known in self._known.copy().items() if self.values.is_gone(known.held)]
         for key in gone:
             del self._known[key]
         self._swept_at = max(4096, 2 * len(self._known))

@@ -100,10 +100,11 @@ class TensorFlowValues(Values):
             return None
         captured = self._captured.get(graph)
         if captured is None or tensor._id not in captured:
-            captured = self._captured[graph] = {inner._id: outer for outer, inner in graph.captures}
+            pairs = ((inner._id, weakref.ref(outer)) for outer, inner in graph.captures)
+            captured = self._captured[graph] = dict(pairs)
             self._note_variables(getattr(graph, "variables", ()))
         if tensor._id in captured:
-            return captured[tensor._id]
+            return captured[tensor._id]()
         arguments = self._arguments.get(graph.name, ())
         for index, argument in zip(arguments, graph.inputs, strict=False):
             if argument is tensor or argument._id == tensor._id:
