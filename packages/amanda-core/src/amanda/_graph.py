@@ -8,8 +8,9 @@ its number travels through the graph, so that graphs of one structure share one 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -234,6 +235,30 @@ class Table(dict[int, Any]):
         return tuple((action, place.facts) for place in places for action in place.actions if action.opening)
 
 
+class _Numbers:
+    """Numbers of executions, which are given again when an execution is long gone.
+
+    Frameworks keep a tensor for each number that they have met.
+    """
+
+    _LATELY = 64
+
+    def __init__(self) -> None:
+        self._fresh = count(1)
+        self._gone: deque[int] = deque()
+
+    def take(self) -> int:
+        """A number that no living execution has."""
+        if len(self._gone) > self._LATELY:
+            with suppress(IndexError):  # another thread was faster
+                return self._gone.popleft()
+        return next(self._fresh)
+
+    def give_back(self, number: int) -> None:
+        """Hear that an execution is gone."""
+        self._gone.append(number)
+
+
 class Execution:
     """One run of a rewritten graph: the routines it calls, what they hand on, and their first exception.
 
@@ -244,7 +269,7 @@ class Execution:
     of the loops around it; in a loop whose rounds are not told, one for each, asked for in reverse.
     """
 
-    _numbers = count(1)
+    _numbers = _Numbers()
     _running: dict[int, Execution] = {}  # noqa: RUF012
 
     def __init__(
@@ -256,7 +281,7 @@ class Execution:
         every: bool = True,
         stores: dict[Hashable, list[Any]] | None = None,
     ) -> None:
-        self.number = next(self._numbers)
+        self.number = self._numbers.take()
         self.state = state
         self.ops = ops
         self.table = table
@@ -266,6 +291,9 @@ class Execution:
         self.error: BaseException | None = None
         self._every = every
         self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        self._numbers.give_back(self.number)
 
     @classmethod
     def of(cls, number: int) -> Execution:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,14 @@ from amanda import interceptor
 from amanda.backend import Attributes, Execution, Namespace, State
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function, concrete_function
-from tensorflow.python.framework import constant_op, dtypes, errors
+from tensorflow.python.framework import dtypes, errors
+from tensorflow.python.framework.ops import EagerTensor
 
 from ..graph import GraphTensors
 from ._copies import Copies, Copy
 
 _TENSORS = GraphTensors()
+_INT64 = dtypes.int64.as_datatype_enum
 
 
 class Trace:
@@ -78,8 +79,10 @@ class Boundary:
     def _call(self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]) -> Any:
         trace, self._thread.trace = self._thread.trace, None
         self._thread.last = None
-        with interceptor.Suspension(), context.eager_mode(), record.stop_recording():
-            copy = self._copies.of(state, atomic, args, trace)
+        copy = self._copies.known(state, atomic, trace)
+        if copy is None:
+            with interceptor.Suspension(), context.eager_mode(), record.stop_recording():
+                copy = self._copies.of(state, atomic, args, trace)
         if copy is None:
             return call(atomic, *args)
         for entry in copy.reports:
@@ -91,19 +94,15 @@ class Boundary:
         if copy.name is None:
             outputs = call(atomic, *args)
         else:
-            with execution.under_way(), self._pending(atomic, copy, execution):
-                outputs = call(atomic, *args)
+            before, self._thread.pending = self._thread.pending, (atomic.name, copy, execution)
+            try:
+                with execution.under_way():
+                    outputs = call(atomic, *args)
+            finally:
+                self._thread.pending = before
         if copy.forward:
             self._thread.last = Trace(copy, execution, atomic)
         return outputs
-
-    @contextmanager
-    def _pending(self, atomic: Any, copy: Copy, execution: Execution) -> Iterator[None]:
-        before, self._thread.pending = self._thread.pending, (atomic.name, copy, execution)
-        try:
-            yield
-        finally:
-            self._thread.pending = before
 
     def _exchange_names(self, attributes: Attributes) -> None:
         call = context.Context.call_function
@@ -174,7 +173,7 @@ class _Traced:
 def _call_copy(
     call: Callable[..., Any], copy: Copy, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
-    number = constant_op.constant([execution.number], dtypes.int64)
+    number = EagerTensor(execution.number, context.context().device_name, _INT64)
     try:
         return call(copy.name, [*args, number], count)
     except errors.OpError as error:

@@ -78,23 +78,29 @@ class Copies:
         self._lock = threading.RLock()
         self._identities = Identities()
 
+    def known(self, state: State, atomic: Any, trace: Trace | None) -> Copy | None:
+        """The copy of a function for the tools in force, if it is kept."""
+        layer = state.layer if trace is None else trace.layer
+        if layer is None or not state.cache:
+            return None
+        all_kept = layer.rewrites if trace is None else trace.copy.backward
+        copy: Copy | None = all_kept.get(atomic, {}).get((state.autodiff, _closed(state, layer, trace)))
+        return copy
+
     def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
         """The copy of a function for the tools in force; None where it is left as it is."""
         layer = state.layer if trace is None else trace.layer
         if layer is None or (trace is None and b"__backward_" in atomic.name):
             return None
-        closed = trace is not None and not any(state.is_open(tool) for tool in layer.applied)
+        closed = _closed(state, layer, trace)
         if not state.cache:
             return self._make(state, layer, atomic, args, trace, closed)
-        all_kept = layer.rewrites if trace is None else trace.copy.backward
-        key = state.autodiff, closed
-        copy: Copy | None = all_kept.get(atomic, {}).get(key)
-        if copy is None:
-            with self._lock:
-                kept = all_kept.setdefault(atomic, {})
-                copy = kept.get(key)
-                if copy is None:
-                    copy = kept[key] = self._make(state, layer, atomic, args, trace, closed)
+        with self._lock:
+            copy = self.known(state, atomic, trace)
+            if copy is None:
+                copy = self._make(state, layer, atomic, args, trace, closed)
+                all_kept = layer.rewrites if trace is None else trace.copy.backward
+                all_kept.setdefault(atomic, {})[state.autodiff, closed] = copy
         return copy
 
     def _make(
@@ -150,6 +156,11 @@ class Copies:
         facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor)
         facts.outputs = outputs
         return op_id, facts
+
+
+def _closed(state: State, layer: Any, trace: Trace | None) -> bool:
+    """Whether the tools of a forward call are applied no more."""
+    return trace is not None and not any(state.is_open(tool) for tool in layer.applied)
 
 
 def _definition(name: str) -> Any:

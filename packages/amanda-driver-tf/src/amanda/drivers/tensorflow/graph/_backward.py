@@ -11,6 +11,7 @@ _GRADIENT_SCOPE = re.compile(r"(?:^|/)gradients(?:_\d+)?/")
 _OF_ONE = re.compile(r"_grad(?:_\d+)?(?:/|$)")
 _TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
 
+_DEEPEST = 18
 _GRADIENT_PASSES = frozenset({"Identity", "Snapshot", "EnsureShape"})
 """Ops that no gradient operation is made for."""
 _ADDS_OR_SHAPES = frozenset(
@@ -74,13 +75,21 @@ class ForwardMap:
 
     def __call__(self, op: tf.Operation) -> tf.Operation | None:
         """The forward operation; of gradients of gradients the first one."""
+        return self._line(op)[-1]
+
+    def order(self, op: tf.Operation) -> int:
+        """1 for a gradient operation, 2 for one of gradients of gradients, and so on."""
+        return len(self._line(op)) - 1
+
+    def _line(self, op: tf.Operation) -> list[tf.Operation | None]:
+        """The operation that each one computes gradients of, up to the first; None if there is none."""
         found = self._forward.get(op)
-        for _ in range(16):
-            above = None if found is None else self._forward.get(found) or records.get(found)
-            if above is None:
-                break
-            found = above
-        return found
+        line = [None, found] if found is not None else [None]
+        while found is not None and len(line) < _DEEPEST:
+            found = self._forward.get(found) or records.get(found)
+            if found is not None:
+                line.append(found)
+        return line
 
     @staticmethod
     def _recorded(op: tf.Operation, own: Mapping[str, tf.Operation]) -> tf.Operation | None:

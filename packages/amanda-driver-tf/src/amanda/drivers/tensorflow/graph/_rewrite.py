@@ -160,6 +160,11 @@ class _Rewriter:
     def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
         forward_id, forward_facts = self.rewriting.known(forward) or self._not_run(forward)
+        if forward_id in self.rewriting.taped and self.body.order_of(op) > 1:
+            self.rewriting.report(
+                f"second gradients of {forward.name}",
+                "they are not differentiated through routines that take part in autodiff, or replace it",
+            )
         entering = self.gradients.entering(op)
         self._recall(op, node, forward_id, entering)
         pulled = self.pullbacks.at_outputs(op, forward, forward_id, self._read_at)

@@ -1,4 +1,4 @@
-"""Rounds of loops: the execution's number is a vector that goes on with the round of each loop around.
+"""Rounds of loops: in loops the execution's number is a vector, that goes on with the round of each loop.
 
 A loop that computes gradients counts from the last round of the loop that it belongs to back to the first,
 so that what a round hands on is found by its own gradients, whatever runs at the same time.
@@ -58,6 +58,8 @@ def enter(
     else:
         first = add_constant("first", np.array([0], np.int64))
     axis = add_constant("axis", np.int32(0))
+    if not body.depth:
+        number = add("vector", "ExpandDims", [number, axis], "output", T=_INT64, Tdim=_INT32)
     whole = add("number", "ConcatV2", [number, first, axis], "output", N=2, T=_INT64, Tidx=_INT32)
     return whole, -1 if descends else 1
 

@@ -18,7 +18,7 @@ from .._recording import Unrecorded
 class Slot(script_ops.EagerFunc):  # type: ignore[misc]
     """Calls what an execution has at one slot.
 
-    The first tensor holds the execution's number, and the round of each loop around.
+    The first tensor is the execution's number; in loops a vector, in which the round of each loop follows.
     """
 
     def __init__(self, index: int) -> None:
@@ -27,7 +27,8 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
         with context.eager_mode(), Unrecorded():
-            number, *rounds = args[0].numpy().tolist()
+            number = args[0].numpy().tolist()
+            number, *rounds = number if isinstance(number, list) else (number,)
             outputs = Execution.of(number).call(self.index, args[1:], rounds)
             return [_on(device, one) for one in outputs] if device is not None else outputs
 

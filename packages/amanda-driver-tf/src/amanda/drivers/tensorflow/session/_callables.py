@@ -47,7 +47,7 @@ class Callables:
             return call(made, *args, **kwargs)
         route, execution = prepared
         stand_in = self._stand_in(made, options, route)
-        args = (*args, *_also_fed(args, options, route), np.asarray([execution.number], np.int64))
+        args = (*args, *_also_fed(args, options, route), np.asarray(execution.number, np.int64))
         with self._boundary.under_way(route, execution):
             return call(stand_in, *args, **kwargs)
 

@@ -119,7 +119,7 @@ class Copies:
             return None
         number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
         number.attr["dtype"].type = types_pb2.DT_INT64
-        number.attr["shape"].shape.dim.add(size=1)
+        number.attr["shape"].shape.SetInParent()
         nodes = [*rewritten.nodes, number, *frames.carriers(NUMBER)]
         copied = _with_draws(graph, partition(own, nodes), rewriting, frames)
         feeds = _Feeds(graph, request.feeds)
@@ -161,6 +161,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         functions=lambda name: function_named(name, reference()),
         number_at=lambda op, ahead: frames.number_at(op, ahead, NUMBER),
         alone=frames.alone,
+        order_of=lambda op: 2 if op.name in forward.second else 1,
         tells_rounds=frames.tells_rounds,
     )
     return body, forward, frames

@@ -13,16 +13,20 @@ class ForwardOps:
     """The forward operations of those among some operations that compute gradients.
 
     of: by the name of the gradient operation.
+    second: the names of those that compute gradients of gradients.
     by_name: whether names had to tell, as in graphs that were imported: TensorFlow's own record is gone.
     """
 
     def __init__(self, ops: Sequence[Any]) -> None:
         self.of: dict[str, Any] = {}
+        self.second: set[str] = set()
         self.by_name = False
         for op in ops:
             forward = _recorded(op)
             if forward is not None:
                 self.of[op.name] = forward
+                if op._original_op is not forward:
+                    self.second.add(op.name)
         scopes = self._scopes()
         self._by_names([op for op in ops if op.name not in self.of and not _is_in(op.name, scopes)])
         if self.of:

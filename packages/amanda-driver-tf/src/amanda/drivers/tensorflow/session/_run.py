@@ -72,7 +72,7 @@ class Route:
             if other is not None:
                 given[other] = value
         if self.number is not None and number is not None:
-            given[self.number] = np.asarray([number], np.int64)
+            given[self.number] = np.asarray(number, np.int64)
         return given
 
     def all_feeds(self, feeds: Sequence[Any]) -> list[Any]:

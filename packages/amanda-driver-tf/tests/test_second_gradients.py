@@ -1,0 +1,99 @@
+"""Gradients of gradients past routines, where one graph holds both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from acting import inserting
+
+import amanda
+
+tf1 = tf.compat.v1
+X = [0.3, 0.7]
+
+
+def squared(value):
+    return value * value
+
+
+@amanda.differentiable
+def differentiated(value):
+    return value * value
+
+
+def compute(x):
+    return tf.reduce_sum(tf.exp(x))
+
+
+def in_a_function(scope):
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = compute(x)
+            first = inner.gradient(y, x)
+        return first, outer.gradient(first, x)
+
+    with scope:
+        return [one.numpy() for one in gradients(tf.constant(X))]
+
+
+def in_a_called_function(scope):
+    function = tf.function(compute)
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = function(x)
+            first = inner.gradient(y, x)
+        return first, outer.gradient(first, x)
+
+    with scope:
+        return [one.numpy() for one in gradients(tf.constant(X))]
+
+
+def in_a_session(scope):
+    with tf.Graph().as_default() as graph:
+        x = tf1.placeholder(tf.float32, [2])
+        (first,) = tf.gradients(compute(x), x)
+        (second,) = tf.gradients(first, x)
+    with tf1.Session(graph=graph) as session, scope:
+        return session.run([first, second], {x: X})
+
+
+MODES = [in_a_function, in_a_called_function, in_a_session]
+modes = pytest.mark.parametrize("mode", MODES, ids=[mode.__name__[3:] for mode in MODES])
+
+
+@modes
+@pytest.mark.parametrize("action", ["insert_before_op", "replace_op"])
+def test_it_is_said_that_second_gradients_pass_routines_by(mode, action) -> None:
+    routine = squared if action == "replace_op" else differentiated
+    scope = amanda.apply(inserting(action, "Exp", routine))
+    first, _ = mode(scope)
+    inner = np.ones(2) if action == "replace_op" else np.exp(np.square(X))
+    np.testing.assert_allclose(first, 2 * np.array(X) * inner, rtol=1e-5)
+    assert "second gradients of Exp" in [entry.what for entry in scope.report]
+
+
+@modes
+def test_second_gradients_are_computed_on_what_a_routine_gave(mode) -> None:
+    """An isolated routine passes them straight through."""
+    scope = amanda.apply(inserting("insert_before_op", "Exp", squared))
+    for gradient in mode(scope):
+        np.testing.assert_allclose(gradient, np.exp(np.square(X)), rtol=1e-5)
+    assert not any(entry.what.startswith("second") for entry in scope.report)
+
+
+@modes
+def test_nothing_is_said_where_routines_are_elsewhere(mode) -> None:
+    scope = amanda.apply(inserting("insert_before_op", "Tanh", differentiated))
+    for gradient in mode(scope):
+        np.testing.assert_allclose(gradient, np.exp(X), rtol=1e-5)
+    assert not any(entry.what.startswith("second") for entry in scope.report)
