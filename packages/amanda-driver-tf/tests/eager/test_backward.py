@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -282,6 +283,38 @@ def test_ops_that_a_tape_recorded_before_the_scope_are_reported(ops: Any) -> Non
     assert ("the backward ops of Tanh", "it was recorded on a tape before the scope") in [
         (entry.what, entry.reason) for entry in scope.report
     ]
+
+
+@tf.custom_gradient
+def doubled(x):
+    """x, with twice its gradient."""
+    return tf.identity(x), lambda gradient: gradient * 2.0
+
+
+CALLED = tf.function(lambda x: tf.tanh(x))
+
+
+@pytest.mark.parametrize(
+    ("compute", "what"),
+    [
+        (tf.identity, "Identity"),
+        (lambda x: x + x, "AddV2"),
+        (doubled, "a custom gradient"),
+        (CALLED, "<lambda>"),
+    ],
+    ids=["Identity", "AddV2", "custom gradient", "function"],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_keeps_nothing_on_a_tape_is_reported_too(
+    ops: Any, compute: Any, what: str, before: bool
+) -> None:
+    x = tf.Variable([1.0, 2.0])
+    with amanda.apply(ops) if not before else nullcontext(), tf.GradientTape() as tape:
+        y = compute(tf.convert_to_tensor(x))
+    with amanda.apply(ops) as scope:
+        tape.gradient(y, x)
+    said = {entry.what.removeprefix("the backward ops of ") for entry in scope.report}
+    assert (what in said) == before
 
 
 @pytest.mark.parametrize("type", ["Tanh", "Exp"])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import tensorflow as tf
 
 import amanda
@@ -181,3 +182,28 @@ def test_functions_in_ops_are_reported() -> None:
     with amanda.apply(amanda.Tool()) as scope:
         assert [int(one) for one in tf.data.Dataset.range(3).map(lambda x: x + 1)] == [1, 2, 3]
     assert any("MapDataset" in entry.what for entry in scope.report)
+
+
+@pytest.mark.parametrize("iterator_before", [True, False])
+def test_the_functions_of_a_dataset_that_was_built_before_the_scope_are_reported(
+    ops: Any, iterator_before: bool
+) -> None:
+    mapped = tf.data.Dataset.range(3).map(tf.square).batch(2)
+    plain = tf.data.Dataset.range(3).batch(2)
+    iterators = [iter(mapped), iter(plain)]
+    with amanda.apply(ops) as scope:
+        next(iterators[1])
+        next(iter(plain))
+        assert not scope.report
+        next(iterators[0] if iterator_before else iter(mapped))
+    (entry,) = scope.report
+    assert (entry.what, entry.reason.partition(",")[0]) == (
+        "the functions of MapDataset", "it was built before the scope",
+    )  # fmt: skip
+
+
+def test_the_functions_of_a_dataset_that_is_built_in_the_scope_are_reported_once(ops: Any) -> None:
+    with amanda.apply(ops) as scope:
+        for _ in tf.data.Dataset.range(3).map(tf.square):
+            pass
+    assert [entry.what for entry in scope.report] == ["the functions of MapDataset"]

@@ -65,6 +65,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "framework.ops:Graph._original_op",
     ),
     "eager": (
+        "data.ops.iterator_ops:OwnedIterator._create_iterator",
+        "data.ops.iterator_ops:OwnedIterator._next_internal",
         "eager.backprop:GradientTape._pop_tape",
         "eager.backprop:GradientTape._push_tape",
         "eager.backprop:_gradient_function",

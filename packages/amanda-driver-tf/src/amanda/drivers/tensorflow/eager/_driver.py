@@ -27,6 +27,7 @@ from .._recording import let_routines_differentiate
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
+from ._datasets import Datasets
 from ._interception import Interception, executed
 from ._modules import Modules, module_path
 from ._replicas import follow_replicas
@@ -46,6 +47,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def __init__(self) -> None:
         self._attributes = Attributes()
+        self._datasets = Datasets()
         self._modules = Modules()
         self._attached = False
 
@@ -73,6 +75,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         self._tape.enter(self._attributes)
         let_routines_differentiate(self._attributes)
         follow_replicas(self._attributes)
+        self._datasets.enter(self._attributes)
         self._modules.enter()
 
     def detach(self) -> None:

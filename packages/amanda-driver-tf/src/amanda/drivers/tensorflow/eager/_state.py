@@ -89,16 +89,17 @@ class Frame:
 class Pass:
     """A backward pass under way.
 
-    nested: whether another tape records it.  claims: by a gradient's id, the gradient, and for each op
-    that it may be of whether that made the tensor it is the gradient of, and after how many calls of
-    gradient functions.
+    nested: whether another tape records it.  earlier: whether its tape may have recorded before the scope.
+    claims: by a gradient's id, the gradient, and for each op that it may be of whether that made the tensor
+    it is the gradient of, and after how many calls of gradient functions.
     """
 
-    __slots__ = ("_before", "_frame", "calls", "claims", "counts", "nested", "state", "traces")
+    __slots__ = ("_before", "_frame", "calls", "claims", "counts", "earlier", "nested", "state", "traces")
 
-    def __init__(self, state: State, nested: bool) -> None:
+    def __init__(self, state: State, nested: bool, earlier: bool) -> None:
         self.state = state
         self.nested = nested
+        self.earlier = earlier
         self.claims: dict[int, tuple[Any, dict[Mark, tuple[bool, int]]]] = {}
         self.calls = 0
         self.traces: dict[int, Trace] = {}

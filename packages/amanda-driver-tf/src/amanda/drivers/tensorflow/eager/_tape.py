@@ -10,11 +10,11 @@ from amanda.backend import Attributes, BackwardStep, EagerDriver, State, in_forc
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
-from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import custom_gradient
 
-from ._calls import UNSTOPPABLE, EagerCall
+from ._calls import EagerCall
+from ._earlier import Earlier
 from ._schema import flattened
 from ._state import NOBODY, Frame, Made, Mark, Outside, Pass, local, tensors_of
 
@@ -26,11 +26,11 @@ class Tape:
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
-        self._since = 0
+        self._earlier = Earlier()
 
     def enter(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored; call `register` then."""
-        self._since = ops.uid()
+        self._earlier.enter(attributes)
         attributes.set(backprop, "_gradient_function", self._followed_gradient())
         attributes.set(forwardprop, "_jvp_dispatch", _unmarked_jvp())
         self.register()
@@ -60,7 +60,8 @@ class Tape:
             if not any(layer.wants_backward for layer in activation.state.layer.chain):
                 return _nobodys(original, *args, **kwargs)
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
-            with Pass(activation.state, nested) as under_way:
+            earlier = self._earlier.has(args[0] if args else kwargs["tape"])
+            with Pass(activation.state, nested, earlier) as under_way:
                 try:
                     result = original(*args, **kwargs)
                 finally:
@@ -87,7 +88,7 @@ class Tape:
             if mark is not None:
                 attrs = attrs[:-2]
             else:
-                self._tell_unmarked(type, (*(inputs or ()), *(outputs or ())))
+                self._earlier.tell_op(type, (*(inputs or ()), *(outputs or ())))
             call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *rest)
             result = self._in_frame(mark, call, grads)
             if mark is None and local.frame is not NOBODY:
@@ -96,24 +97,6 @@ class Tape:
             return result
 
         return gradient_function
-
-    def _tell_unmarked(self, type: str, tensors: Sequence[Any]) -> None:
-        """Report backward ops that no tool gets to see, though one may want them."""
-        activation = interceptor.active()
-        if activation is None or local.frame is NOBODY:
-            return
-        kept = tensors_of(tensors)  # a tape keeps those that the gradient function reads
-        if type in UNSTOPPABLE:
-            reason = "it computes its gradients by a tape of its own"
-        elif (
-            kept
-            and all(tensor._id < self._since for tensor in kept)
-            and not _is_quiet(type, activation.state)
-        ):
-            reason = "it was recorded on a tape before the scope"
-        else:
-            return
-        activation.state.report(f"the backward ops of {type}", reason)
 
     def _mapped_record(self) -> Callable[..., Any]:
         """`record_operation`, whose backward function belongs to the op that made the outputs."""
@@ -168,6 +151,7 @@ class Tape:
         tensors = flattened(call.inputs)
         mark = under_way.owner(tensors)
         if mark is None:
+            self._earlier.tell_function(call.schema.type)
             return call.run(call.inputs)
         frame = Frame(mark, state, tensors)
         frame.count = _SUMS + under_way.counts.get(id(mark), 0)
@@ -265,16 +249,6 @@ def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
         return called
 
     return recompute_grad
-
-
-def _is_quiet(type: str, state: State) -> bool:
-    """Whether there was an op of that type whose backward ops no tool asked for: such are not marked."""
-    chain = () if state.layer is None else state.layer.chain
-    plans = [plan for layer in chain for known in layer.plans.values() for plan in known.values()]
-    return any(
-        plan.settled and not any(plan.backward.values()) and plan.context.get_op().type == type
-        for plan in plans
-    )
 
 
 def _unmarked_jvp() -> Callable[..., Any]:

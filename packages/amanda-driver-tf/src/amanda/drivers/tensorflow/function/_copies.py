@@ -90,7 +90,12 @@ class Copies:
     def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
         """The copy of a function for the tools in force; None where it is left as it is."""
         layer = state.layer if trace is None else trace.layer
-        if layer is None or (trace is None and b"__backward_" in atomic.name):
+        if layer is None:
+            return None
+        if trace is None and b"__backward_" in atomic.name:
+            if any(one.wants_backward for one in layer.chain):
+                name = parts(atomic.name.decode())[1]
+                state.report(f"the backward ops of {name}", "its forward pass ran before the scope")
             return None
         closed = _closed(state, layer, trace)
         if not state.cache:
