@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from acting import inserting
@@ -95,3 +96,21 @@ def test_it_is_said_that_second_gradients_pass_routines_by(
             first = tape.gradient(result, weight)
         outer.gradient(first, weight)
     assert any(entry.what.startswith("second gradients") for entry in scope.report) == said
+
+
+@pytest.mark.parametrize("routine", ROUTINES)
+def test_second_gradients_are_there_also_after_the_scope(routine: str, weight: Any, sine: Any) -> None:
+    tool = inserting(*ROUTINES[routine])
+
+    def second(forward: Any, backward: Any) -> float:
+        with tf.GradientTape() as outer:
+            with forward(), tf.GradientTape() as tape:
+                result = sine(tf.constant(1.0))
+            with backward():
+                first = tape.gradient(result, weight)
+        with backward():
+            return float(outer.gradient(first, weight))
+
+    scope = lambda: amanda.apply(tool)  # noqa: E731
+    assert second(scope, nullcontext) == second(scope, scope)
+    assert second(nullcontext, nullcontext) == pytest.approx(-np.sin(2.0))

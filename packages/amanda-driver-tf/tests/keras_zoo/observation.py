@@ -12,8 +12,6 @@ import tensorflow as tf
 
 Facts = dict[str, Any]
 FRAMEWORKS = ("tensorflow", "keras", "tf_keras")
-OUTLIVE = {"SymbolicTensor.consumers", "Operation._control_outputs"}
-"""What is replaced as long as a graph lives in which hidden nodes read the user's."""
 
 
 def differences(one: Facts, other: Facts) -> list[str]:
@@ -100,7 +98,7 @@ def replaced(before: Mapping[tuple[str, str], Any]) -> list[str]:
         for place, name in now.keys() - before.keys()
         if (place, name.rpartition(".")[0]) in classes and "." in name
     ]
-    return [f"{place}: {name}" for place, name in (*changed, *more) if name not in OUTLIVE]
+    return [f"{place}: {name}" for place, name in (*changed, *more)]
 
 
 def _of_class(cls: type) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
+from acting import inserting
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
@@ -96,22 +97,28 @@ def test_classes_are_as_they_were(graph, everywhere) -> None:
     assert [dict(vars(holder)) for holder in holders] == before
 
 
-def test_readers_of_what_copies_read_are_hidden_as_long_as_that_graph_lives(everywhere) -> None:
-    gc.collect()
+def test_readers_of_what_copies_read_are_hidden_in_that_graph_alone() -> None:
     before = dict(vars(ops.SymbolicTensor)), dict(vars(ops.Operation))
     graph = tf.Graph()
     with graph.as_default():
-        noise = tf1.random_uniform([2], seed=1)
-        y = tf.exp(noise)
-        with tf1.Session() as session, amanda.apply(everywhere):
-            session.run(y)
-    assert [op.name for op in noise.consumers()] == [y.op.name]
+        noise, one = tf1.random_uniform([2], seed=1), tf.constant(1.0)
+        with tf1.control_dependencies([noise.op]):
+            y = tf.exp(one)
+        z = tf.exp(noise)
+        with tf1.Session() as session, amanda.apply(inserting("insert_before_op", "Exp", lambda x: x)):
+            session.run([y, z])
+        later = tf.sin(noise)
+    assert [op.name for op in noise.consumers()] == [z.op.name, later.op.name]
+    assert noise.op._control_outputs == [y.op]
+    assert noise.op == y.op.control_inputs[0]
+    assert isinstance(noise.op, tf.Operation)
+    assert type(noise.op).__name__ == "Operation"
+    assert type(z.op) is ops.Operation
+    assert (dict(vars(ops.SymbolicTensor)), dict(vars(ops.Operation))) == before
     died = weakref.ref(graph)
-    del graph, noise, y, session
-    everywhere.seen.clear()
+    del graph, noise, one, y, z, later, session
     gc.collect()
     assert died() is None
-    assert (dict(vars(ops.SymbolicTensor)), dict(vars(ops.Operation))) == before
 
 
 def test_nothing_is_copied_where_nothing_is_inserted(graph) -> None:

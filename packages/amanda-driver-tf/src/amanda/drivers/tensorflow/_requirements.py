@@ -61,8 +61,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "eager.execute:record_gradient",
         "eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
         "eager.polymorphic_function.concrete_function:_TapeGradientFunctions._wrap_backward_function",
+        "eager.polymorphic_function.concrete_function:ConcreteFunction._select_forward_and_backward_functions",
         "framework.ops:Graph._create_op_internal",
         "framework.ops:Graph._original_op",
+        "ops.gradients_util:PossibleTapeGradientTypes",
     ),
     "eager": (
         "data.ops.iterator_ops:OwnedIterator._create_iterator",

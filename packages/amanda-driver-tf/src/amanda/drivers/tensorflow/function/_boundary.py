@@ -15,6 +15,7 @@ from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function, concrete_function
 from tensorflow.python.framework import dtypes, errors
 from tensorflow.python.framework.ops import EagerTensor
+from tensorflow.python.ops import gradients_util
 
 from ..graph import GraphTensors
 from ._copies import Copies, Copy
@@ -121,16 +122,19 @@ class Boundary:
     def _follow_backward(self, attributes: Attributes) -> None:
         holder = concrete_function._TapeGradientFunctions
         wrap = holder._wrap_backward_function
-        thread = self._thread
 
         @functools.wraps(wrap)
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
-            trace, thread.last = thread.last, None
-            if trace is None or trace.atomic() is not functions._forward:
-                return wrap(functions, graph, backward, outputs)
-            return wrap(functions, graph, _Traced(self, backward, trace), outputs)
+            return wrap(functions, graph, self._traced(functions, backward), outputs)
 
         attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
+
+    def _traced(self, functions: Any, backward: Any) -> Any:
+        """A backward function that is to be recorded; for the call that has just ended, if it is of that."""
+        trace, self._thread.last = self._thread.last, None
+        if trace is None or trace.atomic() is not functions._forward:
+            return backward
+        return _Traced(self, backward, trace)
 
     def call_backward(self, backward: Any, trace: Trace, tensors: list[Any], captures: list[Any]) -> Any:
         """Call a backward function for a forward call; it reads what that kept, also after the scope."""
@@ -143,16 +147,42 @@ class Boundary:
             self._thread.trace = before
 
     def _call_outside(self, backward: Any, trace: Trace, args: list[Any]) -> Any:
-        atomic, state = backward._inference_function, trace.outside
+        """As `_call_flat`, where no one stands at the boundary: a tape around records it as it would."""
+        recorded = None
+        watched = gradients_util.PossibleTapeGradientTypes(args)
+        if watched == gradients_util.POSSIBLE_GRADIENT_TYPES_NONE:
+            atomic, given = backward._inference_function, args
+        else:
+            recorded = backward._select_forward_and_backward_functions(args, watched, True)
+            atomic, given = recorded.forward()
+        state = trace.outside
         with context.eager_mode(), record.stop_recording():
-            copy = self._copies.of(state, atomic, args, trace)
+            copy = self._copies.of(state, atomic, given, trace)
         if copy is None or copy.name is None:
             return backward._call_flat(args, [])
         execution = Execution(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
         with record.stop_recording(), execution.under_way():
-            outputs = _call_copy(call, copy, execution, args, count)
+            outputs = _call_copy(call, copy, execution, given, count)
+        if recorded is not None:
+            self._thread.last = Trace(copy, execution, atomic)
+            self._record(recorded, outputs)
         return backward.function_type.pack_output(outputs)
+
+
+    def _record(self, recorded: Any, outputs: Any) -> None:
+        """Record a call on the tapes, for a backward function that reads what this call kept."""
+        functions = recorded._functions
+        wrap = functions._wrap_backward_function
+
+        def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
+            return wrap(graph, self._traced(functions, backward), outputs)
+
+        functions._wrap_backward_function = wrap_backward_function
+        try:
+            recorded.record(outputs)
+        finally:
+            del functions._wrap_backward_function
 
 
 class _Traced:

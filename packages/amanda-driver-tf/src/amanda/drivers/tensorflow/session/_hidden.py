@@ -12,7 +12,8 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import c_api_util
 
-from ._vanilla import PREFIX, hide_nodes, hide_readers
+from ._readers import hide_readers
+from ._vanilla import PREFIX, hide_nodes
 
 _numbers = count(1)
 
@@ -71,14 +72,13 @@ def _digest(nodes: Iterable[Any], functions: Iterable[Any], wanted: Iterable[str
 
 
 def _imported(graph: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]) -> Hidden:
-    """Read by hidden nodes, a node of the user's has readers that Python does not know."""
+    """Read by hidden nodes, a node of the user's has readers that Python does not know: it shows its own."""
     prefix = f"{PREFIX}{next(_numbers)}/"
     graph_def, outputs, controls = _renamed(nodes, prefix)
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
     names = list(wanted)
-    if outputs or controls:
-        hide_readers(graph)
+    hide_readers(graph, outputs, controls)
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
         scoped = c_api_util.ScopedTFImportGraphDefOptions()
         options = scoped.options

@@ -6,12 +6,10 @@ The attributes that do so are the graph's own: they die with it, and no other gr
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from types import FunctionType
 from typing import Any
 
-from amanda.backend import Attributes
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.framework import ops
 
@@ -87,71 +85,3 @@ def _reading(method: Any, interface: _Shown) -> Any:
     """A method of Graph that reads the C graph through another interface."""
     names = {**method.__globals__, "pywrap_tf_session": interface}
     return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-
-
-class _Readers:
-    """While graphs live in which hidden nodes read the user's, those readers are left out.
-
-    TensorFlow fails where an operation's reader has no Python object, so the methods that list readers
-    are replaced as long as such a graph lives.
-    """
-
-    def __init__(self) -> None:
-        self._attributes = Attributes()
-        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._count = 0
-        self._known: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-
-    def hide(self, graph: Any) -> None:
-        """Leave hidden readers out for a graph."""
-        if graph in self._alive:
-            return
-        if not self._count:
-            self._attributes.set(ops.SymbolicTensor, "consumers", self._replaced_consumers())
-            self._attributes.set(ops.Operation, "_control_outputs", self._replaced_control_outputs())
-        self._alive.add(graph)
-        self._count += 1
-        weakref.finalize(graph, self._died)
-
-    def _died(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self._attributes.restore()
-
-    def _replaced_consumers(self) -> Any:
-        original = ops.SymbolicTensor.consumers
-
-        def consumers(tensor: Any) -> list[Any]:
-            if tensor.graph not in self._alive:
-                return original(tensor)  # type: ignore[no-any-return]
-            names = self._readers(tensor.graph)[0].get((tensor.op.name, tensor.value_index), ())
-            return [tensor.graph.get_operation_by_name(name) for name in names]
-
-        return consumers
-
-    def _replaced_control_outputs(self) -> Any:
-        original = ops.Operation._control_outputs
-
-        def control_outputs(op: Any) -> list[Any]:
-            if op.graph not in self._alive:
-                return original.fget(op)  # type: ignore[no-any-return]
-            names = self._readers(op.graph)[1].get(op.name, ())
-            return [op.graph.get_operation_by_name(name) for name in names]
-
-        return property(control_outputs)
-
-    def _readers(self, graph: Any) -> tuple[Any, Any]:
-        """Who reads each tensor, and who waits for each operation."""
-        version, *known = self._known.get(graph, (-1, None, None))
-        if version != graph.version:
-            known = [defaultdict(list), defaultdict(list)]
-            for op in graph.get_operations():
-                for tensor in op.inputs:
-                    known[0][tensor.op.name, tensor.value_index].append(op.name)
-                for waited in op.control_inputs:
-                    known[1][waited.name].append(op.name)
-            self._known[graph] = (graph.version, *known)
-        return known[0], known[1]
-
-
-hide_readers = _Readers().hide
