@@ -3,13 +3,26 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amanda.drivers.tensorflow._fusion import session_config, without_fusion
     from amanda.drivers.tensorflow.eager import TensorFlowEagerDriver
     from amanda.drivers.tensorflow.function import FunctionDriver
     from amanda.drivers.tensorflow.session import GraphDriver
 
-__all__ = ["FunctionDriver", "GraphDriver", "TensorFlowEagerDriver"]
+__all__ = [
+    "FunctionDriver",
+    "GraphDriver",
+    "TensorFlowEagerDriver",
+    "session_config",
+    "without_fusion",
+]
 
-_HOMES = {"FunctionDriver": "function", "GraphDriver": "session", "TensorFlowEagerDriver": "eager"}
+_HOMES = {
+    "FunctionDriver": "function",
+    "GraphDriver": "session",
+    "TensorFlowEagerDriver": "eager",
+    "session_config": "_fusion",
+    "without_fusion": "_fusion",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -169,7 +169,6 @@ class Boundary:
             self._record(recorded, outputs)
         return backward.function_type.pack_output(outputs)
 
-
     def _record(self, recorded: Any, outputs: Any) -> None:
         """Record a call on the tapes, for a backward function that reads what this call kept."""
         functions = recorded._functions
