@@ -101,26 +101,32 @@ def _follow_tapes(attributes: Attributes) -> None:
 
 
 def _follow_backward_functions(attributes: Attributes) -> None:
-    """What a custom gradient computes belongs to the operation that made the outputs: an IdentityN."""
-    original = tape_record.record_operation
+    """What a backward function computes belongs to the operation that made the outputs.
 
+    So it is with custom gradients (an IdentityN), and with called functions on a forward accumulator.
+    """
+    for name in ("record_operation", "record_operation_backprop_only", "record_operation_forwardprop_only"):
+        attributes.set(tape_record, name, _noted(getattr(tape_record, name)))
+
+
+def _noted(original: Any) -> Any:
     @functools.wraps(original)
     def record_operation(
-        op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any,
-        forward_function: Any = None,
+        op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *rest: Any,
+        **named: Any,
     ) -> Any:  # fmt: skip
         first = output_tensors[0] if output_tensors else None
         if first is None or isinstance(first, ops.EagerTensor) or not hasattr(first, "op"):
-            return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
+            return original(op_type, output_tensors, input_tensors, backward_function, *rest, **named)
         maker = weakref.ref(first.op)
 
         def backward(*gradients: Any) -> Any:
             with _making_gradients_of(maker()):
                 return backward_function(*gradients)
 
-        return original(op_type, output_tensors, input_tensors, backward, forward_function)
+        return original(op_type, output_tensors, input_tensors, backward, *rest, **named)
 
-    attributes.set(tape_record, "record_operation", record_operation)
+    return record_operation
 
 
 def _follow_calls(attributes: Attributes) -> None:
