@@ -93,3 +93,16 @@ def test_its_gradient_is_pulled_back_through_the_routine(run, action, program) -
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4)
     assert not scope.report
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_it_is_said_where_names_tell_whose_the_gradients_are(before) -> None:
+    compute = tf.function(lambda x, b: gradients(read_twice, x, b))
+    if before:
+        compute(X, B)
+    with amanda.apply(tool("Identity", "insert_after_op")) as scope:
+        compute(X, B)
+    said = [
+        entry.what for entry in scope.report if entry.what.startswith("the gradient of the routines at pass")
+    ]
+    assert bool(said) == before

@@ -41,6 +41,7 @@ class Body:
     apart: whether gradient operations of these operations may be in other graphs.
     alone: whether routines at an operation may not be packed with those of others.
     depth: how many loops are around it, whose rounds the number tells.
+    guessed: whether names tell the forward operation of some gradient operation.
     order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
     tells_rounds: whether it tells those of every loop around an operation.
     """
@@ -61,6 +62,7 @@ class Body:
     apart: bool = False
     alone: Callable[[tf.Operation], bool] = lambda op: False
     depth: int = 0
+    guessed: bool = False
     order_of: Callable[[tf.Operation], int] = lambda op: 1
     tells_rounds: Callable[[tf.Operation], bool] = lambda op: True
 

@@ -165,7 +165,7 @@ def body_of(
         [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
-        order_of=forward.order,
+        order_of=forward.order, guessed=bool(forward.guessed),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._gradients import GradientEdges, is_differentiable
@@ -94,4 +94,14 @@ class Passing:
                 self._rewriting.report(
                     f"the gradient of the routines at {op.name}",
                     f"{op.type} passes gradients as they are, and has no backward op where it could go",
+                )
+
+    def tell_guessed(self, ops: Sequence[tf.Operation]) -> None:
+        """Report routines at such operations of a body where names tell which gradients are theirs."""
+        for op in ops:
+            known = self._rewriting.known(op) if op.type in _PASSING and op not in self._forward else None
+            if known is not None and known[0] in self._rewriting.taped:
+                self._rewriting.report(
+                    f"the gradient of the routines at {op.name}",
+                    f"{op.type} passes gradients as they are; whose these are only names tell, which may err",
                 )

@@ -83,6 +83,8 @@ class _Rewriter:
         self.insertions.flush()
         if self.forward and self.rewriting.taped:
             self.passing.tell_missed(self.body.backward)
+            if self.body.guessed:
+                self.passing.tell_guessed(self.body.ops)
         made = self.insertions.made
         changed = bool(made or self.called)
         if changed:

@@ -161,6 +161,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         functions=lambda name: function_named(name, reference()),
         number_at=lambda op, ahead: frames.number_at(op, ahead, NUMBER),
         alone=frames.alone,
+        guessed=forward.by_name,
         order_of=lambda op: 2 if op.name in forward.second else 1,
         tells_rounds=frames.tells_rounds,
     )
