@@ -104,6 +104,7 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
         ("stats:every=0", ["tool stats", "every"]),
         ("flops:module='a", ["quotation mark"]),
         ("mapping", ["tool mapping needs rules"]),
+        ("flops:out=a.xyz", ["option out", "a.xyz ends in none of .csv, .html, .json, .txt"]),
     ],
 )
 def test_what_is_wrong_with_a_tool_is_said(text: str, parts: list[str]) -> None:

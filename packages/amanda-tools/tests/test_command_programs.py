@@ -168,6 +168,7 @@ def test_a_command_that_is_not_pythons_is_run_and_waited_for(tmp_path: Path) -> 
         "",
     )
     assert outcome([*RUN, "sh", "-c", "exit 9"], tmp_path)[0] == 9
+    assert outcome([*RUN, sys.executable, "-c", "print(7)"], tmp_path) == (0, "7\n", "")
 
 
 def test_a_signal_reaches_a_command_that_is_not_pythons(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.results._text import fitting
 
 
 class Calls(Result):
@@ -120,3 +123,45 @@ def test_amounts_have_four_digits_and_a_prefix(value: float, text: str) -> None:
 def test_long_paths_keep_their_end() -> None:
     assert shortened("/a/long/path/model.py:12", 12) == "…model.py:12"
     assert shortened("model.py:12", 12) == "model.py:12"
+
+
+class Broad(Result):
+    name = "broad"
+    title = "Broad"
+    columns = (
+        Column("type"), Column("module"), Column("source"), Column("calls", total=True),
+        Column("bytes", total=True),
+    )  # fmt: skip
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        return [("conv2d", "layer4.2.conv3", "/home/somebody/program/train.py:120", 53, 123456789)]
+
+
+@pytest.mark.parametrize(
+    ("width", "texts"),
+    [
+        (120, ["layer4.2.conv3", "/home/somebody/program/train.py:120", "123456789"]),
+        (80, ["layer4.2.conv3", "…dy/program/train.py:120", "123456789"]),
+        (50, ["layer4.2.conv3", "123456789", "no room for source here"]),
+        (34, ["…er4.2.conv3", "no room for source, bytes here"]),
+    ],
+)
+def test_a_terminal_gets_what_it_has_room_for(width: int, texts: list[str]) -> None:
+    text = StringIO()
+    Console(file=text, width=width, color_system=None).print(Broad())
+    printed = " ".join(text.getvalue().split())
+    assert all(part in printed for part in texts), text.getvalue()
+    assert max(map(len, text.getvalue().splitlines())) <= width
+
+
+def test_text_keeps_each_row_in_a_line_however_wide() -> None:
+    class Broader(Broad):
+        def rows(self) -> Sequence[Sequence[Any]]:
+            return [("x" * 100, "y" * 100, "z" * 100, 1, 2)]
+
+    (row,) = [line for line in str(Broader()).splitlines() if "xxx" in line]
+    assert row.split() == ["x" * 100, "y" * 100, "z" * 100, "1", "2"]
+
+
+def test_the_last_three_columns_stay() -> None:
+    assert fitting(["a", "b", "source", "d"], [["x" * 50] * 4], 10, [False] * 4) == ([0, 1, 3], 12)

@@ -33,14 +33,26 @@ class Gathering:
         """Save this process's results and leave them for the root."""
         left: list[Any] = []
         for tooling in self._tools:
-            result = getattr(tooling.tool, "result", None)
-            saved = self._save(tooling, result, self._label)
-            told = result.to_dict() if isinstance(result, Mergeable) and isinstance(result, Result) else None
-            left.append({"saved": saved, "result": told, "text": None if result is None else str(result)})
+            try:
+                left.append(self._left(tooling))
+            except Exception as error:
+                left.append(None)
+                self._messages.append(
+                    f"the result of {tooling.name} is lost: {type(error).__name__}: {error}"
+                )
         path = Path(self._handed.folder) / f"{self._label}.json"
         waiting = path.with_suffix(".part")
         waiting.write_text(json.dumps({"tools": left, "messages": self._messages}), encoding="utf-8")
         waiting.rename(path)
+
+    def _lose(self, tooling: Tooling, error: Exception) -> None:
+        self._messages.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
+
+    def _left(self, tooling: Tooling) -> dict[str, Any]:
+        result = getattr(tooling.tool, "result", None)
+        saved = self._save(tooling, result, self._label)
+        told = result.to_dict() if isinstance(result, Mergeable) and isinstance(result, Result) else None
+        return {"saved": saved, "result": told, "text": None if result is None else str(result)}
 
     def tell(self, saw_op: bool) -> None:
         """Gather, merge, save and print. saw_op: whether this process has results of its own."""
@@ -49,8 +61,13 @@ class Gathering:
             self._flush()
         teller = Teller(self._handed.quiet)
         for index, tooling in enumerate(self._tools):
-            theirs = {label: one["tools"][index] for label, one in others.items()}
-            self._tell(teller, tooling, theirs, saw_op)
+            theirs = {label: one["tools"][index] for label, one in others.items() if one["tools"][index]}
+            try:
+                self._tell(teller, tooling, theirs, saw_op)
+            except Exception as error:  # of a tool, whose result is one of several
+                self._messages.append(
+                    f"the result of {tooling.name} is lost: {type(error).__name__}: {error}"
+                )
         messages = [*self._messages, *(message for one in others.values() for message in one["messages"])]
         teller.messages(list(dict.fromkeys(messages)))
         shutil.rmtree(self._handed.folder, ignore_errors=True)
@@ -94,8 +111,12 @@ class Gathering:
             return None
         if label:
             path = path.with_name(f"{path.stem}.{label}{path.suffix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        result.save(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            result.save(path)
+        except Exception as error:  # what can still be told is told
+            self._messages.append(f"{tooling.name} cannot be saved in {path}: {error}")
+            return None
         return str(path)
 
     @staticmethod

@@ -37,7 +37,7 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
         _check_flags(program)
         return [sys.executable, *program], True
     path = Path(first)
-    if path.is_dir() or (path.is_file() and not _runs_itself(path)):
+    if path.is_dir() or (path.is_file() and _is_script(path)):
         return [sys.executable, *program], True
     found = first if path.is_file() else shutil.which(first)
     if found is None:
@@ -114,11 +114,9 @@ def _check_flags(program: Sequence[str]) -> None:
                 break
 
 
-def _runs_itself(path: Path) -> bool:
-    """Whether a file is a program that is not a script for Python."""
-    if path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK):
-        return False
-    return not _is_python(path)
+def _is_script(path: Path) -> bool:
+    """Whether a file is for Python to run, and no command of its own."""
+    return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
 
 
 def _is_python(path: Path) -> bool:

@@ -14,6 +14,7 @@ import amanda
 from amanda._plugins import tool_class
 from amanda.errors import AmandaError
 from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
+from amanda.tools.results import Result
 from amanda.tools.select import Selection
 from amanda.tools.steps import Steps, Window
 
@@ -88,6 +89,7 @@ class ToolSpec:
                 window = Window(steps, chosen.get("start", 0), chosen.get("end"), chosen.get("frequency", 1))
         except (AmandaError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
+        _check_suffix(self.name, tool, chosen.get("out"))
         selection.let(tool)
         if window is not None:
             window.let(tool)
@@ -130,6 +132,12 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
             tooling.name = f"{spec.name}-{counts[spec.name]}"
         toolings.append(tooling)
     return toolings
+
+
+def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
+    result = getattr(tool, "result", None) if out is not None else None
+    if out is not None and isinstance(result, Result) and out.suffix not in result.suffixes:
+        raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
 
 
 def _known(name: str, options: Mapping[str, Option]) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 import amanda
 
 _HOMES = tuple(f"{Path(path)}/" for path in amanda.__path__)
-_CALL_OF_OP = re.compile(r"\b(invoke|original|call|run)\(")
+_CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
 
 
 def show_program_alone() -> None:

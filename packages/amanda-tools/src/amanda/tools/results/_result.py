@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROWS_SHOWN = 40
 LINE = 160
+_ANY = 100_000
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,14 @@ class Result(ABC):
 
     def __str__(self) -> str:
         from rich.console import Console
+        from rich.measure import Measurement
 
         text = StringIO()
         console = Console(file=text, width=LINE, color_system=None, legacy_windows=False)
         table, _ = self._table(None)
-        console.print(table, width=max(LINE, console.measure(table).maximum), crop=False)
+        console.width = max(LINE, Measurement.get(console, console.options.update(width=_ANY), table).maximum)
+        console.print(table)
+        console.width = LINE
         for note in self.notes():
             console.print(note, highlight=False, markup=False)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -177,6 +181,11 @@ class Result(ABC):
     def to_html(self) -> str:
         """The table as a page of its own."""
         return _html.page(self.title or self.name, self._repr_html_())
+
+    @property
+    def suffixes(self) -> Sequence[str]:
+        """The forms in which it can be saved, by suffix."""
+        return sorted(self._forms())
 
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.
