@@ -446,6 +446,19 @@ def test_the_timeline_zooms_moves_and_selects(show: Open) -> None:
     assert "selected: op4" in (canvas.get_attribute("aria-label") or "")
 
 
+def test_a_timeline_alone_tells_the_time_of_each_op(show: Open) -> None:
+    def event(name: str, start: float, lasting: float) -> dict[str, Any]:
+        place = {"phase": "forward", "module": f"net.{name}", "source": "a.py:1"}
+        return {"ph": "X", "name": name, "ts": start, "dur": lasting, "pid": 1, "tid": 1, "args": place}
+
+    page = show({"traceEvents": [event("outer", 0, 100), event("inner", 10, 30), event("inner", 200, 5)]})
+    place = column_of(page, "time")
+    assert lines(page, column_of(page, "type")) == ["outer", "inner"]
+    assert lines(page, place) == ["70 \u00b5s", "35 \u00b5s"]
+    assert lines(page, place - 1) == ["1", "2"]
+    assert node(page, "net").locator(".value").inner_text() == "105 \u00b5s"
+
+
 # ---- safety, looks, size ----
 
 

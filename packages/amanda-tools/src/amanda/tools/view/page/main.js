@@ -170,7 +170,7 @@ function makeTheme() {
   });
 }
 
-function start() {
+function showPage() {
   $("title").textContent = content.title;
   document.body.classList.toggle("no-ops", !model.size);
   makeMeasures();
@@ -194,7 +194,7 @@ function start() {
 }
 
 try {
-  start();
+  showPage();
 } catch (error) {
   document.body.prepend(h("p", { class: "failed", role: "alert" }, `This page cannot be shown: ${error.message}`));
   throw error;

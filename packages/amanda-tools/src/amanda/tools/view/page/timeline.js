@@ -130,19 +130,19 @@ class Timeline {
   }
 
   lane(pen, lane, y, wide) {
-    const { start, duration, name, op } = this.events;
+    const { start, duration: took, name, op } = this.events;
     const { matches, selectedOp } = this.model;
     let low = 0;
     for (let high = lane.length; low < high;) {
       const middle = (low + high) >> 1;
-      if (start[lane[middle]] + duration[lane[middle]] < this.from) low = middle + 1;
+      if (start[lane[middle]] + took[lane[middle]] < this.from) low = middle + 1;
       else high = middle;
     }
     let painted = -1;
     for (let place = low; place < lane.length && start[lane[place]] <= this.to; place += 1) {
       const i = lane[place];
       const left = Math.max(-2, this.x(start[i]));
-      const right = Math.min(wide + 2, this.x(start[i] + duration[i]));
+      const right = Math.min(wide + 2, this.x(start[i] + took[i]));
       const chosen = i === this.current || (selectedOp >= 0 && op[i] === selectedOp);
       if (right < painted + 0.5 && !chosen) continue;  // under a pixel that is painted
       const width = Math.max(right - left - 0.5, 0.75);
