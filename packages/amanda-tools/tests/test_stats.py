@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.select import select
-from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool
+from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool, _pytorch
 
 QUANTILES = (0.0, 0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0)
 
@@ -186,6 +186,20 @@ def test_a_histogram_is_numpys_over_its_edges() -> None:
 def test_other_numbers_of_bins_are_refused(bins: int) -> None:
     with pytest.raises(AmandaError, match=f"bins is {bins}; give 0 for none or a power of two"):
         StatsTool(bins=bins)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_what_a_device_computes_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pytorch, "blocks", lambda row: torch.split(row.double(), 1000))
+    numbers = DISTRIBUTIONS[name](np.random.default_rng(0))
+    odd = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
+    accumulator = accumulated([torch.from_numpy(numbers), odd])
+    assert_moments(accumulator.statistics(), numbers)
+    assert_quantiles(accumulator, numbers, 4096)
+    found = accumulator.statistics()
+    assert (found.nan, found.inf, found.negative_inf) == (2, 1, 1)
+    host = accumulated([numbers, odd.numpy()])
+    assert accumulator.sketch() == host.sketch()
 
 
 def test_adding_does_not_wait_for_the_device() -> None:

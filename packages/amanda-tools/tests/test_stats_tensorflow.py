@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.tools.stats import Accumulator, Bins, StatsResult, StatsTool
+from amanda.tools.stats import Accumulator, Bins, StatsResult, StatsTool, _tensorflow
 
 
 def measured(program: Any, **options: Any) -> StatsResult:
@@ -43,13 +43,18 @@ def test_every_element_type_is_measured_as_numpy_does(name: str) -> None:
         assert quantile == pytest.approx(np.quantile(wanted, q), rel=1 / 32)
 
 
-def test_nan_inf_and_complex_numbers() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_nan_inf_and_complex_numbers(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not on_host:
+        monkeypatch.setattr(_tensorflow, "blocks", lambda row: [tf.cast(row, tf.float64)])
     accumulator = Accumulator(Bins.of(256))
     accumulator.add(tf.constant([np.nan, np.inf, -np.inf, 2.0]))
     accumulator.add(tf.constant([3 + 4j], tf.complex64))
     accumulator.add(tf.zeros((0, 2)))
     found = accumulator.statistics()
     assert (found.nan, found.inf, found.negative_inf, found.count, found.mean) == (1, 1, 1, 2, 3.5)
+    assert [count for *_, count in accumulator.sketch().histogram()] == [1, 1]
+    assert accumulator.sketch().quantile(1.0, found.least, found.most) == pytest.approx(5.0, rel=0.5)
 
 
 @pytest.fixture

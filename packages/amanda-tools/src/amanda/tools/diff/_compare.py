@@ -71,7 +71,7 @@ def distance(
 
 
 def _wide(array: NDArray[Any]) -> NDArray[Any]:
-    return array if array.dtype.kind == "c" else array.astype(np.float64)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _of_arrays(one: NDArray[Any], other: NDArray[Any], floor: float) -> Distance:
@@ -86,14 +86,17 @@ def _of_arrays(one: NDArray[Any], other: NDArray[Any], floor: float) -> Distance
         return Distance(0.0, 1.0, 0.0, True)
     difference = np.abs(one - other)
     scale = max(float(np.abs(one).max()), float(np.abs(other).max())) or 1.0  # squares stay in range
-    norms = float(np.linalg.norm(one / scale)), float(np.linalg.norm(other / scale))
-    gap = float(np.linalg.norm(difference / scale))
+    one, other, gap = one / scale, other / scale, _norm(difference / scale)
+    norms = _norm(one), _norm(other)
     reference = max(*norms, floor * math.sqrt(one.size) / scale)
-    product = abs(np.vdot(one / scale, other / scale)) if one.dtype.kind == "c" else np.dot(
-        one / scale, other / scale
-    )  # fmt: skip
+    product = abs((one.conj() * other).sum()) if one.dtype.kind == "c" else (one * other).sum()
     cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
     return Distance(gap / reference if reference else 0.0, cosine, float(difference.max()), True)
+
+
+def _norm(array: NDArray[Any]) -> float:
+    """L2 norm; BLAS, which numpy's asks, starts threads for it."""
+    return math.sqrt(float(np.square(np.abs(array)).sum()))
 
 
 def _of_summaries(entry: Entry, other: Entry, floor: float) -> Distance:

@@ -56,16 +56,19 @@ class Accumulator:
         self._unstored += unstored
         for block in framework.blocks(row):
             if block.shape[0]:
-                self._add_block(framework, place, block)
+                self._add_block(place, block)
 
-    def _add_block(self, framework: Framework, place: str, block: Any) -> None:
-        finite = do("isfinite", block)
+    def _add_block(self, place: str, block: Any) -> None:
+        vector, finite = _numpy.finite_vector(block) if isinstance(block, np.ndarray) else None, None
+        if vector is None:
+            finite = do("isfinite", block)
+            vector = _vector(block, finite)
         vectors = self._vectors.setdefault(place, [])
-        vectors.append(_vector(block, finite))
+        vectors.append(vector)
         if len(vectors) >= KEPT:
             self._vectors[place] = [_folded(vectors)]
         if self._bins is not None:
-            found = _binned(framework, block, finite, self._bins)
+            found = _binned(block, finite, self._bins)
             self._counts[place] = self._counts[place] + found if place in self._counts else found
 
     def statistics(self) -> Statistics:
@@ -125,11 +128,16 @@ def _folded(vectors: list[Any]) -> Any:
     ])  # fmt: skip
 
 
-def _binned(framework: Framework, block: Any, finite: Any, bins: Bins) -> Any:
-    """How many numbers of a block are in each bin, and behind these how many are not finite."""
+def _binned(block: Any, finite: Any, bins: Bins) -> Any:
+    """How many numbers of a block are in each bin, and behind these how many are not finite.
+
+    finite: which are; None if all of them.
+    """
+    framework = framework_of(infer_backend(block))
     leading, of_one = framework.leading_bits(block, bins.bits)
-    position = do("clip", leading - (of_one + (LOWEST << bins.bits)) + 1, 0, bins.side - 1) + 1
-    index = bins.side + astype(do("sign", do("where", finite, block, do("zeros_like", block))), "int64") * (
-        astype(position, "int64")
-    )
-    return framework.counts(do("where", finite, index, do("zeros_like", index) + bins.total), bins.total + 1)
+    position = do("clip", leading - (of_one + (LOWEST << bins.bits) - 1), 0, bins.side - 1) + 1
+    known = block if finite is None else do("where", finite, block, do("zeros_like", block))
+    index = bins.side + astype(do("sign", known), "int64") * astype(position, "int64")
+    if finite is not None:
+        index = do("where", finite, index, do("zeros_like", index) + bins.total)
+    return framework.counts(index, bins.total + 1)

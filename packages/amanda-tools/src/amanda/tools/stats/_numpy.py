@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 1 << 16
+BLOCK = 1 << 15
 """Numbers that are worked on at once: as many as stay in a processor's cache."""
 
 
@@ -21,6 +21,19 @@ def blocks(row: Any) -> Iterator[Any]:
     """Parts of a row in float64."""
     for start in range(0, row.shape[0], BLOCK):
         yield row[start : start + BLOCK].astype(np.float64)
+
+
+def finite_vector(block: Any) -> Any:
+    """The ten numbers of `Statistics`, in few steps; None if some are not finite."""
+    least, most = block.min(), block.max()
+    if not (np.isfinite(least) and np.isfinite(most)):
+        return None
+    mean = block.mean()
+    distance = block - mean
+    zeros = block.size - np.count_nonzero(block)
+    return np.array(
+        [block.size, mean, np.square(distance).sum(), np.abs(block).sum(), least, most, 0, 0, 0, zeros]
+    )
 
 
 def leading_bits(block: Any, bits: int) -> tuple[Any, int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -38,14 +37,16 @@ def _flattened(tensor: Tensor) -> list[Tensor]:
     return [part.reshape(-1) for part in tensor.unbind()]
 
 
-def blocks(row: Tensor) -> Iterator[Tensor]:
-    """Parts of a row in the widest floating type of its device."""
+def blocks(row: Tensor) -> Iterator[Any]:
+    """Parts of a row in the widest floating type of its device; of what is on the host, numpy's arrays."""
     import torch
 
-    wide = torch.float32 if row.device.type == "mps" else torch.float64
-    for part in torch.split(row, CACHED_BLOCK if row.device.type == "cpu" else BLOCK):
+    device = row.device.type
+    wide = torch.float32 if device == "mps" else torch.float64
+    for part in torch.split(row, CACHED_BLOCK if device == "cpu" else BLOCK):
         # Torch has no way from some eight-bit types to float64 on every device but through float32.
-        yield (part.float() if part.element_size() == 1 else part).to(wide)
+        block = (part.float() if part.element_size() == 1 else part).to(wide)
+        yield block.numpy() if device == "cpu" else block
 
 
 def leading_bits(block: Tensor, bits: int) -> tuple[Tensor, int]:
@@ -58,14 +59,9 @@ def leading_bits(block: Tensor, bits: int) -> tuple[Tensor, int]:
 
 
 def counts(indices: Tensor, total: int) -> Tensor:
-    """How many indices there are of each, without waiting for the device."""
-    import torch
-
-    indices = indices.long()
-    if indices.device.type == "cpu":
-        return torch.bincount(indices, minlength=total)
-    found: torch.Tensor = torch.zeros(total, dtype=torch.int64, device=indices.device)
-    return found.scatter_add_(0, indices, torch.ones_like(indices))
+    """How many indices there are of each; torch.bincount would wait for the device."""
+    found = indices.new_zeros(total)
+    return found.scatter_add_(0, indices, indices.new_ones(1).expand_as(indices))
 
 
 def place(tensor: Any) -> str | None:

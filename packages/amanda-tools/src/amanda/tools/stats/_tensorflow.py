@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-BLOCK, CACHED_BLOCK = 1 << 22, 1 << 16
-"""Numbers that are worked on at once: as many as keep a device busy, or stay in a processor's cache."""
+from amanda.tools.stats import _numpy
+
+BLOCK = 1 << 22
+"""Numbers that are worked on at once: as many as keep a device busy."""
 
 
 def numbers(tensor: Any) -> tuple[Any, int]:
@@ -19,12 +21,14 @@ def numbers(tensor: Any) -> tuple[Any, int]:
 
 
 def blocks(row: Any) -> Iterator[Any]:
-    """Parts of a row in float64."""
+    """Parts of a row in float64; of what is on the host, numpy's arrays."""
     import tensorflow as tf
 
-    size = CACHED_BLOCK if "CPU" in row.device else BLOCK
-    for start in range(0, int(row.shape[0]), size):
-        yield tf.cast(row[start : start + size], tf.float64)
+    if "CPU" in row.device:
+        yield from _numpy.blocks(row.numpy())
+        return
+    for start in range(0, int(row.shape[0]), BLOCK):
+        yield tf.cast(row[start : start + BLOCK], tf.float64)
 
 
 def leading_bits(block: Any, bits: int) -> tuple[Any, int]:
