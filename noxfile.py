@@ -160,8 +160,8 @@ def tf_versions(session: nox.Session) -> None:
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     for version in session.posargs or TENSORFLOW_VERSIONS:
         environment = Environment(session, f"tf-{version}")
-        # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 7 has no more.
-        needed = (f"tensorflow-cpu=={version}", "protobuf<7", *BUILD, *TOOLS, "pytest", "scikit-learn")
+        # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 6 warns of and 7 has no more.
+        needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, "pytest", "scikit-learn")
         environment.install(*needed, but=BOUND_BY_TENSORFLOW)
         keras = f"tf_keras=={version.rpartition('.')[0]}.*"
         environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
