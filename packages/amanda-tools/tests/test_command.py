@@ -15,6 +15,8 @@ from amanda.tools.command._config import read_config
 from amanda.tools.command._launch import command_of
 from amanda.tools.command._options import Unreadable, read
 from amanda.tools.command._spec import combined, made
+from amanda.tools.coverage import CoverageResult
+from amanda.tools.coverage import Place as CoveragePlace
 from amanda.tools.flops import FlopsResult, FlopsTool, Place
 from amanda.tools.nan import NanTool
 from amanda.tools.results import Mergeable
@@ -80,6 +82,11 @@ def test_options_are_those_of_the_constructor() -> None:
 )
 def test_a_tool_is_said_in_a_word(text: str, name: str, given: dict[str, Any]) -> None:
     assert ToolSpec.parse(text) == ToolSpec(name, given)
+
+
+def test_a_result_with_forms_of_its_own_says_itself_what_it_can_be() -> None:
+    made = ToolSpec.parse("profile:out=step.trace.json.gz").make(Steps())
+    assert made.out == Path("step.trace.json.gz")
 
 
 def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
@@ -227,6 +234,15 @@ def test_flops_of_ranks_add_up() -> None:
     assert one.total("calls") == 4
 
 
+def test_coverage_of_ranks_adds_up() -> None:
+    place = CoveragePlace("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
+    one = CoverageResult([place])
+    merged = one.merged(CoverageResult.from_dict(one.to_dict()))
+    assert isinstance(merged, Mergeable)
+    assert merged.rows() == [("forward", "linear", "a", "a.py:1", "Net", 6, 4, 4, 6, 4 / 6)]
+    assert one.total() == 3
+
+
 def test_findings_of_ranks_are_listed_together() -> None:
     import torch
 
@@ -241,7 +257,7 @@ def test_findings_of_ranks_are_listed_together() -> None:
     assert (merged.executions, merged.passed_on) == (8, 2)
 
 
-@pytest.mark.parametrize("kind", [FlopsResult, type(NanTool().result)])
+@pytest.mark.parametrize("kind", [FlopsResult, CoverageResult, type(NanTool().result)])
 def test_a_file_of_another_schema_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="schema and version are"):
         kind.from_dict({"schema": "amanda.other", "version": 1})

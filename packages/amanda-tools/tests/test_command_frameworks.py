@@ -145,9 +145,9 @@ def test_threads_and_processes_of_a_program_are_merged(script: Path) -> None:
     run = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
     out = script.parent / "out"
     assert "flops of 6 processes (main, process" in run.stderr
-    assert len(list(out.glob("flops.process*.json"))) == 5
+    assert len(list(out.glob("process*.flops.json"))) == 5
     # Of main: its own, its thread's and two batches; one each of three processes; the others load data.
-    assert calls(out / "flops.main.json", "linear") == 2 * 4
+    assert calls(out / "main.flops.json", "linear") == 2 * 4
     assert calls(out / "flops.json", "linear") == 2 * 7
     assert calls(out / "flops.json", "cumsum") == 4
 
@@ -169,13 +169,18 @@ def test_ranks_of_torchrun_are_merged(script: Path) -> None:
     script.write_text(MODEL + RANKS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
-    run = amanda_run(script.parent, "-t", "flops", "-o", "out", "--", *launcher, *options, "train.py")
+    tools = ["-t", "flops", "-t", "profile:out=trace.json", "-t", "coverage"]
+    run = amanda_run(script.parent, *tools, "-o", "out", "--", *launcher, *options, "train.py")
     out = script.parent / "out"
     assert "amanda: flops of 2 processes (rank0, rank1)" in run.stderr
-    assert [calls(out / f"flops.rank{rank}.json", "linear") for rank in (0, 1)] == [6, 8]
+    assert [calls(out / f"rank{rank}.flops.json", "linear") for rank in (0, 1)] == [6, 8]
     assert calls(out / "flops.json", "linear") == 14
     assert calls(out / "flops.json", "linear_backward", "backward") == 4
-    assert not (out / "flops.main.json").exists()
+    assert not (out / "main.flops.json").exists()
+    assert "amanda: coverage of 2 processes" in run.stderr
+    for rank in (0, 1):  # what cannot be merged is told of each
+        assert f"amanda: profile of rank{rank}\n" in run.stderr
+        assert "traceEvents" in json.loads((script.parent / f"rank{rank}.trace.json").read_text())
 
 
 FIT = """

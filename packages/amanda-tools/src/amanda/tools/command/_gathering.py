@@ -110,7 +110,7 @@ class Gathering:
         if path is None or not hasattr(result, "save"):
             return None
         if label:
-            path = path.with_name(f"{path.stem}.{label}{path.suffix}")
+            path = path.with_name(f"{label}.{path.name}")  # what it ends in says the form
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             result.save(path)

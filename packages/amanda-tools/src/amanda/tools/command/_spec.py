@@ -136,7 +136,9 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
 
 def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
     result = getattr(tool, "result", None) if out is not None else None
-    if out is not None and isinstance(result, Result) and out.suffix not in result.suffixes:
+    if out is None or not isinstance(result, Result) or type(result).save is not Result.save:
+        return  # one with a `save` of its own may have other forms
+    if out.suffix not in result.suffixes:
         raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
 
 

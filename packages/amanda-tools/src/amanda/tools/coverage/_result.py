@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
 from amanda.tools.mapping import VOCABULARY
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, check_schema, shortened
 
 KEYS = ("phase", "type", "module", "source", "model")
 
@@ -63,6 +63,22 @@ class CoverageResult(Result):
                 f"coverage is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
             )
         return CoverageResult(self.places, keys)
+
+    def merged(self, *others: CoverageResult) -> CoverageResult:
+        """This and other runs or ranks as one: executions of equal ops add up."""
+        places: dict[tuple[str, ...], Place] = {}
+        for place in (one for result in (self, *others) for one in result.places):
+            key = tuple(getattr(place, name) for name in KEYS)
+            known = places.setdefault(key, Place(*key))
+            for count in ("calls", "whole", "entered", "left"):
+                setattr(known, count, getattr(known, count) + getattr(place, count))
+        return CoverageResult(places.values(), self._by)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> CoverageResult:
+        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        check_schema(found, cls.name, cls.version)
+        return cls(Place(**place) for place in found["places"])
 
     def total(self, what: str = "calls", phase: str | None = None) -> int:
         """The sum of "calls", "whole", "entered" or "left", of one phase or of both."""
