@@ -129,6 +129,18 @@ def test_a_second_step_is_counted_eagerly(model: keras.Model, x: Any) -> None:
     assert len(tool.graph.tensors) == len(first.tensors)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_fitting_has_the_graph_of_one_step(model: keras.Model, eagerly: bool) -> None:
+    model.compile("sgd", "mse", run_eagerly=eagerly)
+    x, y = np.ones((8, 4), np.float32), np.ones((8, 2), np.float32)
+    tool = TraceTool()
+    with amanda.apply(tool):
+        model.fit(x, y, batch_size=4, epochs=3, verbose=0)
+    forward = [op for op in tool.graph.ops if op.phase == "forward"]
+    assert [op.type for op in forward if op.type in ("matmul", "relu")] == ["matmul", "relu", "matmul"]
+    assert {op.calls for op in forward if op.type == "matmul"} == {6 if eagerly else None}
+
+
 def test_eager_tensors_are_not_kept(x: Any) -> None:
     with amanda.apply(TraceTool()):
         y = tf.exp(x)

@@ -8,8 +8,8 @@ from typing import Any
 import amanda
 from amanda.tools.trace._frames import Frame, Frames, Given, flat, reference
 from amanda.tools.trace._graph import Position, spread
-from amanda.tools.trace._living import UNKNOWN, Living
-from amanda.tools.trace._recorder import Executed, Place, Recorder
+from amanda.tools.trace._living import Living
+from amanda.tools.trace._recorder import UNKNOWN, Executed, Place, Recorder
 from amanda.tools.trace._values import Values
 
 _NODES_KEPT = 256

@@ -7,10 +7,9 @@ from typing import Any
 
 from amanda.tools.trace._graph import Position
 from amanda.tools.trace._memory import Memory
-from amanda.tools.trace._recorder import Place, Recorder
+from amanda.tools.trace._recorder import UNKNOWN, Place, Recorder
 from amanda.tools.trace._values import Values
 
-UNKNOWN = -1
 _STATE = ("parameter", "buffer")
 """Kinds of tensors that stay what they are when they are written."""
 
@@ -105,7 +104,7 @@ class Living:
             return roots if any(one is not None for one in roots) else None  # type: ignore[return-value]
         if not self.values.is_tensor(value):
             return None
-        index = self.last_index(value)
+        index = None if self.values.is_handle(value) else self.last_index(value)
         return UNKNOWN if index is None else self._recorder.values[index].root
 
     def read_all(self, values: Sequence[Any]) -> tuple[Position, ...]:
@@ -154,7 +153,10 @@ class Living:
         owner = None if alias is None else self._recorder.values[alias]
         if owner is not None and (not kind or (owner.kind in _STATE and same)):
             kind, name = owner.kind, owner.name
-        return self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias, same)
+        index = self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias, same)
+        if place.brings_in:
+            self._recorder.values[index].root = UNKNOWN
+        return index
 
     def _sharing(self, value: Any, read: Sequence[int], near: Sequence[Any]) -> int | None:
         """The tensor read whose memory a value shares."""

@@ -9,6 +9,9 @@ from typing import Any
 from amanda.tools.trace._graph import Graph, Op, Position, Tensor, spread
 from amanda.tools.trace._values import Description
 
+UNKNOWN = -1
+"""Stands for a tensor that may be any."""
+
 
 @dataclass(slots=True, eq=False)
 class Place:
@@ -16,6 +19,7 @@ class Place:
 
     makes: kind of the tensors that it makes; "" for that of its first input.
     written: positions of inputs that it writes.
+    brings_in: whether what it makes is new data from outside, as of an iterator.
     in_backward: whether it is a forward op that a backward pass executed first.
     last: the op that was executed last.
     made: with which numbers autodiff counts the nodes of an op: the first, the one after the last, the op.
@@ -36,6 +40,7 @@ class Place:
     makes: str = "activation"
     symbolic: bool = False
     written: Sequence[int] = ()
+    brings_in: bool = False
     ops: list[int] = field(default_factory=list)
     is_dropped: bool = False
     in_backward: bool = False
@@ -74,7 +79,10 @@ class Executed:
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One recorded tensor.  root: what it was before it was written for the first time."""
+    """One recorded tensor.
+
+    root: what it was before it was written for the first time; UNKNOWN of new data from outside.
+    """
 
     described: Description
     kind: str

@@ -12,6 +12,7 @@ from amanda import interceptor
 from amanda.tools.trace._values import Description, Forget, Values
 
 _WRITES = re.compile(r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign")
+_HANDLES = ("resource", "variant")
 _READS = frozenset({"ReadVariableOp"})
 _MAKES_VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _FUNCTION = re.compile(r"__(?:inference|forward|backward)_(.+)_\d+")
@@ -30,6 +31,10 @@ class TensorFlowValues(Values):
         """Whether it is a tensor, also one of unknown rank."""
         return hasattr(value, "_id") and self._dtype(value) is not None
 
+    def is_handle(self, tensor: Any) -> bool:
+        """Whether a tensor stands for a variable, an iterator or a dataset."""
+        return self._dtype(tensor) in _HANDLES
+
     def key(self, tensor: Any) -> Hashable:
         """Its number."""
         number: int = tensor._id
@@ -42,7 +47,7 @@ class TensorFlowValues(Values):
     def describe(self, tensor: Any) -> Description:
         """Extents, element type, device and size; a handle of a variable tells of the variable."""
         found = super().describe(tensor)
-        return found._replace(bytes=None) if found.dtype in ("resource", "variant", "string") else found
+        return found._replace(bytes=None) if found.dtype in (*_HANDLES, "string") else found
 
     def name(self, tensor: Any) -> str | None:
         """A symbol's name; eager tensors have none."""
@@ -77,6 +82,10 @@ class TensorFlowValues(Values):
         if kind in _MAKES_VARIABLES:
             return "parameter"
         return "constant" if kind == "Const" else "activation"
+
+    def brings_in(self, context: amanda.OpContext) -> bool:
+        """An iterator does, which is another one in each epoch."""
+        return context.get_op_type().startswith("IteratorGetNext")
 
     def written(self, context: amanda.OpContext) -> Sequence[int]:
         """The variables that an op assigns to: all whose handles it is given."""

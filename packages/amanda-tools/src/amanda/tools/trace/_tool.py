@@ -186,6 +186,7 @@ class TraceTool(amanda.Tool):
             values.made(context),
             values.is_symbolic(context),
             () if backward else values.written(context),
+            not backward and values.brings_in(context),
         )
 
     def last_execution(self, context: amanda.OpContext) -> int | None:

@@ -45,6 +45,10 @@ class Values:
         """Whether it is a tensor, also one of unknown rank."""
         return self._dtype(value) is not None
 
+    def is_handle(self, tensor: Any) -> bool:
+        """Whether a tensor has no elements, but stands for a variable, an iterator or their like."""
+        return False
+
     def key(self, tensor: Any) -> Hashable:
         """Tells a tensor from all others, as long as `hold` has not told that it is gone."""
         return id(tensor)
@@ -74,6 +78,10 @@ class Values:
     def made(self, context: amanda.OpContext) -> str:
         """Kind of what an op makes; "" for that of its first input, which it reads out."""
         return "activation" if context.is_forward() else "gradient"
+
+    def brings_in(self, context: amanda.OpContext) -> bool:
+        """Whether what an op makes is new data from outside each time."""
+        return False
 
     def name(self, tensor: Any) -> str | None:
         """The framework's name of a tensor."""
