@@ -211,6 +211,23 @@ def test_tools_of_one_scope_tell_of_the_same_ops(tmp_path: Path) -> None:
     assert all(name == ops["type"][op] for name, op in of_ops)
 
 
+def test_a_diff_has_what_its_view_draws(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    from amanda.tools.diff import diff
+
+    model, x = nn.Linear(4, 2), torch.rand(3, 4)
+    result = diff(lambda: model(x).relu(), lambda: model(x * 2).relu())
+    (found,) = embedded(to_page(result.save(tmp_path / "diff.json")))["tables"]
+    assert found["schema"] == "amanda.diff"
+    names = [column["name"] for column in found["columns"]]
+    numbers = {column["name"] for column in found["columns"] if column["number"]}
+    assert {"phase", "type", "module", "verdict"} <= set(names)
+    assert {"relative error", "tolerance"} <= numbers
+    assert found["rows"][found["first"]["forward"]][names.index("verdict")] == "different"
+
+
 TOOLS = [tool.name for tool in amanda.list_tools() if tool.distribution == "amanda-tools"]
 
 

@@ -32,7 +32,7 @@ class Details {
   // Some of many, and how many more there are.
   some(ops, most = 12) {
     const shown = ops.slice(0, most).map((op) => h("li", {}, this.link(op)));
-    if (ops.length > most) shown.push(h("li", { class: "soft" }, `and ${(ops.length - most).toLocaleString("en-US")} more`));
+    if (ops.length > most) shown.push(h("li", { class: "soft" }, `and ${grouped(ops.length - most)} more`));
     return h("ul", { class: "links" }, shown);
   }
 
@@ -115,7 +115,7 @@ class Details {
   module(node) {
     const { model } = this;
     const ops = node.ops();
-    const phases = [...node.byPhase].map(([phase, count]) => `${count.toLocaleString("en-US")} ${phase}`).join(", ");
+    const phases = [...node.byPhase].map(([phase, count]) => `${grouped(count)} ${phase}`).join(", ");
     const only = node.path ? h("button", { type: "button", onclick: () => {
       const query = $("query");
       query.value = `module:${node.path}*`;
@@ -151,7 +151,8 @@ class Details {
         h("button", { type: "button", class: "link inline name", title: `Search for ${type}`, onclick: () => {
           $("query").value = `type:${type}`;
           $("query").dispatchEvent(new Event("input"));
-        } }, type), h("span", { class: "soft" }, `×${count.toLocaleString("en-US")}`),         values ? h("span", { class: "value" }, bar, h("span", {}, written(sum, model.measure))) : null);
+        } }, type), h("span", { class: "soft" }, `×${grouped(count)}`),
+        values ? h("span", { class: "value" }, bar, h("span", {}, written(sum, model.measure))) : null);
     }))];
   }
 
@@ -161,10 +162,10 @@ class Details {
     const { model } = this;
     const { content } = model;
     const ops = Array.from({ length: model.size }, (_, op) => op);
-    const phases = [...model.root.byPhase].map(([phase, count]) => `${count.toLocaleString("en-US")} ${phase}`).join(", ");
+    const phases = [...model.root.byPhase].map(([phase, count]) => `${grouped(count)} ${phase}`).join(", ");
     return [h("h3", {}, content.title),
-      this.list([["ops", phases], ["modules", model.size ? (model.modules.size - 1).toLocaleString("en-US") : ""],
-        ["tensors", model.tensors ? model.tensors.shape.length.toLocaleString("en-US") : ""], ...content.facts]),
+      this.list([["ops", phases], ["modules", model.size ? grouped(model.modules.size - 1) : ""],
+        ["tensors", model.tensors ? grouped(model.tensors.shape.length) : ""], ...content.facts]),
       model.size ? [this.totals(ops), this.types(ops)].flat() : [],
       h("h4", {}, "Files"), h("ul", { class: "files" }, content.sources.map((source) => h("li", {}, source.name, h("span", { class: "soft" }, ` ${source.schema} ${source.version}`)))),
       content.notes.map((note) => h("p", { class: "remark" }, note)),

@@ -20,6 +20,9 @@ function clamp(value, low, high) {
   return Math.max(low, Math.min(high, value));
 }
 
+const grouping = new Intl.NumberFormat("en-US");
+const grouped = (count) => grouping.format(count);
+
 const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
 const SECONDS = { s: 1, ms: 1e-3, us: 1e-6, "µs": 1e-6, ns: 1e-9 };
 
@@ -55,14 +58,14 @@ function written(value, column = {}) {
   if (column.unit in SECONDS) return duration(value * SECONDS[column.unit]);
   if (column.unit === "share") return `${(100 * value).toFixed(1)} %`;
   if (column.unit || (column.large && Math.abs(value) >= 1000)) return amount(value, column.unit);
-  if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en-US");
+  if (Number.isInteger(value) && Math.abs(value) < 1e9) return grouped(value);
   return Math.abs(value) >= 1e5 ? value.toExponential(3) : digits(value);
 }
 
 const shape = (extents) => (extents === null || extents === undefined ? "" :
   extents.length ? extents.map((one) => (one === null ? "?" : one)).join("×") : "scalar");
 
-const plural = (count, word) => `${count.toLocaleString("en-US")} ${word}${count === 1 ? "" : "s"}`;
+const plural = (count, word) => `${grouped(count)} ${word}${count === 1 ? "" : "s"}`;
 
 // The end tells paths apart.
 function ending(text, most) {

@@ -80,7 +80,7 @@ class Graph {
     this.kindsSeen = new Set();
     this.drawBox(box, 0, 0, layers);
     this.scene.replaceChildren(...layers);
-    this.note.textContent = skipped ? `${plural(skipped, "unfolded module")} drawn folded: there is room for ${MOST_DRAWN.toLocaleString("en-US")} nodes` : "";
+    this.note.textContent = skipped ? `${plural(skipped, "unfolded module")} drawn folded: there is room for ${grouped(MOST_DRAWN)} nodes` : "";
     this.svg.setAttribute("data-nodes", this.places.size);
     this.legend.replaceChildren(...KINDS.map(([kind]) => kind).concat("other").filter((kind) => this.kindsSeen.has(kind))
       .map((kind) => h("li", {}, h("span", { class: `dot ${kindClass(kind)}` }), kind)));

@@ -30,7 +30,7 @@ function tabs(bar, panel, views, show) {
 function makeTables() {
   let shown = null;
   const tell = (rows, all) => {
-    $("rows").textContent = rows === all ? plural(all, "row") : `${rows.toLocaleString("en-US")} of ${plural(all, "row")}`;
+    $("rows").textContent = rows === all ? plural(all, "row") : `${grouped(rows)} of ${plural(all, "row")}`;
   };
   const ofOps = {
     title: "Ops", hint: "Each op, with what every file says of it",
@@ -81,7 +81,7 @@ function makeTables() {
 function makeSearch() {
   const query = $("query");
   const say = () => {
-    $("found").textContent = model.matches ? `${model.found.length.toLocaleString("en-US")} of ${model.size.toLocaleString("en-US")}` : "";
+    $("found").textContent = model.matches ? `${grouped(model.found.length)} of ${grouped(model.size)}` : "";
   };
   let due = 0;
   const search = () => { clearTimeout(due); due = 0; model.search(query.value); };

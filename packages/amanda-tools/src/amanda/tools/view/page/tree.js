@@ -67,7 +67,7 @@ class Tree {
       : h("span", { class: `dot ${kindClass(model.kinds[node.op])}${phase === "forward" ? "" : " hollow"}`, "aria-hidden": "true" }),
     h("span", { class: "name" }, inner ? node.name : model.label(node.op)),
     node.flagged ? h("span", { class: "flag", role: "img", "aria-label": inner ? `${node.flagged} flagged` : model.flags.get(node.op), title: inner ? `${node.flagged} flagged` : model.flags.get(node.op) }, "!") : null,
-    inner ? h("span", { class: "count" }, (model.matches ? node.found : node.count).toLocaleString("en-US")) : null,
+    inner ? h("span", { class: "count" }, grouped(model.matches ? node.found : node.count)) : null,
     h("span", { class: "space" }),
     model.measure.values ? h("span", { class: `value${model.sum(node) ? "" : " soft"}` }, bar, h("span", {}, this.value(node))) : null);
     made.style.top = `${row * ROW}px`;
