@@ -133,10 +133,16 @@ def in_a_session(make: Callable[[Any], Any], images: Any) -> Callable[[], Any]:
     return lambda: session.run(output, {data: images})
 
 
-def test_the_twin_of_torchvisions_resnet_50_costs_the_same_in_every_mode() -> None:
-    def make(library: Any) -> Any:
-        return resnet50(library.layers, library.Model)
+TWINS = {
+    "resnet50": (lambda library: resnet50(library.layers, library.Model), 4_089_184_256),
+    "mobilenet_v2": (lambda library: library.applications.MobileNetV2(weights=None), 300_774_272),
+}
+"""Keras' twins of torchvision's models, and the multiply-accumulates of both for an image of 224 by 224."""
 
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_of_a_model_of_torchvision_costs_the_same_in_every_mode(name: str) -> None:
+    make, wanted = TWINS[name]
     images, model = np.zeros((1, 224, 224, 3), np.float32), make(keras)
     for program in (
         lambda: model(images, training=False),
@@ -144,5 +150,5 @@ def test_the_twin_of_torchvisions_resnet_50_costs_the_same_in_every_mode() -> No
         in_a_session(make, images),
     ):
         result = counted(program)
-        assert result.total("macs") == 4_089_184_256
+        assert result.total("macs") == wanted
         assert not result.unsupported
