@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from amanda.tools.profile._device import DeviceTimes
 from amanda.tools.profile._kernels import RANGE, seen
 from amanda.tools.profile._recorder import Recorder
 from amanda.tools.profile._schedule import Schedule
+from amanda.tools.results import Mergeable
 from amanda.tools.select import select
 
 
@@ -523,3 +525,40 @@ def test_files_are_in_the_form_that_their_names_say(tmp_path: Path) -> None:
     assert (tmp_path / "b.trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
     with pytest.raises(AmandaError, match="no suffix of a form"):
         result.save(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("trace.json", True), ("a.trace.json.gz", True), ("a-trace.rank1.json", True), ("traces.json", False),
+     ("a.json", False), ("trace.csv", False)],
+)  # fmt: skip
+def test_the_name_of_a_file_says_whether_it_is_a_timeline(tmp_path: Path, name: str, meant: bool) -> None:
+    saved = profiled(lambda: torch.rand(3)).save(tmp_path / name).read_bytes()
+    assert (saved[:2] == b"\x1f\x8b" or b"traceEvents" in saved) == meant
+
+
+def test_results_of_several_processes_are_one() -> None:
+    def program() -> None:
+        nn.Linear(4, 4)(torch.rand(2, 4)).sum().backward()
+
+    tool = ProfileTool(kernels=True)
+    one, other = profiled(program, tool), profiled(program)
+    again = ProfileResult.from_dict(json.loads(other.to_json()))
+    assert again.to_dict()["rows"] == other.to_dict()["rows"]
+    assert again.to_dict()["peaks"] == other.to_dict()["peaks"]
+    both = one.merged(again)
+    assert isinstance(both, Mergeable)
+    assert both.total() == pytest.approx(one.total() + other.total())
+    assert both.wall == pytest.approx(one.wall + other.wall)
+    assert calls(both, "linear") == 2
+    linear = place(both, "linear")
+    assert linear.least == min(place(one, "linear").least, place(other, "linear").least)
+    assert linear.allocated == 2 * (place(one, "linear").allocated or 0)
+    assert linear.kernels == place(one, "linear").kernels != {}
+    assert [peak.size for peak in both.peaks] == [one.peaks[0].size, other.peaks[0].size]
+    assert sum(row[-1] or 0 for row in both.rows()) == sum(
+        size for peak in both.peaks for owner, size in peak.owners if owner.phase != "given"
+    )
+    assert len(both.timeline.events) == len(one.timeline.events)
+    with pytest.raises(ValueError, match=r"amanda\.profile"):
+        ProfileResult.from_dict({"schema": "amanda.flops", "version": 1})

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
 from amanda.tools.profile import _trace
+from amanda.tools.profile._exchange import as_dict, from_dict, merged
 from amanda.tools.profile._kernels import KernelResult
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._place import KEYS, Place
 from amanda.tools.profile._recorder import floor
 from amanda.tools.profile._recording import Recording
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, check_schema, shortened
 
 if TYPE_CHECKING:
     pass
@@ -101,29 +102,24 @@ class ProfileResult(Result):
 
     def facts(self) -> Mapping[str, Any]:
         """Totals, steps, peaks with their owners, and each op in nanoseconds."""
-        at_peak = self._at_peak()
         return {
             "by": self._by,
-            "schedule": self._recording.schedule,
-            "steps": [
-                {"step": one.number, "ms": MS * (one.end - one.begin)} for one in self.timeline.steps
-            ],
+            "steps": [{"step": one.number, "ms": MS * (one.end - one.begin)} for one in self.timeline.steps],
             "wall_ms": self.wall,
             "totals_ms": {phase: self.total(phase) for phase in _phases(self.places)},
             "executions": {"kept": len(self.timeline.events), "dropped": self.timeline.dropped},
-            "peaks": [
-                {"device": peak.device, "bytes": peak.size,
-                 "owners": [{**place.names, "bytes": size} for place, size in peak.owners]}
-                for peak in self.peaks
-            ],
-            "places": [
-                {**place.names, "name": place.name, "id": f"{place.id:016x}", "calls": place.calls,
-                 "timed": place.timed, "total_ns": place.total, "self_ns": place.own, "min_ns": place.least,
-                 "max_ns": place.most, "device_ns": place.device, "allocated": place.allocated,
-                 "at_peak": at_peak.get(id(place), 0)}
-                for place in self.places
-            ],
-        }  # fmt: skip
+            **as_dict(self._recording, self._at_peak()),
+        }
+
+    def merged(self, *others: ProfileResult) -> ProfileResult:
+        """This and other runs or ranks as one: equal ops add up, peaks stay; the timeline is this one's."""
+        return ProfileResult(merged([self._recording, *(one._recording for one in others)]), self._by)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> ProfileResult:
+        """What `to_dict` gave, without the timeline; raises ValueError for another schema or version."""
+        check_schema(found, cls.name, cls.version)
+        return cls(from_dict(found), found["by"])
 
     def notes(self) -> Sequence[str]:
         """What the times are, the peaks, and what is not in the table."""
@@ -159,11 +155,11 @@ class ProfileResult(Result):
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.
 
-        A name that ends in `trace.json` or `trace.json.gz` is for the timeline.  Raises AmandaError for a
+        A name such as `trace.json` or `step.trace.json.gz` is for the timeline.  Raises AmandaError for a
         suffix that names no form.
         """
         path = Path(path)
-        if path.name.endswith(_trace.ENDINGS):
+        if _trace.is_meant(path):
             return _trace.write(self.to_trace(), path)
         return super().save(path)
 

@@ -17,7 +17,6 @@ from amanda.tools.profile._log import GRAPH, Event, lanes
 if TYPE_CHECKING:
     from amanda.tools.profile._recording import Timeline
 
-ENDINGS = ("trace.json", "trace.json.gz")
 _LANE = 1 << 24
 """Track of the first lane of graphs; numbers of threads are smaller."""
 _STEPS = _LANE - 1
@@ -48,6 +47,12 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         "otherData": {"tool": "amanda.profile", "dropped": timeline.dropped},
         "traceEvents": made,
     }
+
+
+def is_meant(path: Path) -> bool:
+    """Whether a file's name is that of a trace: JSON, with `trace` at the end of a part before."""
+    *parts, suffix = path.name.removesuffix(".gz").split(".")
+    return suffix == "json" and any(part.endswith("trace") for part in parts)
 
 
 def write(document: Mapping[str, Any], path: Path) -> Path:
