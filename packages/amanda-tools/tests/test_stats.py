@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools.results import Mergeable
 from amanda.tools.select import select
 from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool, _pytorch
 
@@ -315,6 +316,7 @@ def test_runs_and_ranks_merge_to_what_one_would_have_measured(model: nn.Module, 
     whole = measured(program(batches))
     halves = [measured(program(half)) for half in (batches[:1], batches[1:])]
     paths = [half.save(tmp_path / f"{i}.json") for i, half in enumerate(halves)]
+    assert isinstance(halves[0], Mergeable)  # so ranks of one launch are put together
     merged = StatsResult.load(paths[0]).merged(StatsResult.load(paths[1]))
     assert len(merged.measured) == len(whole.measured)
     for ours, wanted in zip(merged, whole, strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, check_schema, shortened
 from amanda.tools.stats._sketch import Sketch
 from amanda.tools.stats._statistics import Statistics
 
@@ -128,9 +128,7 @@ class StatsResult(Result):
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:
         """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
-        schema = (found.get("schema"), found.get("version")) if isinstance(found, Mapping) else found
-        if schema != (f"amanda.{cls.name}", cls.version):
-            raise ValueError(f"schema and version are {schema}, not amanda.{cls.name} and {cls.version}")
+        check_schema(found, cls.name, cls.version)
         measured = [
             Measured(
                 **{key: row[key] for key in (*KEYS, "dtype", "executions")},
