@@ -174,3 +174,21 @@ def test_random_generators_are_left_alone() -> None:
     assert (tf.random.normal((4,)) + tf.random.stateless_uniform((4,), (1, 2))).numpy().tolist() == (
         plain.numpy().tolist()
     )
+
+
+def test_a_loop_of_a_graph_that_does_not_end_is_stopped_and_crashes_are_told_apart() -> None:
+    @tf.function
+    def countdown(left: Any) -> Any:
+        while left != 0.0:
+            left = left - 1.0
+        return left
+
+    stuck = InjectTool(type="sub", fault="value", value=0.5)
+    result = Campaign(stuck, trials=2).run(lambda: countdown(tf.constant(3.0)))
+    assert result.count("hang") == 2
+    assert "executed more than" in result.trials[0].error
+    table = tf.constant([[1.0, 2.0]])
+    wrong = InjectTool(type="reshape", bits=[20])
+    result = Campaign(wrong, trials=2).run(lambda: tf.gather(table, tf.reshape(tf.constant([0]), (1,))))
+    assert result.count("crash") == 2
+    assert "InvalidArgumentError" in result.trials[0].error

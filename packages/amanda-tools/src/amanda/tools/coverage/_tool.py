@@ -90,6 +90,7 @@ class CoverageTool(amanda.Tool):
         place.calls += 1
         frame = modules.innermost(sys._getframe(1))
         if frame is None:
+            self._calls.pop(get_ident(), None)  # a frame holds on to what its call was given
             return
         last = self._calls.get(get_ident())
         if last is None or last[0] is not frame:
