@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-import torchlens
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -81,43 +84,47 @@ def _word_of_fx(model: nn.Module, node: fx.Node) -> str:
 
 # ---- TorchLens ----
 
+BERT = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
+    "vocab_size": 99,
+}  # fmt: skip
 
-def of_torchlens(model: nn.Module, given: Tensor, word: Callable[[str], str]) -> list[Node]:
-    """What TorchLens has of a forward pass."""
-    traced = torchlens.trace(model, given)
-    order = [op for op in traced.layer_list if op.is_compute_op]
-    position: dict[str, int | None] = {op.layer_label: i for i, op in enumerate(order)}
-    position["input_1"] = None
-    return [
-        Node(word(op.func_name), op.shape, tuple(position[one] for one in op.parents if one in position))
-        for op in order
-    ]
+
+@pytest.fixture(scope="module")
+def torchlens() -> dict[str, list[Node]]:
+    """What TorchLens has of each model; parents come in any order, each once."""
+    script = Path(__file__).with_name("torchlens_nodes.py")
+    command = [sys.executable, str(script), json.dumps(BERT)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {
+        model: [Node(name, tuple(shape), tuple(producers)) for name, shape, producers in nodes]
+        for model, nodes in json.loads(printed).items()
+    }
 
 
 def assert_equal(ours: list[Node], theirs: list[Node]) -> None:
-    """Also in their edges; TorchLens gives parents in any order, each once."""
+    """Op by op: what it computes, its output's extents, and what its inputs are made by."""
     assert [(node.type, node.shape) for node in ours] == [(node.type, node.shape) for node in theirs]
     assert [set(node.producers) for node in ours] == [set(node.producers) for node in theirs]
 
 
 def test_ops_shapes_and_edges_are_those_of_torchlens(
-    resnet: nn.Module, images: Tensor, nodes: list[Node]
+    nodes: list[Node], torchlens: dict[str, list[Node]]
 ) -> None:
     def word(name: str) -> str:
         word = name.removesuffix("_").strip("_")
         return {"flatten": "reshape", "iadd": "add"}.get(word, word)
 
-    assert_equal(nodes, of_torchlens(resnet, images, word))
+    assert_equal(nodes, [node._replace(type=word(node.type)) for node in torchlens["resnet50"]])
 
 
-def test_bert_has_the_ops_shapes_and_edges_of_torchlens(bert: Callable[..., nn.Module]) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-    model = bert(num_hidden_layers=2, vocab_size=99, **sizes).eval()
+def test_bert_has_the_ops_shapes_and_edges_of_torchlens(
+    bert: Callable[..., nn.Module], torchlens: dict[str, list[Node]]
+) -> None:
+    model, tracer = bert(**BERT).eval(), TraceTool()
     tokens = torch.randint(0, 99, (2, 7))
-    tracer = TraceTool()
-    with torch.no_grad():
-        with amanda.apply(tracer):
-            model(tokens)
-        theirs = of_torchlens(model, tokens, str)
-    assert_equal([_node(tracer.graph, op, op.name) for op in tracer.graph.ops], theirs)
-    assert sum(node.type == "scaled_dot_product_attention" for node in theirs) == 2
+    with amanda.apply(tracer), torch.no_grad():
+        model(tokens)
+    ours = [_node(tracer.graph, op, op.name) for op in tracer.graph.ops]
+    assert_equal(ours, torchlens["bert"])
+    assert sum(node.type == "scaled_dot_product_attention" for node in ours) == 2
