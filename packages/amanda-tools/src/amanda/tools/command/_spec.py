@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,7 @@ class ToolSpec:
         Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, what was
         given and what is expected.
         """
-        kind = tool_class(self.name)
+        kind = _class(self.name)
         options = options_of(kind)
         values = {name: self._read(name, given, options) for name, given in self.given.items()}
         missing = [str(one) for one in options.values() if one.default is REQUIRED and one.name not in values]
@@ -82,13 +83,17 @@ class ToolSpec:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
         chosen = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
         try:
-            tool = amanda.load_tool(self.name, **values)
+            tool = kind(**values)
             selection = Selection(chosen.get("type", ()), chosen.get("module", ()), chosen.get("phase"))
             window = None
             if {"start", "end", "frequency"} & chosen.keys():
                 window = Window(steps, chosen.get("start", 0), chosen.get("end"), chosen.get("frequency", 1))
         except (AmandaError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
+        if not isinstance(tool, amanda.Tool):
+            raise SpecError(
+                f"what is registered as the tool {self.name} makes a {type(tool).__name__}, no tool"
+            )
         _check_suffix(self.name, tool, chosen.get("out"))
         selection.let(tool)
         if window is not None:
@@ -132,6 +137,9 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
             tooling.name = f"{spec.name}-{counts[spec.name]}"
         toolings.append(tooling)
     return toolings
+
+
+_class = functools.cache(tool_class)  # a forked process looks up none of them again
 
 
 def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
