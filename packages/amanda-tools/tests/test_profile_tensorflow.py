@@ -25,7 +25,7 @@ def allocated(result: ProfileResult, kind: str) -> int:
 
 def check_times(result: ProfileResult) -> None:
     assert all(0 < one.least <= one.most <= one.total for one in result.places if one.timed)
-    assert 0 < result.total() < result.wall + 1 or any(one.runs_others for one in result.places)
+    assert result.total() > 0 < result.wall
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
@@ -51,6 +51,8 @@ def test_a_training_step_is_measured(mode: str) -> None:
     assert allocated(result, "ReadVariableOp") == 0
     assert [step.number for step in result.timeline.steps] == [0, 1, 2]
     check_times(result)
+    if mode == "eager":
+        assert result.total() <= result.wall
 
 
 def test_runs_of_a_session_are_steps() -> None:
