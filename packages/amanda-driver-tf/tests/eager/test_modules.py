@@ -59,6 +59,16 @@ def test_layers_of_a_functional_model_go_by_their_names(scopes: Any) -> None:
     assert scopes.answers["MatMul"] == ["head"]
 
 
+def test_projections_of_an_attention_have_paths_of_their_own(scopes: Any) -> None:
+    attention = keras.layers.MultiHeadAttention(2, 4)
+    x = tf.ones([1, 3, 8])
+    attention(x, x)
+    with amanda.apply(scopes):
+        attention(x, x)
+    projections = ["_query_dense", "_key_dense", "_value_dense", "_output_dense"]
+    assert set(projections) <= set(scopes.answers["BatchMatMulV2"] + scopes.answers["Einsum"])
+
+
 def test_modules_made_in_the_scope_are_regions_too(scopes: Any) -> None:
     with amanda.apply(scopes):
 

@@ -94,7 +94,8 @@ def _found_within(outer: Any, inner: Any) -> str:
     layers = getattr(outer, "layers", None)
     if isinstance(layers, list) and any(one is inner for one in layers):
         return str(inner.name)
-    return f"({type(inner).__name__})"
+    private = (name for name, value in getattr(outer, "__dict__", {}).items() if value is inner)
+    return next(private, f"({type(inner).__name__})")  # as Keras' attention holds its projections
 
 
 def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
