@@ -172,15 +172,14 @@ def test_a_command_that_is_not_pythons_is_run_and_waited_for(tmp_path: Path) -> 
 
 
 def test_a_signal_reaches_a_command_that_is_not_pythons(tmp_path: Path) -> None:
-    program = subprocess.Popen(
+    with subprocess.Popen(
         [*RUN, "sh", "-c", 'trap "exit 5" TERM; echo ready; while :; do sleep 0.1; done'],
         stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert program.stdout is not None
-    assert program.stdout.readline() == "ready\n"
-    program.terminate()
-    assert program.wait(timeout=60) == 5
-    program.stdout.close()
+    ) as program:  # fmt: skip
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        program.terminate()
+        assert program.wait(timeout=60) == 5
 
 
 def test_a_command_that_cannot_be_run_is_told(tmp_path: Path) -> None:

@@ -77,15 +77,22 @@ def _tell(handed: Handed) -> None:
 
 def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callable[[], None]) -> int:
     """Run a program that is not Python's; its exit status, or its death by a signal."""
-    child = subprocess.Popen(command, env=environment)
+    arrived: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         # From a terminal the child has it too; a second one tells it no more.
-        if number != signal.SIGINT or not os.isatty(0):
-            child.send_signal(number)
+        if number == signal.SIGINT and os.isatty(0):
+            return
+        arrived.append(number)
+        for child in children:
+            child.send_signal(arrived.pop())
 
     before = {number: signal.signal(number, forward) for number in _SIGNALS}
-    status = child.wait()
+    children.append(subprocess.Popen(command, env=environment))
+    while arrived:
+        children[0].send_signal(arrived.pop(0))
+    status = children[0].wait()
     for number, handler in before.items():
         signal.signal(number, handler)
     tell()
