@@ -19,37 +19,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from models import bert, let_torchvision_load, resnet50
+from models import bert, gpt2, resnet50, vision
 
 import amanda
 from amanda.tools.flops import FlopsTool
 
 PAGE = Path(__file__).parents[1] / "docs/flops-compared.md"
 IMAGE, TOKENS = torch.rand(1, 3, 224, 224), torch.ones(1, 128, dtype=torch.long)
-
-
-def vision(name: str) -> nn.Module:
-    """A model of torchvision."""
-    let_torchvision_load()
-    from torchvision import models
-
-    return getattr(models, name)()  # type: ignore[no-any-return]
-
-
-def gpt2() -> nn.Module:
-    """transformers' GPT-2 with its head."""
-    let_torchvision_load()
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = GPT2LMHeadModel(GPT2Config(use_cache=False))
-
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids).logits  # type: ignore[no-any-return]
-
-    return Logits()
 
 
 def encoder(tokens: int, width: int, layers: int) -> int:

@@ -5,32 +5,18 @@ python examples/hook_coverage.py [MODEL ...]
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from models import bert, let_torchvision_load, resnet50
+from models import bert, resnet50, vision
 
 import amanda
 from amanda.tools.coverage import CoverageResult, CoverageTool
 
-
-def vision(name: str, **options: Any) -> Callable[[], torch.nn.Module]:
-    """Function that makes a model of torchvision."""
-
-    def make() -> torch.nn.Module:
-        let_torchvision_load()
-        from torchvision import models
-
-        return getattr(models, name)(**options)  # type: ignore[no-any-return]
-
-    return make
-
-
 IMAGE, TOKENS = torch.rand(1, 3, 64, 64), torch.ones(1, 32, dtype=torch.long)
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], torch.Tensor]] = {
-    "VGG19": (vision("vgg19"), IMAGE),
+    "VGG19": (lambda: vision("vgg19"), IMAGE),
     "ResNet-50": (resnet50, IMAGE),
-    "Inception-v3": (vision("inception_v3", init_weights=False), torch.rand(1, 3, 299, 299)),
+    "Inception-v3": (lambda: vision("inception_v3", init_weights=False), torch.rand(1, 3, 299, 299)),
     "BERT-base, eager attention": (lambda: bert(attn_implementation="eager"), TOKENS),
     "BERT-base, SDPA": (lambda: bert(attn_implementation="sdpa"), TOKENS),
 }

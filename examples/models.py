@@ -1,4 +1,4 @@
-"""ResNet-50 and BERT with random weights; nothing is downloaded."""
+"""Models of torchvision and transformers with random weights; nothing is downloaded."""
 
 from typing import Any
 
@@ -8,10 +8,15 @@ from torch import nn
 
 def resnet50() -> nn.Module:
     """torchvision's ResNet-50: 25.6 million parameters, images of (batch, 3, 224, 224)."""
+    return vision("resnet50")
+
+
+def vision(name: str, **options: Any) -> nn.Module:
+    """A classification model of torchvision."""
     let_torchvision_load()
     from torchvision import models
 
-    model: nn.Module = models.resnet50()
+    model: nn.Module = getattr(models, name)(**options)
     return model
 
 
@@ -25,6 +30,26 @@ def bert(**config: Any) -> nn.Module:
 
     model: nn.Module = BertModel(BertConfig(return_dict=False, **config))
     return model
+
+
+def gpt2(**config: Any) -> nn.Module:
+    """transformers' GPT-2 with its head, tokens of (batch, length); gives the logits.
+
+    config: other sizes, as GPT2Config calls them.
+    """
+    let_torchvision_load()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = GPT2LMHeadModel(GPT2Config(use_cache=False, **config))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.model(input_ids).logits
+            return logits
+
+    return Logits()
 
 
 def let_torchvision_load() -> None:
