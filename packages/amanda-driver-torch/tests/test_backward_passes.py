@@ -1,5 +1,6 @@
 """Ways of going backward: twice, to a higher order, in part, in batches, from edges, in other scopes."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -159,3 +160,39 @@ def test_a_graph_is_instrumented_where_a_scope_with_its_tool_is_open_again(
     with amanda.apply(tool):
         y.backward()
     assert [op for op, _ in tool.pairs] == ["sum", "exp", "exp"]
+
+
+def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_ended() -> None:
+    weight, seen = leaf(1, 2), []
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "AccumulateGrad":
+            context.insert_before_backward_op(lambda gradient: seen.append(threading.get_ident()))
+
+    def backward(reached: threading.Event, go_on: threading.Event) -> None:
+        def wait(gradient: Tensor) -> None:
+            reached.set()
+            go_on.wait(10)
+
+        y = weight.exp()
+        y.register_hook(wait)
+        y.sum().backward()
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analyse, backward=True)
+    with amanda.apply(tool) as scope:
+        open_way = threading.Event()
+        open_way.set()
+        backward(threading.Event(), open_way)  # analysed here
+        seen.clear()
+        threads, events = [], [(threading.Event(), threading.Event()) for _ in range(2)]
+        for reached, go_on in events:
+            threads.append(threading.Thread(target=scope.bind(backward), args=(reached, go_on)))
+            threads[-1].start()
+            assert reached.wait(10)
+        for thread, (_, go_on) in zip(threads, events, strict=True):
+            go_on.set()
+            thread.join()
+    assert len(seen) == len(set(seen)) == 2
+    weight.exp().sum().backward()
+    assert len(seen) == 2

@@ -1,6 +1,7 @@
 """The backward pass: which nodes an op made, and hooks where a tool wants them."""
 
 import functools
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -119,15 +120,21 @@ def _expect_second_order(state: State) -> None:
 
 
 class _Backward:
-    """One backward pass: its nodes, mapped and hooked."""
+    """One backward pass: its nodes, mapped and hooked.
+
+    Hooks at a node act in every pass through it. What one pass has hooked another that is under way at the
+    same time, around it or on another thread, leaves as it is, and keeps if it is the one that ends last.
+    """
 
     under_way: ClassVar[list["_Backward"]] = []
+    _changing: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, driver: Autograd, state: State, create_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
-        self._handles: list[Any] = []
+        self._handles: list[tuple[Any, Any]] = []
+        self._shared: set[int] = set()
         self._steps: list[Trace] = []
         self._found: list[tuple[Any, Mark, int]] = []
 
@@ -136,10 +143,12 @@ class _Backward:
         with Unseen():
             roots = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
             found = _graphs.marked(roots)
-        # Hooks that a pass around this one has put at a node act in this one too.
-        hooked = {id(node) for other in self.under_way for node, *_ in other._found}
-        self._found = found
-        self.under_way.append(self)
+        with self._changing:
+            self._found = found
+            self._shared = {id(node) for node, *_ in found}.intersection(
+                id(node) for other in self.under_way for node, *_ in other._found
+            )
+            self.under_way.append(self)
         settling = settles(self._state) and not self._create_graph
         layer = self._state.layer
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
@@ -153,7 +162,7 @@ class _Backward:
             else:
                 others[id(mark)] = others.get(id(mark), -1) + 1
                 place = 2 * _LEAF_PLACE + others[id(mark)]
-            if id(node) in hooked:
+            if id(node) in self._shared:
                 continue
             place += mark.order * _ORDER_STEP
             if settling and trace.layer is layer:
@@ -171,16 +180,21 @@ class _Backward:
         self, node: Any, before: Callable[..., Any] | None, after: Callable[..., Any] | None
     ) -> None:
         if before is not None:
-            self._handles.append(node.register_prehook(before))
+            self._handles.append((node, node.register_prehook(before)))
         if after is not None:
-            self._handles.append(node.register_hook(after))
+            self._handles.append((node, node.register_hook(after)))
 
     def remove_hooks(self) -> None:
-        """Leave the graph without hooks of ours."""
-        if self in self.under_way:
-            self.under_way.remove(self)
-        for handle in self._handles:
-            handle.remove()
+        """Leave the graph without hooks of ours but those that another pass needs."""
+        with self._changing:
+            if self in self.under_way:
+                self.under_way.remove(self)
+            for node, handle in self._handles:
+                heir = next((other for other in self.under_way if id(node) in other._shared), None)
+                if heir is None:
+                    handle.remove()
+                else:
+                    heir._handles.append((node, handle))
 
     def finish(self) -> None:
         """Settle the plans of ops whose backward ops have all been analysed.
