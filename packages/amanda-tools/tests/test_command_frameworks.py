@@ -169,7 +169,7 @@ def test_ranks_of_torchrun_are_merged(script: Path) -> None:
     script.write_text(MODEL + RANKS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
-    tools = ["-t", "flops", "-t", "profile:out=trace.json", "-t", "coverage"]
+    tools = ["-t", "flops", "-t", "trace:out=graph.json", "-t", "coverage", "-t", "profile"]
     run = amanda_run(script.parent, *tools, "-o", "out", "--", *launcher, *options, "train.py")
     out = script.parent / "out"
     assert "amanda: flops of 2 processes (rank0, rank1)" in run.stderr
@@ -177,10 +177,11 @@ def test_ranks_of_torchrun_are_merged(script: Path) -> None:
     assert calls(out / "flops.json", "linear") == 14
     assert calls(out / "flops.json", "linear_backward", "backward") == 4
     assert not (out / "main.flops.json").exists()
-    assert "amanda: coverage of 2 processes" in run.stderr
+    for tool in ("coverage", "profile"):
+        assert f"amanda: {tool} of 2 processes" in run.stderr
     for rank in (0, 1):  # what cannot be merged is told of each
-        assert f"amanda: profile of rank{rank}\n" in run.stderr
-        assert "traceEvents" in json.loads((script.parent / f"rank{rank}.trace.json").read_text())
+        assert f"amanda: trace of rank{rank}\n" in run.stderr
+        assert json.loads((script.parent / f"rank{rank}.graph.json").read_text())["schema"] == "amanda.trace"
 
 
 FIT = """

@@ -62,7 +62,11 @@ def computed(graph: Graph) -> list[tuple[Any, ...]]:
 @pytest.fixture
 def model() -> keras.Model:
     return keras.Sequential(
-        [keras.layers.Input((4,)), keras.layers.Dense(3, activation="relu"), keras.layers.Dense(2)]
+        [
+            keras.layers.Input((4,)),
+            keras.layers.Dense(3, activation="relu", name="dense"),
+            keras.layers.Dense(2, name="dense_1"),
+        ]
     )
 
 
