@@ -312,3 +312,23 @@ def test_own_rules_come_after_the_standard_ones() -> None:
     with amanda.apply(tool):
         F.conv2d(IMAGE, torch.rand(3, 4, 3, 3))
     assert seen[-1] == "conv"
+
+
+def test_phases() -> None:
+    phases: dict[str, set[str]] = {}
+
+    def look(context: amanda.OpContext) -> None:
+        phases.setdefault(context["phase"], set()).add(context["backward_type"] or context["type"])
+
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(look)
+    tool.add_inst_for_op(look, backward=True)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], foreach=False)
+    with amanda.apply(tool):
+        weight.exp().sum().backward()
+        optimizer.step()
+    assert phases["forward"] >= {"exp", "sum"}
+    assert phases["backward"] >= {"exp_backward", "sum_backward"}
+    assert phases["optimizer"] == {"add"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from math import prod
-from typing import Any
 
 import amanda
 from amanda.tools.flops._cost import Cost, Formula, Shapes
@@ -13,27 +11,17 @@ from amanda.tools.flops._formulas import STEPS
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `phase`, `parameters` and `backward_macs` in PyTorch's terms."""
+    """Write `parameters` and `backward_macs` in PyTorch's terms."""
     if context.is_backward():
         return
     from torch.nn import Parameter
 
-    context["phase"] = "optimizer" if _in_optimizer() else "forward"
     inputs = [
         one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value])
     ]
     owned = [one for one in inputs if isinstance(one, Parameter)] if context["phase"] == "forward" else []
     context["parameters"] = sum(one.numel() for one in owned)
     context["backward_macs"] = _backward_macs
-
-
-def _in_optimizer() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if "/torch/optim/" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
 
 
 _FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2)}

@@ -196,9 +196,8 @@ def _attention_backward(context: amanda.OpContext) -> Cost:
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `phase`, `parameters` and `backward_macs`, as far as every framework tells them."""
-    if "phase" not in context:
-        context["phase"] = "forward"
+    """Write `parameters` and `backward_macs`, as far as every framework tells them."""
+    if "parameters" not in context:
         weight = context["weight_index"]
         context["parameters"] = 0 if weight is None else _size(context["shape"](context.get_inputs()[weight]))
         context["backward_macs"] = _macs_of_each_gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,10 @@ _PRODUCTS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of PyTorch."""
     if "shape" not in context:
+        context["phase"] = "optimizer" if _in_optimizer() else "forward"
         _describe_op(context)
+    if context.is_backward():
+        context["phase"] = "backward"
     _describe_backward_op(context)
 
 
@@ -42,6 +46,15 @@ def dtype(value: Any) -> str | None:
 
 
 # ---- the forward op ----
+
+
+def _in_optimizer() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if "/torch/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _describe_op(context: OpContext) -> None:

@@ -20,6 +20,7 @@ def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of TensorFlow."""
     if "shape" not in context:
         _describe_op(context)
+    context["phase"] = "backward" if context.is_backward() else "forward"
     _describe_backward_op(context)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,19 +13,9 @@ def roles(context: amanda.OpContext) -> None:
     """Write what the tool asks for in PyTorch's terms."""
     if context.is_backward():
         return
-    context["profile.phase"] = "optimizer" if _in_optimizer() else "forward"
     context["profile.storages"] = storages
     context["profile.saved"], context["profile.sequence"] = saved, sequence
     context["profile.device"] = clock_for(context.get_inputs())
-
-
-def _in_optimizer() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if "/torch/optim/" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class CudaClock:

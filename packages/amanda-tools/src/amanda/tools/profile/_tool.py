@@ -89,7 +89,7 @@ class ProfileTool(amanda.Tool):
     def _forward(self, context: amanda.OpContext) -> None:
         if context["profile.passes"]:
             return
-        place = self._place(context, context["profile.phase"], context["type"])
+        place = self._place(context, context["phase"], context["type"])
         self._follow_memory(context, place)
         if context["profile.parallel"] and not _has_tensor(context):
             context.insert_after_op(self._recorder.counting(place), outputs=[])
@@ -170,7 +170,6 @@ class ProfileTool(amanda.Tool):
 
 def roles(context: amanda.OpContext) -> None:
     """Write what the tool asks for where no framework's rule does."""
-    context.setdefault("profile.phase", "forward")
     for key in ("passes", "parallel", "runs_others"):
         context.setdefault(f"profile.{key}", False)
     for key in ("storages", "saved", "sequence", "bytes", "device"):
