@@ -323,9 +323,12 @@ def test_later_steps_diverge_where_the_optimizer_does() -> None:
 
         return train
 
-    first = diff(program(0.1), program(0.2)).first
+    result = diff(program(0.1), program(0.2))
+    first = result.first
     assert first is not None
     assert (first.module, first.execution) in {("", 0), ("0", 1)}  # the step itself, or what reads its result
+    assert any(one.phase == "optimizer" and one.diverges for one in result.comparisons)
+    assert "First divergence, optimizer: " in str(result)
 
 
 def test_nan_and_inf_diverge_where_they_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
-from amanda.tools.select import Selection, SelectionError, select
+from amanda.tools.select import Phase, Selection, SelectionError, select
 from amanda.tools.steps import Steps, Window, WindowError
 
 
@@ -155,7 +156,7 @@ def test_what_was_not_selected_is_told() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "part"),
     [
-        ({"phase": "both"}, SelectionError, '"forward" or "backward"'),
+        ({"phase": "both"}, SelectionError, '"backward" or "optimizer"'),
         ({"type": ""}, SelectionError, "type has ''"),
         ({"module": [3]}, SelectionError, "module has 3"),
         ({"frequency": 0}, WindowError, "frequency is 0"),
@@ -315,3 +316,29 @@ def test_a_model_called_twice_in_a_step_does_not_lead() -> None:
             critic(x())
             counted.append(steps.number)
     assert counted[1:] == [1, 2, 3]
+
+
+def test_each_tool_calls_the_steps_of_an_optimizer_so(tmp_path: Path) -> None:
+    options: dict[str, dict[str, Any]] = {"dump": {"folder": tmp_path / "dump"}}
+    tools = {
+        name: amanda.load_tool(name, **options.get(name, {})) for name in ("stats", "dump", "trace", "flops")
+    }
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], foreach=False)
+    with amanda.apply(*tools.values()):
+        weight.exp().sum().backward()
+        optimizer.step()
+    for name, tool in tools.items():
+        phases = {row["phase"] for row in tool.result.to_dict()["rows"]}
+        assert phases == {"forward", "backward", "optimizer"}, name
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_a_phase_selects_its_ops_alone(phase: Phase) -> None:
+    tool = select(amanda.load_tool("trace"), phase=phase)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], foreach=False)
+    with amanda.apply(tool):
+        weight.exp().sum().backward()
+        optimizer.step()
+    assert {op.phase for op in tool.result.graph.ops} == {phase}

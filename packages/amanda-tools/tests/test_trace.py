@@ -570,7 +570,7 @@ def test_the_optimizer_reads_the_gradients_that_were_accumulated() -> None:
         layer.weight.exp()
 
     graph = trace(program)
-    updates = [op for op in graph.ops if op.in_place and op.phase == "forward"]
+    updates = [op for op in graph.ops if op.in_place and op.phase == "optimizer"]
     assert [graph.tensors[op.reads[0]].name for op in updates] == ["weight", "bias"]
     assert [[one.type for one in graph.producers(op)] for op in updates] == [["accumulate_grad"]] * 2
     (later,) = named(graph, "exp")

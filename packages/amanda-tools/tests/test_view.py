@@ -175,15 +175,6 @@ def test_words_for_numbers_are_numbers(tmp_path: Path) -> None:
     assert [one[-1] for one in found["rows"]] == ["Infinity", 0.5]
 
 
-def test_a_phase_that_the_trace_does_not_tell_apart_finds_its_forward_ops(
-    tmp_path: Path, trace: dict[str, Any]
-) -> None:
-    (found,) = shown(tmp_path, trace, table([{**trace["ops"][0], "id": None, "phase": "optimizer"}]))[
-        "tables"
-    ]
-    assert found["ops"] == [[0]]
-
-
 def test_tools_of_one_scope_tell_of_the_same_ops(tmp_path: Path) -> None:
     import torch
     from torch import nn

@@ -9,21 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import amanda
 from amanda._plugins import tool_class
 from amanda.errors import AmandaError
 from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
 from amanda.tools.results import Result
-from amanda.tools.select import Selection
+from amanda.tools.select import Phase, Selection
 from amanda.tools.steps import Steps, Window
 
 SELECTORS: Mapping[str, Option] = {
     one.name: one
     for one in (
         Option("type", list[str], ()), Option("module", list[str], ()),
-        Option("phase", Literal["forward", "backward"] | None, None), Option("start", int, 0),
+        Option("phase", Phase | None, None), Option("start", int, 0),
         Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.diff._align import dotted, is_compute, same_modules, same_ops, within
@@ -16,6 +16,7 @@ from amanda.tools.diff._compare import Distance, distance, matched, scale, toler
 from amanda.tools.diff._result import Comparison, DiffResult, Read
 from amanda.tools.diff._run import Run, Source, open_run, record, visits
 from amanda.tools.dump import Entry, Op
+from amanda.tools.select import Phase
 
 By = Literal["op", "module"]
 Made = tuple[list[Entry], list[Entry]]
@@ -97,7 +98,7 @@ def _in_order(run: Run, compared: Sequence[tuple[Entry, Comparison]]) -> list[Co
 def _ops(run: Run, other: Run, renamed: Mapping[str, str], rtol: float | None) -> DiffResult:
     made: list[Made] = []
     alone: tuple[list[Op], list[Op]] = ([], [])
-    for phase in ("forward", "backward"):
+    for phase in get_args(Phase):
         pairs = same_ops(run, other, phase, renamed)
         made += [both for pair in pairs for both in _executions(run, other, *pair)]
         for side, one in enumerate((run, other)):

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from amanda.tools.diff._compare import Distance
 from amanda.tools.diff._plot import error_plot
 from amanda.tools.dump import Op
 from amanda.tools.results import Column, Result, shortened
+from amanda.tools.select import Phase
 
 Read = tuple[str, float, bool]
 
@@ -168,9 +169,9 @@ class DiffResult(Result):
     def notes(self) -> Sequence[str]:
         """The divergences, and what was compared."""
         notes = [
-            f"First divergence, {phase}: {found}"
-            for phase, found in (("forward", self.first_forward), ("backward", self.first_backward))
-            if found is not None
+            f"First divergence, {phase}: {self.comparisons[row]}"
+            for phase, row in self._positions().items()
+            if row is not None
         ]
         if not notes:
             worst = max((one.relative for one in self.comparisons), default=0.0)
@@ -194,19 +195,20 @@ class DiffResult(Result):
 
     def facts(self) -> Mapping[str, Any]:
         """What was compared, the first divergences, and ops of one run alone."""
-        places = {phase: self._position(phase) for phase in ("forward", "backward")}
         return {
-            "a": self.a, "b": self.b, "different": bool(self), "first": places,
+            "a": self.a, "b": self.b, "different": bool(self), "first": self._positions(),
             "modules": list(self.modules),
             "only_a": [[op.phase, op.type, op.module, op.source] for op in self.only_a],
             "only_b": [[op.phase, op.type, op.module, op.source] for op in self.only_b],
         }  # fmt: skip
 
-    def _position(self, phase: str) -> int | None:
-        """Row of the first divergence of a phase."""
-        return next(
-            (i for i, one in enumerate(self.comparisons) if one.phase == phase and one.diverges), None
-        )
+    def _positions(self) -> dict[str, int | None]:
+        """Row of the first divergence of each phase."""
+        found: dict[str, int | None] = dict.fromkeys(get_args(Phase))
+        for row, one in enumerate(self.comparisons):
+            if one.diverges and found[one.phase] is None:
+                found[one.phase] = row
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Schema and version, facts, and each row as an object; "inf" for what JSON has no word for."""

@@ -41,7 +41,7 @@ class Run:
 
     def indices(self, phase: str) -> list[int]:
         """The ops of a phase that gave something, in order."""
-        role = "output" if phase == "forward" else "gradient"
+        role = "gradient" if phase == "backward" else "output"
         return [
             index for index, op in enumerate(self.ops)
             if op.phase == phase and any(role in one.role for one in self.by_op.get(index, ()))

@@ -95,8 +95,8 @@ class DumpTool(amanda.Tool):
     def _forward(self, context: amanda.OpContext) -> None:
         weight, dtype = context["weight_index"], context["dtype"]
         place = self._place(context, Op(
-            "forward", context["type"], context.get_scope(), context.get_source(), str(context.namespace),
-            context.get_op_id(), None, context["layout"], context["weight_layout"],
+            context["phase"], context["type"], context.get_scope(), context.get_source(),
+            str(context.namespace), context.get_op_id(), None, context["layout"], context["weight_layout"],
         ))  # fmt: skip
         if self._keeps["input"] != "no":
             context.insert_before_op(self._see, place=place, role="input", dtype=dtype, weight=weight)

@@ -169,7 +169,7 @@ class InjectTool(amanda.Tool):
             return
         if not self._selects(context, context["type"], context.get_op_type()):
             return
-        place = self._place(context, context.get_op_id(), "forward", context["type"])
+        place = self._place(context, context.get_op_id(), context["phase"], context["type"])
         if target == "outputs":
             context.insert_after_op(self._inject, place=place)
             return

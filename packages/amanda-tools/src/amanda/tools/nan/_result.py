@@ -15,7 +15,8 @@ from amanda.tools.results import Column, Result, check_schema, shortened
 class Finding:
     """One op that was given finite values alone and gave others.
 
-    phase: "forward" or "backward".  execution: how many ops had been executed in the scope before it.
+    phase: "forward", "backward" or "optimizer".  execution: how many ops had been executed in the scope
+    before it.
     inputs, outputs: a summary for each tensor that went in or came out, by its position.
     """
 

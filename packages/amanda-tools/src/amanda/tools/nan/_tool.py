@@ -53,7 +53,7 @@ class NanTool(amanda.Tool):
     def _forward(self, context: amanda.OpContext) -> None:
         if context["type"] in UNINITIALISED:
             return
-        place = ("forward", context["type"], context.get_scope(), context.get_source())
+        place = (context["phase"], context["type"], context.get_scope(), context.get_source())
         context.insert_before_op(
             self._entering, dtype=context["dtype"], side="forward", copied=context["in_place"]
         )

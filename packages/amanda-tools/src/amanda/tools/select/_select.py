@@ -12,7 +12,7 @@ from amanda.errors import AmandaError
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.steps import Steps, Window
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "optimizer"]
 ToolT = TypeVar("ToolT", bound=amanda.Tool)
 
 _SEEN = 10_000
@@ -27,9 +27,10 @@ class Selection:
 
     type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
     letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
-    is selected with it, and `*` stands for any part ("layer4", "*.attention").  phase: "forward" or
-    "backward".  With "backward" the forward analysis routines are called all the same, since those of
-    backward ops may read what they note down; nothing that they insert runs.
+    is selected with it, and `*` stands for any part ("layer4", "*.attention").  phase: "forward", "backward",
+    or "optimizer", for the steps of PyTorch's optimizers.  With "backward" the forward analysis routines are
+    called all the same, since those of backward ops may read what they note down; nothing that they insert
+    runs.
 
     matched: whether an op was selected.  types, modules: of the ops that were not.
     """
@@ -42,7 +43,7 @@ class Selection:
     ) -> None:
         self._types, self._modules = _listed("type", type), [_path(one) for one in _listed("module", module)]
         if phase not in (None, *get_args(Phase)):
-            raise SelectionError(f'phase is {phase!r}; it is "forward" or "backward"')
+            raise SelectionError(f'phase is {phase!r}; it is "forward", "backward" or "optimizer"')
         self._phase = phase
         self.wanted_types, self.wanted_modules = tuple(self._types), tuple(self._modules)
         self.matched = False
@@ -51,7 +52,7 @@ class Selection:
 
     def let(self, tool: amanda.Tool) -> None:
         """Apply a tool to the selected ops alone."""
-        if self._types:
+        if self._types or self._phase:
             tool.depends_on(StandardMapping())
         tool.restrict(self)
         if self._phase == "backward":
@@ -59,7 +60,7 @@ class Selection:
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Whether the analysis routines are called for an op."""
-        if context.is_backward() and self._phase == "forward":
+        if not self._has_phase(context):
             return False
         if self._has_type(context) and self._has_module(context):
             self.matched = True
@@ -68,6 +69,12 @@ class Selection:
             self.types.add(context.get("type") or context.get_op_type())
             self.modules.add(context.get_scope())
         return False
+
+    def _has_phase(self, context: amanda.OpContext) -> bool:
+        if self._phase is None:
+            return True
+        phase: Phase = context["phase"]
+        return phase == self._phase or (phase == "forward" and self._phase == "backward")
 
     def _has_type(self, context: amanda.OpContext) -> bool:
         if not self._types:

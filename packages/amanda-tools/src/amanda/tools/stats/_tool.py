@@ -92,7 +92,7 @@ class StatsTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
-        place, dtype = self._place(context, "forward", context["type"]), context["dtype"]
+        place, dtype = self._place(context, context["phase"], context["type"]), context["dtype"]
         weight = context["weight_index"]
         if self._weights and weight is not None:
             context.insert_before_op(self._see, inputs=[weight], place=place, name="weight", dtype=dtype)

@@ -64,7 +64,7 @@ def _edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str]:
 
 def _namespace(op: Op) -> str:
     path = op.module if "/" in op.module else op.module.replace(".", "/")
-    return path if op.phase == "forward" else f"backward/{path}".rstrip("/")
+    return path if op.phase == "forward" else f"{op.phase}/{path}".rstrip("/")
 
 
 def _metadata(position: int, tensor: Tensor) -> dict[str, Any]:

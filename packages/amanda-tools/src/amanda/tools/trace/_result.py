@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,9 +63,9 @@ class TraceResult(Result):
     def notes(self) -> Sequence[str]:
         """How much there is, and what is not in the graph."""
         ops: Sequence[Op] = self.graph.ops
-        backward = sum(op.phase == "backward" for op in ops)
-        forward, tensors = len(ops) - backward, len(self.graph.tensors)
-        notes = [f"{forward:,} forward and {backward:,} backward ops, {tensors:,} tensors."]
+        counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in ops)}
+        *others, last = (f"{count:,} {phase}" for phase, count in counts.items())
+        notes = [f"{', '.join(others)} and {last} ops, {len(self.graph.tensors):,} tensors."]
         if self.graph.dropped:
             notes.append(f"{self.graph.dropped:,} more ops were not recorded; `limit` says how many are.")
         return notes

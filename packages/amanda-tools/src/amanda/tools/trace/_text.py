@@ -58,7 +58,7 @@ def dot(graph: Graph) -> str:
     lines = ["digraph trace {", "  node [shape=box];"]
     by_module: dict[str, list[Op]] = {}
     for op in graph.ops:
-        by_module.setdefault(op.module if op.phase == "forward" else "", []).append(op)
+        by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
     for number, (module, ops) in enumerate(by_module.items()):
         if module:
             lines += [f"  subgraph cluster_{number} {{", f"    label={_quoted(module)};"]
@@ -70,7 +70,7 @@ def dot(graph: Graph) -> str:
 
 
 def _node(op: Op) -> str:
-    style = "" if op.phase == "forward" else ", style=dashed"
+    style = "" if op.phase != "backward" else ", style=dashed"
     tip = f"{op.name}\n{op.source}"
     return f"op{op.index} [label={_quoted(op.type)}, tooltip={_quoted(tip)}{style}];"
 

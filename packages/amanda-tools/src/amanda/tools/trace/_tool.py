@@ -174,7 +174,7 @@ class TraceTool(amanda.Tool):
         attributes = plain(context.get_attrs()) if self._attributes and not backward else None
         return Place(
             context.get_op_id(),
-            "backward" if backward else "forward",
+            context["phase"],
             context["backward_type" if backward else "type"],
             values.op_name(context),
             str(context.namespace),

@@ -36,10 +36,7 @@ class Ops:
             found = self._by_id.get((_id(row["id"]), str(row.get("phase", ""))))
             if found:
                 return found
-        place = key_of(row)
-        found = self._by_key.get(place)
-        # What some tools call a phase of its own, the steps of an optimizer, is forward to others.
-        return found or self._by_key.get(("forward", *place[1:]), [])
+        return self._by_key.get(key_of(row), [])
 
 
 def _id(value: Any) -> str:
