@@ -95,6 +95,17 @@ def test_the_fast_path_of_an_encoder_layer_costs_what_the_slow_one_does() -> Non
     assert fast.total("macs") == slow.total("macs")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padding_costs_nothing_on_the_fast_path_of_an_encoder() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1).eval()
+    long, short = torch.rand(1, 6, 16), torch.rand(1, 3, 16)
+    batch = torch.cat([long, nn.functional.pad(short, (0, 0, 0, 3))])
+    padding = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+    with torch.no_grad():
+        apart = macs(lambda: encoder(long)) + macs(lambda: encoder(short))
+        assert macs(lambda: encoder(batch, src_key_padding_mask=padding)) == apart
+
+
 @pytest.mark.parametrize("equation", ["ij,jk->ik", "bij,bjk->bik", "i,j->ij", "bhld,bhsd->bhls", "ij,jk"])
 def test_einsum_costs_the_extents_of_all_its_letters(equation: str) -> None:
     sizes = {"i": 2, "j": 3, "k": 4, "b": 5, "h": 2, "l": 6, "d": 7, "s": 3}

@@ -215,3 +215,24 @@ def test_looking_changes_nothing() -> None:
 
 def test_it_is_loaded_by_name() -> None:
     assert isinstance(amanda.load_tool("nan", stop=True), NanTool)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", ["sparse", "rows", "nested", "float8", "subclass"])
+def test_a_tensor_that_is_not_plain_is_looked_into(kind: str) -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    made: dict[str, Callable[[Tensor], Tensor]] = {
+        "sparse": lambda x: x.to_sparse(),
+        "rows": lambda x: x.to_sparse_csr(),
+        "nested": lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
+        "float8": lambda x: x.to(torch.float8_e4m3fn),
+        "subclass": lambda x: x.as_subclass(Marked),
+    }
+    tool = NanTool()
+    with amanda.apply(tool):
+        made[kind](torch.ones(2, 2))
+        torch.ones(2, 2).log().sub(1)
+        made[kind](torch.full((2, 2), -1.0).log())
+    assert [one.type for one in tool.result.findings] == ["log"]

@@ -206,6 +206,8 @@ def _signatures(values: Sequence[Any]) -> Hashable:
 
 def _shape(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
+        if value.is_nested and value.layout is torch.strided:  # `shape` is an error
+            return tuple(value._nested_tensor_size().flatten().tolist())
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
         return tuple([_shape(item) for item in value if isinstance(item, torch.Tensor)])

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from autoray import infer_backend
 from numpy.typing import NDArray
 
 from amanda.tools.dump._arrays import dtype_of
 from amanda.tools.dump._entry import Summary
+from amanda.tools.mapping import backend_of
 from amanda.tools.stats import Accumulator
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def summary(tensor: Any) -> Summary:
     """Statistics, and a sample."""
     accumulator = Accumulator(None)
     accumulator.add(tensor)
-    read: Read = _SAMPLES.get(infer_backend(tensor), _sample)
+    read: Read = _SAMPLES.get(backend_of(tensor), _sample)
     numbers = read(tensor)
     real = np.abs(numbers) if np.iscomplexobj(numbers) else numbers
     return Summary(accumulator.statistics(), tuple(real.astype(np.float64).tolist()))
@@ -34,7 +34,7 @@ def summary(tensor: Any) -> Summary:
 
 def array(tensor: Any) -> NDArray[Any] | None:
     """A copy of all numbers; None of a tensor that is not one array, or has no numbers."""
-    read: Read = _ARRAYS.get(infer_backend(tensor), _array)
+    read: Read = _ARRAYS.get(backend_of(tensor), _array)
     found: NDArray[Any] | None = read(tensor)
     return found
 
@@ -99,7 +99,7 @@ def _strided(tensor: Tensor) -> Tensor | None:
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).as_subclass(torch.Tensor)
 
 
 # ---- TensorFlow ----

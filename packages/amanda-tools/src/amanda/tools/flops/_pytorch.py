@@ -50,14 +50,21 @@ def _backward_macs(context: amanda.OpContext) -> int:
 
 def encoder_layer(op: Shapes) -> Cost:
     """`torch._transformer_encoder_layer_fwd`: projections, attention, two linear layers, two norms."""
-    src = op.inputs[0]
-    batch, length, width = src if len(src) == 3 else (1, *src)
-    macs, tokens = 0, batch * length
-    for weight in [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]:
-        if weight not in ((batch, length), (length, length)):
-            macs += tokens * prod(weight)
-    macs += 2 * tokens * length * width
-    return Cost.of_macs(macs, tokens * width * (2 * STEPS["layer_norm"] + 2))
+    sequences = _sequences(op)
+    lengths = {length for length, _ in sequences}
+    masks = {(rows, length) for length in lengths for rows in (len(sequences), length)}
+    matrices = [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]
+    weights = sum(prod(shape) for shape in matrices if shape not in masks)
+    macs = sum(length * (weights + 2 * length * width) for length, width in sequences)
+    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * STEPS["layer_norm"] + 2))
+
+
+def _sequences(op: Shapes) -> list[tuple[int, int]]:
+    """Length and width of each sequence of a batch, which may be a nested tensor."""
+    if op.inputs[0] is None:
+        return [(length, width) for length, width in op.values[0]._nested_tensor_size().tolist()]
+    *batch, length, width = op.inputs[0]
+    return [(length, width)] * prod(batch)
 
 
 def attention_layer(op: Shapes) -> Cost:

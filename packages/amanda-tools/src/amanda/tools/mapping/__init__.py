@@ -1,7 +1,8 @@
 """Context mapping: what a driver says of an op, in words that every framework shares."""
 
+from amanda.tools.mapping._backend import backend_of
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
 from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
 from amanda.tools.mapping._vocabulary import VOCABULARY
 
-__all__ = ["UNINITIALISED", "VOCABULARY", "MappingTool", "Rule", "RuleError", "StandardMapping"]
+__all__ = ["UNINITIALISED", "VOCABULARY", "MappingTool", "Rule", "RuleError", "StandardMapping", "backend_of"]

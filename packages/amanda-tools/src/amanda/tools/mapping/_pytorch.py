@@ -31,11 +31,10 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int, ...] | None:
-    """Extents of a tensor."""
-    try:
-        extents = getattr(value, "shape", None)
-    except RuntimeError:  # a nested tensor has none
+    """Extents of a tensor; None for one that is nested, which has no fixed ones."""
+    if isinstance(value, type) or getattr(value, "is_nested", False):
         return None
+    extents = getattr(value, "shape", None)
     return None if extents is None else tuple(extents)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 from autoray import do
+
+from amanda.tools.nan import _pytorch
 
 
 class Summary(NamedTuple):
@@ -24,12 +27,16 @@ class Summary(NamedTuple):
     @classmethod
     def of(cls, tensor: Any, dtype: str) -> Summary:
         """The summary of a tensor of floating or complex numbers (the magnitudes of the latter)."""
+        nested = getattr(tensor, "is_nested", False)
+        shape = (int(tensor.numel()),) if nested else tuple(int(extent) for extent in tensor.shape)
+        tensor = _numbers(tensor)
+        if tensor is None:
+            return cls(shape, dtype, 0, 0)
         tensor = do("abs", tensor) if "complex" in dtype else tensor
         finite = do("isfinite", tensor)
         nan, inf = _count(do("isnan", tensor)), _count(do("isinf", tensor))
-        shape = tuple(int(extent) for extent in tensor.shape)
         zeros = do("zeros_like", tensor)
-        left = _size(shape) - nan - inf
+        left = prod(map(int, tensor.shape)) - nan - inf
         if left == 0:
             return cls(shape, dtype, nan, inf)
         infinite = do("full_like", tensor, float("inf"))
@@ -48,15 +55,14 @@ class Summary(NamedTuple):
 
 def is_finite(tensor: Any) -> bool:
     """Whether every element is."""
-    return bool(do("all", do("isfinite", tensor)))
+    numbers = _numbers(tensor)
+    return numbers is None or bool(do("all", do("isfinite", numbers)))
+
+
+def _numbers(tensor: Any) -> Any:
+    """The numbers that a tensor stores, as one of a kind that every function takes; None without any."""
+    return _pytorch.plain(tensor) if hasattr(tensor, "is_nested") else tensor
 
 
 def _count(flags: Any) -> int:
     return int(do("count_nonzero", flags))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

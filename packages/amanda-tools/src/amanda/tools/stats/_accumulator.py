@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Protocol, cast
 
 import numpy as np
-from autoray import astype, do, get_dtype_name, infer_backend
+from autoray import astype, do, get_dtype_name
 
+from amanda.tools.mapping import backend_of
 from amanda.tools.stats import _numpy, _pytorch, _tensorflow
 from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
 from amanda.tools.stats._statistics import Statistics
@@ -28,10 +28,18 @@ class Framework(Protocol):
     def arrays(self, tensors: list[Any]) -> list[Any]: ...
 
 
-@cache
-def framework_of(backend: str) -> Framework:
-    """The module for tensors that autoray knows by this name; numpy's for those it can turn into arrays."""
-    return cast(Framework, {"torch": _pytorch, "tensorflow": _tensorflow}.get(backend, _numpy))
+def framework_of(tensor: Any) -> Framework:
+    """The module for a tensor; numpy's for what it can turn into arrays."""
+    return cast(Framework, _FRAMEWORKS.get(backend_of(tensor), _numpy))
+
+
+_FRAMEWORKS = {"torch": _pytorch, "tensorflow": _tensorflow}
+
+
+def numbers(tensor: Any) -> Any:
+    """What a tensor of any layout stores, in one row, complex numbers as magnitudes; None without numbers."""
+    framework = framework_of(tensor)
+    return None if framework.place(tensor) is None else framework.numbers(tensor)[0]
 
 
 class Accumulator:
@@ -48,7 +56,7 @@ class Accumulator:
 
     def add(self, tensor: Any) -> None:
         """Take the numbers of a tensor in."""
-        framework = framework_of(infer_backend(tensor))
+        framework = framework_of(tensor)
         place = framework.place(tensor)
         if place is None:
             return
@@ -76,7 +84,7 @@ class Accumulator:
         unstored = Statistics(count=self._unstored, zeros=self._unstored, least=0.0, most=0.0)
         total = unstored if self._unstored else Statistics()
         for vectors in self._vectors.values():
-            arrays = framework_of(infer_backend(vectors[0])).arrays(vectors)
+            arrays = framework_of(vectors[0]).arrays(vectors)
             total = total.merged(Statistics.of_vector(_folded(arrays).tolist()))
         return total
 
@@ -86,7 +94,7 @@ class Accumulator:
             return None
         total = np.zeros(self._bins.total, np.int64)
         for counts in self._counts.values():
-            (array,) = framework_of(infer_backend(counts)).arrays([counts])
+            (array,) = framework_of(counts).arrays([counts])
             total += array[: self._bins.total]  # behind are those that are not finite
         total[self._bins.side] += self._unstored
         used = np.flatnonzero(total)
@@ -133,7 +141,7 @@ def _binned(block: Any, finite: Any, bins: Bins) -> Any:
 
     finite: which are; None if all of them.
     """
-    framework = framework_of(infer_backend(block))
+    framework = framework_of(block)
     leading, of_one = framework.leading_bits(block, bins.bits)
     position = do("clip", leading - (of_one + (LOWEST << bins.bits) - 1), 0, bins.side - 1) + 1
     known = block if finite is None else do("where", finite, block, do("zeros_like", block))

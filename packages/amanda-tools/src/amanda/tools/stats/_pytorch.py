@@ -30,7 +30,9 @@ def numbers(tensor: Tensor) -> tuple[Tensor, int]:
         tensor = tensor.values() if hasattr(tensor, "values") else tensor.to_dense()
     if tensor.is_complex():
         tensor = tensor.abs()
-    return tensor.reshape(-1), size - tensor.numel()
+    row = tensor.reshape(-1)
+    row = row if type(row) is torch.Tensor else row.as_subclass(torch.Tensor)
+    return row, size - row.numel()
 
 
 def _flattened(tensor: Tensor) -> list[Tensor]:
