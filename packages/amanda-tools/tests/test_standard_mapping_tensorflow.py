@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -159,6 +160,47 @@ def test_a_product_of_two_values_has_no_weight() -> None:
     with amanda.apply(tool):
         tf.matmul(A, B)
     assert tool.layouts == {}
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_weights_of_another_shape_than_their_variables_are_found(in_function: bool) -> None:
+    layer, x = keras.layers.MultiHeadAttention(2, 4), tf.random.normal([2, 5, 6])
+    layer(x, x)
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+
+    def look(context: amanda.OpContext) -> None:
+        index = context["weight_index"]
+        if index is not None:
+            value = context.get_value(index)
+            assert isinstance(value.numpy(), np.ndarray)
+            found.append((context["type"], context["shape"](value), context["weight_layout"]))
+
+    tool.add_inst_for_op(look)
+    with amanda.apply(tool):
+        (tf.function(layer) if in_function else layer)(x, x)
+    assert found == [("matmul", (6, 8), "IO")] * 3 + [("matmul", (8, 6), "IO")]
+
+
+def test_weights_of_another_shape_than_their_variables_are_found_in_a_session() -> None:
+    tool, values = amanda.Tool(), []
+    tool.depends_on(StandardMapping())
+
+    def look(context: amanda.OpContext) -> None:
+        if context["weight_index"] is not None:
+            values.append(context.get_value(context["weight_index"]).numpy())
+
+    tool.add_inst_for_op(look)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        x = tf.compat.v1.placeholder(tf.float32, [None, 2])
+        kernel = tf.compat.v1.get_variable("kernel", initializer=tf.range(8.0))
+        turned = tf.transpose(tf.reshape(kernel, [4, 2]))
+        y = tf.matmul(x, turned) @ tf.matmul(x, tf.reshape(x, [2, -1]))
+        session.run(tf.compat.v1.global_variables_initializer())
+        with amanda.apply(tool):
+            session.run(y, {x: np.ones([4, 2], np.float32)})
+    assert [value.tolist() for value in values] == [[[0, 2, 4, 6], [1, 3, 5, 7]]]
 
 
 def test_an_assignment_is_in_place() -> None:

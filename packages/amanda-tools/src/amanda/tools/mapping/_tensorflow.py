@@ -13,7 +13,7 @@ _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 _AXES = {"2": "HW", "3": "DHW"}
 _READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
-_PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch"})
+_PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
 
 
 def standard(context: OpContext) -> None:
@@ -67,7 +67,7 @@ def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | 
 
 
 def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
-    """Whether an input was read of a variable, also through a cast."""
+    """Whether an input was read of a variable, also through a cast, or in another shape."""
     if index in context.get_parameters():
         return True
     seen, value = 0, inputs[index]

@@ -127,7 +127,7 @@ class Interception:
         if not met:
             return entry.fast(*args)
         result = entry.told(*args, variables=tuple(met))
-        if type in READS:
+        if type in READS and variables.known(inputs[0]) is not None:
             variables.know(result, met[0])
         return result
 
@@ -187,7 +187,7 @@ class Interception:
         if not met:
             return self._entries[type].slow(*args)
         result = self._entries[type].slow(*args, variables=tuple(met))
-        if type in READS:
+        if type in READS and variables.known(args[2][0]) is not None:
             variables.know(result[0], met[0])
         return result
 

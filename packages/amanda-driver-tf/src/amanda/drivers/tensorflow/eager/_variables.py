@@ -7,8 +7,8 @@ from typing import Any
 
 from amanda import interceptor
 
-READS = frozenset({"ReadVariableOp", "Identity"})
-"""Ops whose result is what a variable holds."""
+READS = frozenset({"ReadVariableOp", "Identity", "Cast", "Reshape", "Transpose"})
+"""Ops whose result is what a variable holds, in another form maybe, if their first input is."""
 
 
 class Variable:

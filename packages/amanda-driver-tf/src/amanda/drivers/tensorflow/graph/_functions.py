@@ -224,6 +224,11 @@ class _Reading:
             if op.type == "ReadVariableOp":
                 return tf.raw_ops.ReadVariableOp(resource=value, dtype=tensor.dtype)
             return tf.cast(value, tensor.dtype)
+        if op.type in ("Reshape", "Transpose"):
+            value, form = self(op.inputs[0]), tensor_util.constant_value(op.inputs[1])
+            if not isinstance(value, ops.EagerTensor) or form is None:
+                return tensor
+            return tf.reshape(value, form) if op.type == "Reshape" else tf.transpose(value, form)
         value = tensor_util.constant_value(tensor)
         return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
 

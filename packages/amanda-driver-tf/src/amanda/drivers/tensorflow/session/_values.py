@@ -7,7 +7,7 @@ from weakref import ref
 
 import tensorflow as tf
 
-_PASSING = ("Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter")
+_PASSING = ("Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Reshape", "Transpose")
 _SOURCES = ("Const", "VariableV2", "Variable", "VarHandleOp")
 
 
@@ -30,8 +30,8 @@ class Reading:
 
 def _is_state(op: Any) -> bool:
     """Whether an operation's value is a constant's or a variable's."""
-    while op.type in _PASSING:
-        op = op.inputs[0].op
+    if op.type in _PASSING:
+        return all(_is_state(tensor.op) for tensor in op.inputs)
     return op.type in _SOURCES
 
 
