@@ -1,0 +1,16 @@
+"""Pruning that goes by the input: channels of convolutions.
+
+tool = DynamicChannelPruneTool(density=0.5)
+tool.prepare(model, images)
+optimizer = torch.optim.SGD([*model.parameters(), *tool.parameters()], lr=0.1)
+with amanda.apply(tool):
+    loss = criterion(model(images), labels) + tool.loss()
+    loss.backward()
+print(tool.result)
+"""
+
+from amanda.tools.dynamic_prune._base import DynamicPruneTool
+from amanda.tools.dynamic_prune._channel import DynamicChannelPruneTool
+from amanda.tools.dynamic_prune._result import DynamicPruneResult
+
+__all__ = ["DynamicChannelPruneTool", "DynamicPruneResult", "DynamicPruneTool"]

@@ -1,0 +1,93 @@
+"""What the tools of dynamic pruning share: predictors, a loss, and what was pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from autoray import do
+from numpy.typing import NDArray
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.dynamic_prune._flow import Flow
+from amanda.tools.dynamic_prune._math import framework
+from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
+from amanda.tools.mapping import StandardMapping
+
+Array = NDArray[np.float32]
+
+
+class DynamicPruneTool(amanda.Tool):
+    """A tool whose predictors look at each input and say what of an op is pruned.
+
+    seed: of the predictors' first values, and of the noise in training.
+
+    Predictors are made where their ops are analysed; `prepare(model, *example)` does that ahead, so that
+    `parameters()` has them for an optimizer.  training: whether noise is added where the method has it, as
+    `train` of a module.  `loss()` is to be added to the user's.  `result` tells what was pruned since
+    `clear()`.
+    """
+
+    training = False
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+        self._flow = Flow()
+        self.depends_on(StandardMapping())
+
+    def train(self, mode: bool = True) -> None:
+        """Say whether what follows is training."""
+        self.training = mode
+
+    @property
+    def result(self) -> DynamicPruneResult:
+        """What was pruned so far."""
+        return DynamicPruneResult(self._pruned())
+
+    def clear(self) -> None:
+        """Forget what was pruned; what was analysed stays."""
+        for one in self._pruned():
+            one.clear()
+
+    def loss(self) -> Any:
+        """What training adds to its loss: of each op's last execution; 0.0 where there was none."""
+        return 0.0
+
+    def _pruned(self) -> Iterable[Pruned]:
+        return ()
+
+    def _trainable(self, context: amanda.OpContext, name: str, like: Any, make: Callable[[], Array]) -> Any:
+        """A predictor's parameter at an op, on the device of `like`."""
+        return self.keep(context, name, lambda: framework(like).parameter(make(), like))
+
+    def _noise(self, like: Any) -> Any:
+        """Logistic noise for the logits of a gate in training."""
+        if not self.training:
+            return None
+        uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
+        return framework(like).tensor(np.log(uniform) - np.log1p(-uniform), like)
+
+
+def checked_share(name: str, value: float) -> float:
+    """A share in (0, 1].
+
+    Raises AmandaError for another number.
+    """
+    if not 0 < value <= 1:
+        raise AmandaError(f"{name} is {value!r}; it is a share above 0, and 1 at most")
+    return value
+
+
+def row(vector: Any, axis: int, rank: int) -> Any:
+    """(N, C) as a tensor of this rank, with C at `axis`."""
+    extents = [1] * rank
+    extents[0], extents[axis] = vector.shape
+    return do("reshape", vector, tuple(extents))
+
+
+def spatial_axes(layout: str) -> Sequence[int]:
+    """Positions of the axes that are neither batch nor channels."""
+    return [i for i, axis in enumerate(layout) if axis not in "NC"]

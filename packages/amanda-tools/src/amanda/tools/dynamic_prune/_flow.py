@@ -1,0 +1,117 @@
+"""Which op made a tensor of which, as far as ops have been analysed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import amanda
+
+_KNOWN, _FAR = 100_000, 200
+
+
+@dataclass(eq=False)
+class Node:
+    """An op as it was analysed.
+
+    inputs: numbers of the tensors that it reads, None for what is no tensor.  shapes: theirs.
+    notes: what a tool knows of it.
+    """
+
+    type: str
+    inputs: tuple[int | None, ...]
+    shapes: tuple[tuple[int | None, ...] | None, ...]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> int | None:
+        """The first tensor that it reads."""
+        return next((one for one in self.inputs if one is not None), None)
+
+
+class Flow:
+    """Numbers tensors as they are met, and remembers which op made each; it keeps no tensor alive."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._makers: dict[int, Node] = {}
+        self._next = count()
+
+    def node(self, context: amanda.OpContext) -> Node:
+        """The op that is about to run."""
+        shape, inputs = context["shape"], context.get_inputs()
+        tensors = [value if shape(value) is not None else None for value in inputs]
+        numbers = tuple(None if one is None else self.number(one) for one in tensors)
+        return Node(context["type"], numbers, tuple(map(shape, tensors)))
+
+    def made(self, node: Node, tensors: Iterable[Any]) -> None:
+        """Hear what an op has made, or what a routine gave in its place."""
+        for tensor in tensors:
+            number = self._renumbered(tensor)
+            if number is not None:
+                self._makers[number] = node
+                self._makers.pop(number - _KNOWN, None)
+
+    def number(self, tensor: Any) -> int | None:
+        """The number of a tensor; a new one for one that is not known, None for what is no tensor."""
+        held, number = self._numbers.get(id(tensor), (None, None))
+        known = held is not None and held() is tensor
+        return number if known else self._renumbered(tensor)
+
+    def _renumbered(self, tensor: Any) -> int | None:
+        key, number = id(tensor), next(self._next)
+        try:
+            held = weakref.ref(tensor, partial(self._forget, key))
+        except TypeError:
+            return None
+        self._numbers[key] = held, number
+        return number
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._numbers.pop(key, None)
+
+    def maker(self, number: int | None) -> Node | None:
+        """The op that made a tensor, by its number."""
+        return None if number is None else self._makers.get(number)
+
+    def back(self, number: int | None) -> Iterator[tuple[int, Node | None]]:
+        """A tensor and its maker, then the first tensor that this one reads, and so on."""
+        for _ in range(_FAR):
+            if number is None:
+                return
+            node = self.maker(number)
+            yield number, node
+            number = None if node is None else node.data
+
+
+@dataclass(frozen=True)
+class Residual:
+    """An addition of what ops have made of a tensor to that tensor, or to a projection of it.
+
+    branch: position of what they made.  ops: those of the branch, the last first.
+    identity: number of the other.
+    """
+
+    branch: int
+    ops: tuple[Node, ...]
+    identity: int
+
+
+def residual(flow: Flow, node: Node) -> Residual | None:
+    """What an op adds up, if it is a residual connection; of two branches the one of more ops."""
+    if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
+        return None
+    if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
+        return None
+    ways = [list(flow.back(number)) for number in node.inputs[:2]]
+    first = {number: i for i, (number, _) in enumerate(ways[0])}
+    meeting = next(((first[number], i) for i, (number, _) in enumerate(ways[1]) if number in first), None)
+    if meeting is None or meeting[0] == meeting[1] == 0:
+        return None
+    branch = 0 if meeting[0] > meeting[1] else 1
+    ops = [one for _, one in ways[branch][: meeting[branch]] if one is not None]
+    return Residual(branch, tuple(ops), ways[1 - branch][0][0])
