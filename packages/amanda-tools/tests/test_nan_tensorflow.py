@@ -100,3 +100,19 @@ def test_one_in_a_layer_of_a_model_that_is_trained_is_found() -> None:
     model.compile("sgd", "mse")
     first = first_of(lambda: model.fit(np.ones((2, 4)), np.ones((2, 1)), verbose=0))
     assert (first.phase, first.type, first.source) == ("forward", "log", line_of("layer"))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("dtype", [tf.complex64, tf.bfloat16, tf.float16, tf.float64])
+def test_numbers_of_every_type_are_looked_at(dtype: Any, traced: bool) -> None:
+    def planted(x: Any) -> Any:
+        return tf.math.log(tf.zeros_like(x))  # planted: types
+
+    x = tf.cast(tf.fill((3,), 3e4), dtype)
+    first = first_of(lambda: (tf.function(planted) if traced else planted)(x))
+    assert (first.type, first.source) == ("log", line_of("types"))
+    assert first.outputs[0].inf == 3
+    fine, tool = tf.cast(tf.fill((3,), 3e38), tf.complex64) * (1 + 1j), NanTool()
+    with amanda.apply(tool):
+        tf.reverse(fine, [0])
+    assert not tool.result.findings

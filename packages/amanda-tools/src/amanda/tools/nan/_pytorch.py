@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 def plain(tensor: Tensor) -> Tensor | None:
-    """What a tensor stores, as one that `isfinite` takes; None on the meta device."""
+    """What a tensor stores, as real numbers that `isfinite` takes; None on the meta device."""
     import torch
 
     if tensor.is_meta:
         return None
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         tensor = numbers(tensor)
+    if tensor.is_complex():
+        tensor = tensor.to(torch.complex128).abs()  # which does not overflow for those of fewer bits
     if tensor.element_size() == 1:
         tensor = tensor.float()
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
 from autoray import do
 
-from amanda.tools.nan import _pytorch
+from amanda.tools.mapping import backend_of
+from amanda.tools.nan import _pytorch, _tensorflow
 
 
 class Summary(NamedTuple):
@@ -32,7 +34,6 @@ class Summary(NamedTuple):
         tensor = _numbers(tensor)
         if tensor is None:
             return cls(shape, dtype, 0, 0)
-        tensor = do("abs", tensor) if "complex" in dtype else tensor
         finite = do("isfinite", tensor)
         nan, inf = _count(do("isnan", tensor)), _count(do("isinf", tensor))
         zeros = do("zeros_like", tensor)
@@ -61,7 +62,11 @@ def is_finite(tensor: Any) -> bool:
 
 def _numbers(tensor: Any) -> Any:
     """The numbers that a tensor stores, as one of a kind that every function takes; None without any."""
-    return _pytorch.plain(tensor) if hasattr(tensor, "is_nested") else tensor
+    plain = _PLAIN.get(backend_of(tensor))
+    return plain(tensor) if plain else tensor
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {"torch": _pytorch.plain, "tensorflow": _tensorflow.plain}
 
 
 def _count(flags: Any) -> int:
