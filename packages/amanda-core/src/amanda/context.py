@@ -110,6 +110,10 @@ class OpContext(dict[str, Any]):
         """
         return self._present(self._facts.inputs, "inputs")
 
+    def get_input_names(self) -> tuple[str, ...]:
+        """Names of the inputs in the order of the op's schema, which may name more than were given."""
+        return tuple(self._facts.names)
+
     def get_outputs(self) -> list[Any] | None:
         """The op's outputs; None before it has run."""
         if self._facts.outputs is None and not self._facts.dropped:

@@ -143,11 +143,18 @@ class Tool:
 
     # ---- state that outlives a run ----
 
-    def keep(self, context: OpContext, name: str, make: Callable[[], Any]) -> Any:
+    def keep(
+        self,
+        context: OpContext,
+        name: str,
+        make: Callable[[], Any],
+        load: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """State of this tool at one op, made when it is first asked for.
 
         It is keyed by module path, op and `name`; what `load_state_dict` holds under the key is
-        taken instead of `make()`. Call it in an analysis routine.
+        taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
+        Call it in an analysis routine.
         """
         prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
         places = self._amanda.state.setdefault("places", {})
@@ -157,7 +164,11 @@ class Tool:
         key = f"{prefix}/{name}" if ordinal == 0 else f"{prefix}.{ordinal}/{name}"
         values = self._amanda.state.setdefault("values", {})
         if key not in values:
-            values[key] = self._amanda.loaded.pop(key) if key in self._amanda.loaded else make()
+            if key not in self._amanda.loaded:
+                values[key] = make()
+            else:
+                loaded = self._amanda.loaded.pop(key)
+                values[key] = loaded if load is None else load(loaded)
         return values[key]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,183 @@
+"""Observers: what they see of a tensor, over any number of batches, gives the range to quantise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.quantize._arithmetic import arithmetic, flattened, other_axes
+from amanda.tools.quantize._fake import fake_quantize
+from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding, choose_qparams
+from amanda.tools.quantize._histogram import Histogram
+
+ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
+
+_SHRUNK = np.linspace(1.0, 0.2, 81)
+
+
+def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
+    """The least and the largest number of a tensor in float32: scalars, or (channels,)."""
+    xp = arithmetic(x)
+    least, most = xp.extent(xp.wide(x), other_axes(x, axes))
+    return flattened(least, axes), flattened(most, axes)
+
+
+class Observer(ABC):
+    """Sees tensors of any framework; knows a range in float32: scalars, or (channels,)."""
+
+    seen = 0
+
+    def observe(self, x: Any) -> None:
+        """See one batch; an empty one is passed over.
+
+        Raises QuantizeError where it has numbers that are not finite.
+        """
+        array = arithmetic(x).as_array(x)
+        if not array.size:
+            return
+        if not np.isfinite(array).all():
+            raise QuantizeError(f"NaN or Inf among the values to be quantised, of shape {array.shape}")
+        self.seen += 1
+        self._add(array)
+
+    @abstractmethod
+    def _add(self, array: NDArray[Any]) -> None: ...
+
+    @abstractmethod
+    def range(self) -> tuple[Any, Any]:
+        """Least and largest number to represent."""
+
+
+class MinMaxObserver(Observer):
+    """The extremes of all that was seen; torch.ao's MinMaxObserver and PerChannelMinMaxObserver."""
+
+    def __init__(self, axes: Sequence[int] = ()) -> None:
+        self._axes = tuple(axes)
+        self._range: tuple[Any, Any] | None = None
+
+    def _add(self, array: NDArray[Any]) -> None:
+        least, most = extremes(array, self._axes)
+        if self._range is not None:
+            least, most = np.minimum(least, self._range[0]), np.maximum(most, self._range[1])
+        self._range = np.asarray(least, np.float32), np.asarray(most, np.float32)
+
+    def range(self) -> tuple[Any, Any]:
+        """Least and largest number seen."""
+        assert self._range is not None
+        return self._range
+
+
+class HistogramObserver(Observer):
+    """The range with the least squared error in a histogram of all; torch.ao's HistogramObserver.
+
+    That one reckons with the 256 levels of its eight-bit types for any quant_min and quant_max, and so does
+    this one where `levels` is left out.
+    """
+
+    def __init__(self, bins: int = 2048, levels: int = 256) -> None:
+        self.histogram, self._levels = Histogram(bins), levels
+
+    def _add(self, array: NDArray[Any]) -> None:
+        self.histogram.add(array)
+
+    def range(self) -> tuple[Any, Any]:
+        """The bounds that `Histogram.best_range` finds."""
+        return self.histogram.best_range(self._levels)
+
+
+class PercentileObserver(HistogramObserver):
+    """Percentiles 100 - `percentile` and `percentile` of all that was seen, to the width of a bin."""
+
+    def __init__(self, percentile: float = 99.99, bins: int = 2048) -> None:
+        super().__init__(bins)
+        self._share = percentile / 100
+
+    def range(self) -> tuple[Any, Any]:
+        """The two percentiles."""
+        found, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
+        bounds = np.linspace(found.least, found.most, found.bins + 1)
+        low = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
+        high = int(np.searchsorted(sums, self._share * sums[-1], side="left"))
+        return np.float32(bounds[min(low, found.bins - 1)]), np.float32(bounds[min(high, found.bins - 1) + 1])
+
+
+class MseObserver(HistogramObserver):
+    """The range whose fake quantisation has the least mean squared error, of 81 that shrink the extremes.
+
+    The extremes are shrunk to 100 %, 99 %, ... 20 %.  Source: Nagel et al. 2021, sec. 3.1.
+    """
+
+    def __init__(self, grid: Grid, rounding: Rounding = "half_even", bins: int = 2048) -> None:
+        super().__init__(bins)
+        self._grid, self._rounding = grid, rounding
+
+    def range(self) -> tuple[Any, Any]:
+        """The range with the least error."""
+        found = self.histogram
+        middles = found.middles.astype(np.float32)
+        return least_error(middles, (found.least, found.most), self._grid, self._rounding, found.counts)
+
+
+def least_error(
+    x: NDArray[Any], extremes: tuple[Any, Any], grid: Grid, rounding: Rounding, counts: Any = 1.0
+) -> tuple[Any, Any]:
+    """Of a range and those that shrink it, the one whose fake quantisation has the least squared error.
+
+    counts: how often each number of `x` was seen.
+    """
+    best, range_ = np.inf, extremes
+    for share in _SHRUNK.astype(np.float32):
+        least, most = (np.asarray(one, np.float32) * share for one in extremes)
+        quantised = fake_quantize(x, *choose_qparams(least, most, grid, rounding), grid, (), rounding)
+        error = float((np.square(quantised - x, dtype=np.float64) * counts).sum())
+        if error < best:
+            best, range_ = error, (least, most)
+    return range_
+
+
+class PerChannelObserver(Observer):
+    """An observer for each channel.
+
+    axes: of the channels; several are taken together, the last varies fastest.
+    """
+
+    def __init__(self, make: Callable[[], Observer], axes: Sequence[int]) -> None:
+        self._make, self._axes = make, tuple(axes)
+        self._channels: list[Observer] = []
+
+    def _add(self, array: NDArray[Any]) -> None:
+        rows = np.moveaxis(array, self._axes, range(len(self._axes)))
+        rows = rows.reshape(int(np.prod(rows.shape[: len(self._axes)])), -1)
+        if not self._channels:
+            self._channels = [self._make() for _ in rows]
+        for channel, row in zip(self._channels, rows, strict=True):
+            channel.observe(row)
+
+    def range(self) -> tuple[Any, Any]:
+        """The range of each channel."""
+        ranges = [channel.range() for channel in self._channels]
+        return np.array([one[0] for one in ranges], np.float32), np.array(
+            [one[1] for one in ranges], np.float32
+        )
+
+
+def make_observer(
+    name: ObserverName,
+    grid: Grid,
+    axes: Sequence[int] = (),
+    rounding: Rounding = "half_even",
+    percentile: float = 99.99,
+) -> Observer:
+    """The observer of a name, for each channel where there are axes."""
+    if name == "minmax":
+        return MinMaxObserver(axes)
+    makers: dict[str, Callable[[], Observer]] = {
+        "percentile": lambda: PercentileObserver(percentile),
+        "mse": lambda: MseObserver(grid, rounding),
+        "histogram": lambda: HistogramObserver(levels=256),
+    }
+    return PerChannelObserver(makers[name], axes) if axes else makers[name]()

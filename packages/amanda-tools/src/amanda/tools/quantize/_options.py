@@ -1,0 +1,78 @@
+"""What the tool is asked to do, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding
+from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
+
+Method = Literal["static", "dynamic", "qat", "lsq", "lsq+"]
+
+TYPES = (
+    "conv*", "depthwise_conv*", "linear", "matmul", "addmm", "baddbmm", "einsum",
+    "scaled_dot_product_attention",
+)  # fmt: skip
+"""Types of the ops whose inputs are quantised where none are given."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `QuantizeTool`, under the names that they have there."""
+
+    method: Method
+    weight_bits: int | None
+    activation_bits: int | None
+    types: tuple[str, ...]
+    observer: ObserverName
+    weight_observer: ObserverName
+    percentile: float
+    per_channel: bool
+    symmetric_weights: bool
+    symmetric_activations: bool
+    rounding: Rounding
+    averaging: float
+    calibration: int
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, Method)
+        _one_of("observer", self.observer, ObserverName)
+        _one_of("weight_observer", self.weight_observer, ObserverName)
+        _one_of("rounding", self.rounding, Rounding)
+        for bits in (self.weight_bits, self.activation_bits):
+            if bits is not None:
+                Grid.of(bits, False)
+        if not 50 < self.percentile <= 100:
+            raise QuantizeError(f"percentile is {self.percentile!r}; give more than 50 and at most 100")
+        if not 0 < self.averaging <= 1:
+            raise QuantizeError(f"averaging is {self.averaging!r}; give more than 0 and at most 1")
+        if isinstance(self.calibration, bool) or self.calibration < 0:
+            raise QuantizeError(
+                f"calibration is {self.calibration!r}; give a number of executions, 0 for none"
+            )
+        if self.method.startswith("lsq") and self.rounding != "half_even":
+            raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
+        if self.method in ("dynamic", "qat") and self.observer != "minmax":
+            raise QuantizeError(
+                f"observer is {self.observer!r}, but {self.method} takes the extremes at each execution; "
+                'leave it at "minmax", or let method be "static"'
+            )
+
+    def grid(self, weight: bool) -> Grid:
+        """The integers of weights, or of activations."""
+        bits = self.weight_bits if weight else self.activation_bits
+        assert bits is not None
+        return Grid.of(bits, self.symmetric_weights if weight else self.symmetric_activations)
+
+    def make_observer(self, weight: bool, axes: Sequence[int]) -> Observer:
+        """What calibrates a tensor."""
+        name = self.weight_observer if weight else self.observer
+        return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
+
+
+def _one_of(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        known = ", ".join(map(repr, get_args(choices)))
+        raise QuantizeError(f"{name} is {value!r}; it is one of {known}")

@@ -1,0 +1,94 @@
+"""What was quantised: a row for each tensor of each op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.tools.results import Column, Result, shortened
+
+_number = partial(Column, show="{:.4g}".format, number=True)
+_decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One tensor that an op reads.
+
+    tensor: "weight", or "input 0" by its place in the op's schema.  scale, zero_point: one number per
+    channel, or one; None as long as there are none, and where each execution has its own.  low, high: of the
+    integers.  sqnr, output_sqnr: in dB, of the tensor and of the op's outputs, None where not measured.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    tensor: str
+    bits: int
+    symmetric: bool
+    low: int
+    high: int
+    axes: tuple[int, ...]
+    scale: tuple[float, ...] | None
+    zero_point: tuple[float, ...] | None
+    executions: int
+    sqnr: float | None
+    output_sqnr: float | None
+
+
+class QuantizeResult(Result):
+    """Every tensor that is quantised, in the order in which the ops were met."""
+
+    name: ClassVar[str] = "quantize"
+    title = "Quantised tensors"
+    columns: ClassVar[Sequence[Column]] = (
+        *(Column(name, show=partial(shortened, width=24)) for name in ("phase", "type", "module", "source")),
+        Column("tensor"), Column("bits", number=True), Column("scheme"), Column("channels", number=True),
+        _number("scale"), _number("zero_point"), _number("least"), _number("most"),
+        Column("executions", show="{:,}".format, number=True), _decibels("SQNR"), _decibels("output SQNR"),
+    )  # fmt: skip
+
+    def __init__(self, tensors: Iterable[Quantized], method: str = "static") -> None:
+        self.tensors = tuple(tensors)
+        self.method = method
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each tensor; of several scales the largest, with its zero point."""
+        return [
+            (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
+             "symmetric" if one.symmetric else "affine", len(one.scale or ()) if one.axes else None,
+             *_extent(one), one.executions, one.sqnr, one.output_sqnr)
+            for one in self.tensors
+        ]  # fmt: skip
+
+    def notes(self) -> Sequence[str]:
+        """What the columns say."""
+        notes = ["Of a tensor with a scale for each channel, the largest; least and most can be represented."]
+        if any(one.output_sqnr is not None for one in self.tensors):
+            notes.append(
+                "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
+                "of the same inputs unquantised."
+            )
+        return notes
+
+    def facts(self) -> Mapping[str, Any]:
+        """The method, and every scale and zero point."""
+        kept = [
+            {"axes": one.axes, "low": one.low, "high": one.high, "scale": one.scale,
+             "zero_point": one.zero_point} for one in self.tensors
+        ]  # fmt: skip
+        return {"method": self.method, "qparams": kept}
+
+
+def _extent(one: Quantized) -> tuple[float | None, ...]:
+    """The largest scale, its zero point, and the ends of what it represents."""
+    if one.scale is None or one.zero_point is None:
+        return None, None, None, None
+    scale, zero_point = max(zip(one.scale, one.zero_point, strict=True))
+    return scale, zero_point, (one.low - zero_point) * scale, (one.high - zero_point) * scale

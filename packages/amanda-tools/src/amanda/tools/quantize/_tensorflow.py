@@ -1,0 +1,160 @@
+"""The arithmetic of quantisation on TensorFlow's tensors, and the state of a tool there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import amanda
+
+
+def rint(x: Any) -> Any:
+    """To the nearest integer, half to even."""
+    return _tf().math.rint(x)
+
+
+def floor(x: Any) -> Any:
+    """To the integer below."""
+    return _tf().floor(x)
+
+
+def absolute(x: Any) -> Any:
+    """Magnitudes."""
+    return _tf().abs(x)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """Elements of `x` where the condition holds, else of `y`."""
+    return _tf().where(condition, x, y)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of each pair; `y` may be a number."""
+    return _tf().minimum(x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of each pair; `y` may be a number."""
+    return _tf().maximum(x, y)
+
+
+def total(x: Any, axes: Sequence[int]) -> Any:
+    """The sum over axes."""
+    return _tf().reduce_sum(x, axis=list(axes))
+
+
+def extent(x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
+    """The least and the largest elements over axes."""
+    return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
+
+
+def reshape(x: Any, shape: Sequence[int]) -> Any:
+    """The same elements in another shape."""
+    return _tf().reshape(x, list(shape))
+
+
+def like(x: Any, value: Any) -> Any:
+    """A number, an array or another tensor in the element type of `x`."""
+    tf = _tf()
+    return tf.cast(value, x.dtype) if tf.is_tensor(value) else tf.constant(value, x.dtype)
+
+
+def wide(x: Any) -> Any:
+    """In float32, or wider as it is."""
+    return _tf().cast(x, "float32") if x.dtype.size < 4 else x
+
+
+def as_array(x: Any) -> NDArray[Any]:
+    """Elements as an array of float32 or wider."""
+    return np.asarray(wide(x).numpy())
+
+
+def constant(x: Any) -> Any:
+    """The tensor, outside of every tape."""
+    return _tf().stop_gradient(x)
+
+
+# ---- state ----
+
+
+def made(value: Any, reference: Any, trained: bool) -> Any:
+    """A number or array as a variable of the tool, in float32."""
+    tf = _tf()
+    with tf.init_scope():
+        return tf.Variable(np.asarray(value, np.float32), trainable=trained, dtype=tf.float32)
+
+
+def assign(state: Any, value: Any) -> None:
+    """Write new values into state."""
+    state.assign(np.asarray(value, np.float32).reshape(state.shape))
+
+
+def read(state: Any) -> Any:
+    """State as a tensor to compute with."""
+    return _tf().convert_to_tensor(state)
+
+
+def with_gradient(
+    forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
+    collect: Callable[..., None] | None = None,
+) -> Any:  # fmt: skip
+    """`forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`.
+
+    collect: is given the gradients of all but the first tensor, for in a graph no tape leads to state.
+    """
+
+    @_tf().custom_gradient  # type: ignore[untyped-decorator]
+    def computed(*given: Any) -> Any:
+        def gradients(entering: Any) -> Any:
+            with amanda.disabled():
+                found = backward(entering, *given)
+            if collect is not None:
+                collect(*found[1:])
+            return found
+
+        return forward(*given), gradients
+
+    return computed(*tensors)
+
+
+# ---- ops ----
+
+
+def describe(context: amanda.OpContext) -> None:
+    """Write `arithmetic`, `operands`, positions of the inputs that may be quantised, and `recompute`."""
+    if "operands" in context:
+        return
+    alone = context["type"] in ("batch_norm", "embedding")
+    context["arithmetic"] = sys.modules[__name__]
+    context["operands"] = [0] if alone else list(range(len(context.get_inputs())))
+    context["recompute"] = _recompute(context)
+
+
+def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
+    """The op as a function of its inputs; None where TensorFlow has none of its name."""
+    from tensorflow.python.framework import op_def_registry
+
+    kind, found = context.get_op_type(), context.get_attrs()
+    definition = op_def_registry.get(kind)
+    raw = getattr(_tf().raw_ops, kind, None)
+    if definition is None or raw is None or definition.is_stateful:
+        return None
+    inputs = definition.input_arg
+    inferred = {name for one in inputs for name in (one.type_attr, one.number_attr, one.type_list_attr)}
+    attributes = {one.name: found[one.name] for one in definition.attr
+                  if one.name in found and one.name not in inferred}  # fmt: skip
+
+    def recompute(values: Sequence[Any]) -> Any:
+        return raw(**{one.name: value for one, value in zip(inputs, values, strict=True)}, **attributes)
+
+    return recompute
+
+
+def _tf() -> Any:
+    import tensorflow
+
+    return tensorflow

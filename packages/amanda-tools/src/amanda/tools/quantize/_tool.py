@@ -1,0 +1,273 @@
+"""The tool: what the selected ops read is put on a grid of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.quantize import _pytorch, _tensorflow
+from amanda.tools.quantize._grid import Rounding
+from amanda.tools.quantize._noise import Noise
+from amanda.tools.quantize._observers import ObserverName
+from amanda.tools.quantize._options import TYPES, Method, Options
+from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
+from amanda.tools.quantize._result import Quantized, QuantizeResult
+
+
+@dataclass
+class _Place:
+    """One op: the quantizers of what it reads, by the input and by the place in a list of tensors there."""
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    quantizers: dict[tuple[int, int | None], Quantizer] = field(default_factory=dict)
+    calibrated: int = 0
+    executions: int = 0
+    output: Noise = field(default_factory=Noise)
+    recompute: Any = None
+
+
+class QuantizeTool(amanda.Tool):
+    """Simulates quantisation of what ops read: weights, activations, or both.
+
+    method: how scales are found.  "static": in a calibration, after which they are fixed; "dynamic": those
+        of activations at each execution; "qat": training with the straight-through estimator, where scales
+        follow the values until `freeze`; "lsq", "lsq+": scales, and offsets of activations, are learned.
+    weight_bits, activation_bits: 2 to 8; None leaves them as they are.
+    types: globs of StandardMapping's words or the framework's names; left out, convolutions, linear layers,
+        products of matrices and attention.  `amanda.tools.select` restricts the tool further.
+    observer, weight_observer: what range a calibration comes to: "minmax", "percentile" (`percentile` and
+        100 - `percentile`), "mse" (least squared error of the values), "histogram" (as torch.ao's).
+    per_channel: whether each output channel of a weight has a scale.
+    symmetric_weights, symmetric_activations: signed integers with zero as zero point, else unsigned ones.
+    rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
+    averaging: share of each new batch in the extremes of "qat".
+    calibration: so many executions of each op calibrate it; 0 leaves that to `calibrating`.
+    sqnr: measure signal-to-quantisation-noise ratios, for which each op runs a second time.
+
+    Raises QuantizeError for options that do not go together.
+
+    >>> quantize = QuantizeTool(activation_bits=None)
+    """
+
+    def __init__(
+        self,
+        method: Method = "static",
+        weight_bits: int | None = 8,
+        activation_bits: int | None = 8,
+        types: list[str] | str | None = None,
+        observer: ObserverName = "minmax",
+        weight_observer: ObserverName = "minmax",
+        percentile: float = 99.99,
+        per_channel: bool = True,
+        symmetric_weights: bool = True,
+        symmetric_activations: bool = False,
+        rounding: Rounding = "half_even",
+        averaging: float = 0.01,
+        calibration: int = 0,
+        sqnr: bool = False,
+    ) -> None:
+        super().__init__()
+        wanted = TYPES if types is None else (types,) if isinstance(types, str) else tuple(types)
+        self.options = Options(
+            method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
+            symmetric_weights, symmetric_activations, rounding, averaging, calibration,
+        )  # fmt: skip
+        self._sqnr, self._calibrating, self._frozen = sqnr, False, False
+        self._places: dict[int, _Place] = {}
+        rules = [["pytorch", _pytorch.describe], ["tensorflow", _tensorflow.describe]]
+        self.depends_on(StandardMapping(), MappingTool(rules))
+        self.add_inst_for_op(self._analyse)
+
+    # ---- phases ----
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """What is executed within calibrates, and computes as without quantisation; then scales are fixed.
+
+        Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
+        """
+        self._calibrating = True
+        try:
+            yield
+        finally:
+            self._calibrating = False
+        for quantizer in self._quantizers():
+            quantizer.settle()
+
+    def freeze(self) -> None:
+        """Fix the scales of "qat", which follow the values until then."""
+        self._frozen = True
+
+    def unfreeze(self) -> None:
+        """Let the scales of "qat" follow the values again."""
+        self._frozen = False
+
+    # ---- what was found ----
+
+    @property
+    def result(self) -> QuantizeResult:
+        """Every tensor that is quantised, with its scale, zero point and noise."""
+        return QuantizeResult(list(self._rows()), self.options.method)
+
+    def clear(self) -> None:
+        """Forget scales and noise; ops are analysed anew."""
+        self._calibrating = self._frozen = False
+        self.load_state_dict({})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
+        self._places = {}
+        super().load_state_dict(state)
+
+    def gradients(self) -> list[tuple[Any, Any]]:
+        """Gradients of the learned scales and offsets with these, as `optimizer.apply_gradients` takes them.
+
+        For TensorFlow, where in graphs no tape leads to them; they start from nothing after each call.
+        PyTorch's optimizers find them in the parameters that `parameters` gives.
+        """
+        found = []
+        for quantizer in self._quantizers():
+            found += [(one, quantizer.state[part]) for part, one in quantizer.collected.items()]
+            quantizer.collected = {}
+        return found
+
+    def _quantizers(self) -> Iterator[Quantizer]:
+        for place in self._places.values():
+            yield from place.quantizers.values()
+
+    def _rows(self) -> Iterator[Quantized]:
+        for place in self._places.values():
+            for one in place.quantizers.values():
+                qparams = one.qparams()
+                scale, zero_point = (None, None) if qparams is None else (
+                    tuple(map(float, part.reshape(-1))) for part in qparams
+                )  # fmt: skip
+                yield Quantized(
+                    place.phase, place.type, place.module, place.source, one.name, one.grid.bits,
+                    one.grid.symmetric, one.grid.low, one.grid.high, one.axes, scale, zero_point,
+                    place.executions, one.noise.sqnr, place.output.sqnr,
+                )  # fmt: skip
+
+    # ---- analysis ----
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        names = (context["type"], context.get_op_type())
+        if context["phase"] != "forward" or not self._selects(names):
+            return
+        if context.get_op_id() not in self._places:
+            self._places[context.get_op_id()] = self._place(context)
+        place = self._places[context.get_op_id()]
+        positions = sorted({position for position, _ in place.quantizers})
+        if not positions:
+            return
+        if self._sqnr and place.recompute is not None:
+            context.insert_before_op(self._hold)
+        trains = self.options.method not in ("static", "dynamic")
+        routine = self._quantize_trained if trains else self._quantize
+        context.insert_before_op(routine, inputs=positions, place=place, positions=positions)
+        if self._sqnr and place.recompute is not None:
+            context.insert_after_op(self._compare, place=place)
+
+    def _selects(self, names: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.options.types)
+
+    def _place(self, context: amanda.OpContext) -> _Place:
+        place = _Place(context["phase"], context["type"], context.get_scope(), context.get_source())
+        place.recompute = context["recompute"]
+        inputs = context.get_inputs()
+        for position in context["operands"]:
+            value = inputs[position]
+            parts = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
+            for item, one in parts:
+                quantizer = self._quantizer(context, position, item, one)
+                if quantizer is not None:
+                    place.quantizers[position, item] = quantizer
+        return place
+
+    def _quantizer(
+        self, context: amanda.OpContext, position: int, item: int | None, value: Any
+    ) -> Quantizer | None:
+        kind = context["dtype"](value)
+        if kind is None or not kind.startswith(("float", "bfloat")):
+            return None
+        weight = item is None and position == context["weight_index"]
+        if (self.options.weight_bits if weight else self.options.activation_bits) is None:
+            return None
+        axes = _channel_axes(context["weight_layout"]) if weight and self.options.per_channel else ()
+        extents = [context["shape"](value)[axis] for axis in axes]
+        name = "weight" if weight else f"input {position}" if item is None else f"input {position}.{item}"
+        xp = context["arithmetic"]
+        quantizer = make_quantizer(name, weight, axes, prod(extents), self.options, xp)
+
+        def keep(part: str, start: Any, trained: bool) -> Any:
+            def make(loaded: Any = start) -> Any:
+                return xp.made(loaded, value, trained)
+
+            return self.keep(context, part.replace(" ", ""), make, load=make)
+
+        quantizer.keep(keep)
+        return quantizer
+
+    # ---- execution ----
+
+    def _quantize(self, *values: Any, place: _Place, positions: Sequence[int]) -> Any:
+        calibrates = self._calibrating or place.calibrated < self.options.calibration
+        given = dict(zip(positions, values, strict=True))
+        results = dict(given)
+        for (position, item), quantizer in place.quantizers.items():
+            value = given[position] if item is None else given[position][item]
+            if calibrates:
+                quantizer.observe(value)
+                continue
+            made = quantizer(value, self._frozen)
+            if self._sqnr:
+                quantizer.noise.add(value, made)
+            if item is None:
+                results[position] = made
+            else:
+                results[position] = [*results[position][:item], made, *results[position][item + 1 :]]
+        if calibrates:
+            self._calibrated(place)
+            return None
+        place.executions += 1
+        return tuple(results.values()) if len(results) > 1 else results[positions[0]]
+
+    @amanda.differentiable
+    def _quantize_trained(self, *values: Any, place: _Place, positions: Sequence[int]) -> Any:
+        return self._quantize(*values, place=place, positions=positions)
+
+    def _calibrated(self, place: _Place) -> None:
+        place.calibrated += 1
+        if not self._calibrating and place.calibrated >= self.options.calibration:
+            for quantizer in place.quantizers.values():
+                quantizer.settle()
+
+    def _hold(self, *values: Any, run: dict[str, Any]) -> None:
+        run[_HELD] = values
+
+    def _compare(self, *outputs: Any, place: _Place, run: dict[str, Any]) -> None:
+        values = run.pop(_HELD, None)
+        if values is None or self._calibrating or not place.executions:
+            return
+        wanted = place.recompute(values)
+        wanted = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+        for one, other in zip(wanted, outputs, strict=True):
+            place.output.add(one, other)
+
+
+_HELD = "amanda.tools.quantize"
+
+
+def _channel_axes(layout: str | None) -> tuple[int, ...]:
+    """Axes of a weight's output channels: O; I and M of a depthwise convolution."""
+    letters = "O" if layout and "O" in layout else "IM"
+    return tuple(i for i, letter in enumerate(layout or "") if letter in letters)
