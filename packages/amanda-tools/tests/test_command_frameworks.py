@@ -152,6 +152,24 @@ def test_threads_and_processes_of_a_program_are_merged(script: Path) -> None:
     assert calls(out / "flops.json", "cumsum") == 4
 
 
+POOL = """
+import multiprocessing
+
+def work(number):
+    model(torch.rand(5, 4))
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(4) as pool:  # terminates them while they exit
+        pool.map(work, range(8), chunksize=1)
+"""
+
+
+def test_workers_that_are_terminated_while_they_exit_leave_their_results(script: Path) -> None:
+    script.write_text(MODEL + POOL)
+    amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
+    assert calls(script.parent / "out" / "flops.json", "linear") == 2 * 8
+
+
 RANKS = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

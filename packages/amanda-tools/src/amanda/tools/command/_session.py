@@ -86,6 +86,8 @@ class _Process:
     """The session of this process, which has another after a fork."""
 
     session: Session | None = None
+    _ending = False
+    _waiting: int | None = None
 
     def open(self) -> None:
         """Begin, and end with the process."""
@@ -117,8 +119,13 @@ class _Process:
         sys.modules["multiprocessing.util"].Finalize(None, self._end, exitpriority=-100)
 
     def _end(self) -> None:
-        if self.session is not None:
-            self.session.finish()
+        if self.session is None:
+            return
+        self._ending = True
+        self.session.finish()
+        self._ending = False
+        if self._waiting is not None:
+            _die(self._waiting)
 
     def _end_of_interpreter(self) -> None:
         self._end()
@@ -128,9 +135,16 @@ class _Process:
                 exec("raise KeyboardInterrupt")
 
     def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._ending:  # as of a worker that is terminated while it exits
+            self._waiting = number
+            return
         self._end()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        _die(number)
+
+
+def _die(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def open_session() -> None:
