@@ -228,6 +228,20 @@ def test_dtype_and_shape_are_pythons_own() -> None:
     assert seen == ["float32", (2, 2), None]
 
 
+def test_a_layout_that_a_call_leaves_out_is_the_default() -> None:
+    seen: list[Any] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.append((context["type"], context["layout"])))
+    kernel = tf.ones([2, 2, 1, 1])
+    with amanda.apply(tool):
+        tf.raw_ops.DepthwiseConv2dNative(
+            input=X[..., :1], filter=kernel, strides=[1, 1, 1, 1], padding="VALID"
+        )
+        tf.raw_ops.Conv3D(input=X[None, ..., :1], filter=kernel[None], strides=[1] * 5, padding="VALID")
+    assert [one for one in seen if one[1]] == [("depthwise_conv2d", "NHWC"), ("conv3d", "NDHWC")]
+
+
 @pytest.mark.parametrize("resource", [True, False])
 def test_indices_point_at_weights_in_a_session(resource: bool) -> None:
     tool = Weights()

@@ -50,10 +50,16 @@ def _describe_op(context: OpContext) -> None:
     context["type"] = kind
     context["in_place"] = name in IN_PLACE
     context["weight_index"] = weight
-    context["layout"] = _text(attributes.get("data_format")) if _SPATIAL.fullmatch(kind) else None
+    context["layout"] = layout(kind, attributes) if _SPATIAL.fullmatch(kind) else None
     context["weight_layout"] = None if weight is None else weight_layout(kind, weight, inputs, attributes)
     context["shape"] = shape
     context["dtype"] = dtype
+
+
+def layout(kind: str, attributes: dict[str, Any]) -> str:
+    """Axes of the data of a convolution, pooling or normalisation; TensorFlow's default where none is given."""
+    given = attributes.get("data_format") or ("NDHWC" if "3d" in kind else "NHWC")
+    return given.decode() if isinstance(given, bytes) else str(given)
 
 
 def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
@@ -98,10 +104,6 @@ def weight_layout(kind: str, weight: int, inputs: Sequence[Any], attributes: dic
         return None
     channels = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}[convolution[1]]
     return _AXES[convolution[2]] + channels
-
-
-def _text(value: Any) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 # ---- the backward op ----

@@ -9,7 +9,8 @@ class Counts(Result):
 """
 
 from amanda.tools.results._merging import Mergeable, check_schema
+from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import amount, shortened
 
-__all__ = ["Column", "Mergeable", "Result", "amount", "check_schema", "shortened"]
+__all__ = ["Column", "Mergeable", "PlottedResult", "Result", "amount", "check_schema", "shortened"]

@@ -1,0 +1,185 @@
+"""From outputs back to inputs: the walk along the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from amanda.tools.effective_path._folding import folded
+from amanda.tools.effective_path._path import EffectivePath, Layer
+from amanda.tools.effective_path._terms import Indices, Mode, Rule, Step, Terms, Where, leading
+from amanda.tools.trace import Graph
+
+CHUNK = 1 << 22
+"""So many terms are looked at at once."""
+
+Keys = list[Indices]
+"""Elements of a tensor on the paths of all samples: sample times the tensor's size, and the flat index."""
+
+
+@dataclass
+class _Found:
+    """What of one op is on the paths."""
+
+    step: Step
+    output: int
+    fan_in: int = 1
+    synapses: int = 0
+    chosen: Keys = field(default_factory=list)
+    elements: dict[Where, Keys] = field(default_factory=dict)
+    weights: Keys = field(default_factory=list)
+
+
+class Extraction:
+    """The effective paths of the samples of one pass.
+
+    steps: the ops that were executed, by their index in the graph.  rules: by type.  theta, mode: see
+    `leading`.  missing: types of ops at which paths end for want of a rule, and a line where one is.
+    """
+
+    def __init__(
+        self, graph: Graph, steps: Mapping[int, Step], rules: Mapping[str, Rule], theta: float, mode: Mode
+    ) -> None:
+        self._graph, self._steps, self._rules = graph, steps, rules
+        self._theta, self._mode = theta, mode
+        self._active: dict[int, Keys] = {}
+        self.missing: dict[str, str] = {}
+
+    def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
+        """A path for each sample, back from one element of each row of an output (samples, classes)."""
+        samples, classes = start.outputs[0].shape
+        rows = np.arange(samples) * classes + np.asarray(labels)
+        scores = start.op.outputs[0]
+        assert isinstance(scores, int)
+        self._active = {scores: [np.arange(samples) * samples * classes + rows]}
+        found: list[_Found] = []
+        for op in reversed(self._graph.ops[: start.op.index + 1]):
+            for output, tensor in enumerate(op.outputs):
+                keys = self._active.pop(tensor, None) if isinstance(tensor, int) else None
+                if keys is not None and (step := self._step(op.index)) is not None:
+                    one = _Found(step, output)
+                    self._back(one, np.unique(np.concatenate(keys)), is_head=not found)
+                    found += [one] if one.synapses else []
+        names = _names([one.step for one in reversed(found)])
+        layers = [_layers(one, samples) for one in reversed(found)]
+        return [
+            EffectivePath({name: each[i] for name, each in zip(names, layers, strict=True)}, int(label))
+            for i, label in enumerate(labels)
+        ]
+
+    def _step(self, index: int) -> Step | None:
+        """The step of an op that makes what is on a path; None where the path ends."""
+        step = self._steps.get(index)
+        if step is not None and step.type in self._rules:
+            return step if step.varying else None
+        op = self._graph.ops[index]
+        if op.reads:
+            self.missing[op.type] = op.source
+        return None
+
+    def _back(self, found: _Found, keys: Indices, is_head: bool) -> None:
+        """Bring what is on the paths from an output of an op to its inputs."""
+        step, output = found.step, found.output
+        size, rule = step.outputs[output].size, self._rules[step.type]
+        one = rule(step, keys[:1] % size, output)
+        found.fan_in = max(indices.shape[1] for indices in one.sources.values())
+        found.synapses = one.synapses
+        length = max(1, CHUNK // found.fan_in)
+        for first in range(0, len(keys), length):
+            part = keys[first : first + length]
+            terms = rule(step, part % size, output)
+            chosen = self._chosen(step, part % size, output, terms, is_head)
+            self._note(found, part, chosen, terms)
+        for where, elements in found.elements.items():
+            position = step.op.inputs[where[0]]
+            tensor = position[where[1]] if isinstance(position, tuple) else position
+            if tensor is not None:
+                self._active.setdefault(tensor, []).extend(elements)
+
+    def _chosen(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
+        """(outputs, terms): which of the terms are on the path."""
+        found = terms.contributions
+        if found is None:
+            return np.ones(next(iter(terms.sources.values())).shape, bool)
+        values = found.sum(1)
+        if terms.weighted:
+            values, scale = folded(self._graph, self._steps, step, rows, output)
+            found = found * scale[:, None]
+        if is_head:
+            values = np.where(values > 0, values, np.nan)
+        else:
+            found, values = found * np.sign(values)[:, None], np.abs(values)
+        if self._mode == "absolute" and not terms.weighted:
+            return found > 0
+        return leading(found, values, self._theta, self._mode)
+
+    def _note(self, found: _Found, keys: Indices, chosen: Indices, terms: Terms) -> None:
+        samples = keys // found.step.outputs[found.output].size
+        exists = np.zeros_like(chosen)
+        for where, indices in terms.sources.items():
+            reached = chosen & (indices >= 0)
+            exists |= reached
+            elements = np.unique((samples[:, None] * found.step.tensor(where).size + indices)[reached])
+            if terms.weighted and where == (found.step.weight, 0):
+                found.weights.append(elements)
+            else:
+                found.elements.setdefault(where, []).append(elements)
+        if found.synapses:
+            row, term = np.nonzero(exists)
+            found.chosen.append(keys[row] * found.fan_in + term)
+
+
+# ---- layers ----
+
+
+def _layers(found: _Found, samples: int) -> list[Layer]:
+    """What of an op is on the path of each sample."""
+    step, tensors = found.step, list(found.elements)
+    neurons: list[list[Indices]] = [[] for _ in range(samples)]
+    size: int = 0
+    shape: tuple[int, ...] = ()
+    for where in tensors:
+        tensor = step.tensor(where)
+        parts, part_size = _by_sample(found.elements[where], tensor.size, samples)
+        for mine, part in zip(neurons, parts, strict=True):
+            mine.append(part + size)
+        size += part_size
+        shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
+    weight = step.tensor((step.weight, 0)) if found.weights and step.weight is not None else np.zeros(0)
+    weights, weight_size = _by_sample(found.weights, weight.size, samples, shared=True)
+    terms = step.outputs[found.output].size * found.fan_in
+    synapses, per_sample = _by_sample(found.chosen, terms, samples)
+    total = found.synapses * per_sample // terms
+    return [
+        Layer(
+            step.type, step.op.module, step.op.source, np.concatenate(neurons[i]), synapses[i], weights[i],
+            (size, total, weight_size), shape if prod(shape) == size else (size,), weight.shape,
+            step.layout, step.weight_layout, found.fan_in,
+        )
+        for i in range(samples)
+    ]  # fmt: skip
+
+
+def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
+    """Flat indices for each sample, within what is the sample's own where that is one block of the tensor."""
+    every = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
+    of, indices = np.divmod(every, max(size, 1))
+    own = indices - of * (size // samples)
+    if not shared and size % samples == 0 and np.all((own >= 0) & (own < size // samples)):
+        indices, size = own, size // samples
+    ends = np.searchsorted(of, np.arange(samples + 1))
+    return [indices[ends[i] : ends[i + 1]] for i in range(samples)], size
+
+
+def _names(steps: Sequence[Step]) -> list[str]:
+    """Module and type, and a number for each further one of the same."""
+    seen: dict[str, int] = {}
+    names = []
+    for step in steps:
+        name = f"{step.op.module}/{step.type}"
+        seen[name] = seen.get(name, -1) + 1
+        names.append(f"{name}.{seen[name]}" if seen[name] else name)
+    return names

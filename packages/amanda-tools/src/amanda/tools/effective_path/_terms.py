@@ -1,0 +1,115 @@
+"""What an output of an op is made of, and which of it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.trace import Op
+
+Indices = NDArray[Any]
+Numbers = NDArray[Any]
+Mode = Literal["cumulative", "absolute"]
+Where = tuple[int, int]
+"""A tensor among the inputs: the position, and the item where a list is there, else 0."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One execution of an op.
+
+    op: of the graph.  inputs, outputs: arrays, lists of arrays, and values that are no tensors.
+    weight, layout, weight_layout: as StandardMapping says them.  arguments: what the rules of the op's type
+    read, in words that are the same for every framework.  varying: the tensors among the inputs that depend
+    on what the model is given; others are weights and constants.
+    """
+
+    op: Op
+    type: str
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    weight: int | None = None
+    layout: str | None = None
+    weight_layout: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    varying: Sequence[Where] = ()
+
+    @property
+    def data(self) -> Where:
+        """The first tensor that varies."""
+        return self.varying[0] if self.varying else (0, 0)
+
+    def tensor(self, where: Where) -> NDArray[Any]:
+        """The array at a place among the inputs."""
+        value = self.inputs[where[0]]
+        array: NDArray[Any] = value[where[1]] if isinstance(value, (list, tuple)) else value
+        return array
+
+
+class Terms(NamedTuple):
+    """Of so many outputs of an op: what each is the sum of.
+
+    sources: by tensor among the inputs, (outputs, terms) flat indices of the elements that make each term;
+    -1 for none.  contributions: (outputs, terms) what each term adds; None where all of them matter.
+    synapses: of all outputs of the op; 0 where it has none.  weighted: whether the sum has weights, and is
+    compared with what constants make of it afterwards.
+    """
+
+    sources: Mapping[Where, Indices]
+    contributions: Numbers | None = None
+    synapses: int = 0
+    weighted: bool = False
+
+
+Rule = Callable[[Step, Indices, int], Terms]
+"""From a step, flat indices of elements of one of its outputs, and which output, to their terms."""
+
+
+def leading(
+    contributions: Numbers, value: Numbers, theta: float, mode: Mode = "cumulative"
+) -> NDArray[np.bool_]:
+    """The fewest positive contributions whose sum reaches theta times a neuron's value.
+
+    contributions: (neurons, terms).  value: (neurons,); those that are not positive have none, and of NaN the
+    value is the sum of the positive contributions.  Where all of them do not reach it, it is all of them; of
+    equal ones the first come first.  mode "absolute": each contribution that is theta or more instead.
+    Source: Qiu et al. 2019, sec. 3.1; Gan et al. 2020 (Ptolemy), sec. 3.
+    """
+    positive = contributions > 0
+    if mode == "absolute":
+        return positive & (contributions >= theta)
+    value = np.where(np.isnan(value), np.where(positive, contributions, 0).sum(1), value)
+    order = np.argsort(-contributions, axis=1, kind="stable")
+    ranked = np.take_along_axis(contributions, order, 1)
+    before = np.cumsum(ranked, axis=1) - ranked
+    needed = (before < (theta * value)[:, None]) & (ranked > 0)
+    chosen = np.zeros_like(positive)
+    np.put_along_axis(chosen, order, needed, 1)
+    return chosen
+
+
+def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
+    """Flat indices into an operand that was broadcast to a shape, of which rows are flat indices."""
+    missing = len(shape) - len(operand)
+    strides = [0] * missing + [
+        0 if extent == 1 else prod(operand[i + 1 :]) for i, extent in enumerate(operand)
+    ]
+    return sum_of(np.unravel_index(rows, tuple(shape)), strides)
+
+
+def sum_of(coordinates: Sequence[Any], strides: Sequence[int]) -> Indices:
+    """Flat indices of coordinates."""
+    total = np.zeros(1, np.int64)
+    for one, stride in zip(coordinates, strides, strict=True):
+        total = total + np.asarray(one, np.int64) * stride
+    return total
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """How far apart neighbours along each axis are in a flat array."""
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]
