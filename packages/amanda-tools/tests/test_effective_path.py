@@ -228,7 +228,7 @@ def test_the_union_of_paths_has_all_of_each_and_a_file_keeps_it(tmp_path: Path) 
     other = extracted(nn.Linear(3, 2), torch.rand(1, 3))[0]
     assert other.overlap(whole) == 0
     (tmp_path / "other.npz").write_bytes(b"no file of numpy")
-    with pytest.raises(PathError, match="other.npz is no file of an effective path"):
+    with pytest.raises(PathError, match=r"other\.npz is no file of an effective path"):
         EffectivePath.load(tmp_path / "other.npz")
 
 

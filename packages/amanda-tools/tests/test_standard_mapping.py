@@ -332,3 +332,15 @@ def test_phases() -> None:
     assert phases["forward"] >= {"exp", "sum"}
     assert phases["backward"] >= {"exp_backward", "sum_backward"}
     assert phases["optimizer"] == {"add"}
+
+
+def test_a_parameter_that_is_not_initialised_yet_has_no_shape() -> None:
+    seen: list[Any] = []
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: seen.extend(map(context["shape"], context.get_inputs()[:1])))
+    lazy = nn.LazyLinear(2)
+    with amanda.apply(tool):
+        lazy(torch.ones(1, 3))
+    assert None in seen
+    assert (1, 3) in seen

@@ -1,8 +1,8 @@
 """Effective paths of one small network, extracted element by element in plain Python.
 
-The network: a convolution of 3 x 3 with padding and a batch norm, ReLU, max pooling of 2 x 2, a convolution of
-3 x 3 with padding and a batch norm that is added to its own input, ReLU, the average over height and width,
-and a linear layer. Weights are (out, in, height, width) and (classes, in); all is in float64.
+The network: a convolution of 3 x 3 with padding and a batch norm, ReLU, max pooling of 2 x 2, a convolution
+of 3 x 3 with padding and a batch norm that is added to its own input, ReLU, the average over height and
+width, and a linear layer. Weights are (out, in, height, width) and (classes, in); all is in float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Index = tuple[int, ...]
-Term = tuple[Index, Index | None, float]
+Term = tuple[Any, Index | None, float]
 """A neuron that is read, the weight that it is multiplied with, and what that adds."""
 
 
@@ -38,11 +38,12 @@ class ReferencePath(NamedTuple):
 def convolved(image: Any, weight: Any, at: Index) -> list[Term]:
     """The terms of one output of a convolution."""
     out, row, column = at
-    return [
-        ((c, row + i - 1, column + j - 1), (out, c, i, j), image[c, row + i - 1, column + j - 1] * weight[out, c, i, j])
-        for c in range(weight.shape[1]) for i in range(3) for j in range(3)
-        if 0 <= row + i - 1 < image.shape[1] and 0 <= column + j - 1 < image.shape[2]
-    ]  # fmt: skip
+    terms: list[Term] = []
+    for c, i, j in every(weight.shape[1:]):
+        y, x = row + i - 1, column + j - 1
+        if 0 <= y < image.shape[1] and 0 <= x < image.shape[2]:
+            terms.append(((c, y, x), (out, c, i, j), image[c, y, x] * weight[out, c, i, j]))
+    return terms
 
 
 def every(shape: Index) -> Iterator[Index]:
@@ -112,16 +113,18 @@ def reference_path(image: Any, w: Weights, theta: float) -> tuple[ReferencePath,
         largest = max(under, key=lambda one: (made["active"][one], -under.index(one)))
         return [(largest, None, 1.0)]
 
-    label = int(made["scores"].argmax())
-    linear = lambda at: [((i,), (at, i), w.last[at, i] * made["mean"][i]) for i in range(w.last.shape[1])]  # noqa: E731
-    means = back("linear", {label}, linear, lambda at: made["scores"][at])
+    def scores(at: int) -> list[Term]:
+        return [((i,), (at, i), w.last[at, i] * made["mean"][i]) for i in range(w.last.shape[1])]
+
+    def mean(at: Index) -> list[Term]:
+        return [((at[0], *place), None, made["sum"][(at[0], *place)]) for place in places]
+
+    def summands(at: Index) -> list[Term]:
+        return [(("second", at), None, made["second"][at]), (("pooled", at), None, made["pooled"][at])]
+
     places = list(every(made["sum"].shape[1:]))
-    pool = lambda at: [((at[0], *place), None, made["sum"][(at[0], *place)]) for place in places]  # noqa: E731
-    sums = back("mean", means, pool, lambda at: made["mean"][at] * len(places))
-    summands = lambda at: [
-        (("second", at), None, made["second"][at]),
-        (("pooled", at), None, made["pooled"][at]),
-    ]  # noqa: E731
+    means = back("linear", {int(made["scores"].argmax())}, scores, lambda at: made["scores"][at])
+    sums = back("mean", means, mean, lambda at: made["mean"][at] * len(places))
     both = back("add", sums, summands, lambda at: made["second"][at] + made["pooled"][at])
     convolved_sums = {at for name, at in both if name == "second"}
     second = scaled(made["pooled"], w.second, 1)

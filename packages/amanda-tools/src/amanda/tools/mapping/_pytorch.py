@@ -31,10 +31,13 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int, ...] | None:
-    """Extents of a tensor; None for one that is nested, which has no fixed ones."""
+    """Extents of a tensor; None for one that is nested, which has no fixed ones, or not initialised yet."""
     if isinstance(value, type) or getattr(value, "is_nested", False):
         return None
-    extents = getattr(value, "shape", None)
+    try:
+        extents = getattr(value, "shape", None)
+    except RuntimeError:  # a parameter of a lazy module
+        return None
     return None if extents is None else tuple(extents)
 
 

@@ -57,7 +57,7 @@ def _describe_op(context: OpContext) -> None:
 
 
 def layout(kind: str, attributes: dict[str, Any]) -> str:
-    """Axes of the data of a convolution, pooling or normalisation; TensorFlow's default where none is given."""
+    """Axes of the data of a convolution, pooling or normalisation; by default TensorFlow's default."""
     given = attributes.get("data_format") or ("NDHWC" if "3d" in kind else "NHWC")
     return given.decode() if isinstance(given, bytes) else str(given)
 
