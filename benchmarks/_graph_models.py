@@ -42,6 +42,20 @@ def models(quick: bool) -> dict[str, Model]:
     }
 
 
+def short_models(quick: bool) -> dict[str, Model]:
+    """Those whose steps are short although they have as many operators."""
+    if quick:
+        return dict(list(models(quick).items())[:1])
+    small = Sizes(width=64, heads=4, vocabulary=100, tokens=16)
+    return {
+        "ResNet-50, 1 image of 32 x 32": Model(
+            lambda keras: keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3)),
+            image(32), "1 image of 32 x 32",
+        ),
+        "BERT of 12 layers, 64 wide": bert_model(small),
+    }  # fmt: skip
+
+
 def image(size: int) -> Any:
     """One image."""
     return np.random.default_rng(0).uniform(size=(1, size, size, 3)).astype(np.float32)

@@ -14,7 +14,8 @@ def graphs(results: dict[str, Any]) -> list[str]:
         "### Calls", "", *words("hits"), *hits(results["hits"]),
         "### Steps under tools", "", *steps(results["steps"]),
         "### Rewrites", "", *words("rewrites"), *rewrites(results["rewrites"]),
-        "### Without the cache", "", *words("graph cache"), *cache(results["cache"]),
+        "### Without the cache", "", *words("graph cache"),
+        *cache({**results["cache"], **results.get("short cache", {})}),
     ]  # fmt: skip
 
 
@@ -49,13 +50,15 @@ def rewrites(modes: dict[str, Any]) -> list[str]:
     for mode, found in modes.items():
         for what, runs in found.items():
             took = median([run["seconds"] for run in runs])
+            bare = [run["bare"] for run in runs if "bare" in run]
+            own = f"{median(bare).middle:.2f}" if bare else ""
             counts = [f"{runs[0]['ops']:,}", f"{runs[0]['actions']:,}"]
-            rows.append([f"{what}, {mode}", *counts, with_span(took, ".2f")])
-    return table(["", "ops", "actions", "seconds"], rows)
+            rows.append([f"{what}, {mode}", *counts, own, with_span(took, ".2f")])
+    return table(["", "ops", "actions", "TensorFlow's own", "seconds"], rows)
 
 
 def cache(models: dict[str, Any]) -> list[str]:
-    """Milliseconds of a pruning tool's steps."""
+    """Milliseconds of steps under each task's tool."""
     rows = []
     for model, passes in models.items():
         for title, times in passes.items():

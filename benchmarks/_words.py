@@ -63,11 +63,14 @@ PARAGRAPHS = {
     "rewrites": """
         What the first call under a new tool takes more than its second, in seconds: analysis of every op,
         the copy of the graph with a Python routine before and after each, and TensorFlow's own work on
-        that copy. Chains are of one operator after the other.
+        that copy; "TensorFlow's own" is what the program's first call takes more than its second without a
+        tool: tracing and optimizing the graph as it is. Chains are of one operator after the other.
     """,
     "graph cache": """
-        The same pruning with the cache on and off, in milliseconds of a step: without it, every call
-        analyses the graph and makes the copy anew.
+        The paper's tasks with the cache on and off, in milliseconds of a step: without it, every call
+        analyses the graph and makes the copy anew. How much that is of a step depends on how long the step
+        is by itself, which on one core of a processor is much longer than on an accelerator; steps of small
+        examples stand for those.
     """,
     "memory": """
         Bytes in use by all allocators, in MiB, more than without Amanda: after the import, after the

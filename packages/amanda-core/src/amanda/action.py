@@ -96,8 +96,9 @@ class Action:
     takes_run: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        carried = marks(self.func)
         for mark in ("differentiable", "traceable", "observer", "opening", "innermost"):
-            object.__setattr__(self, mark, mark in marks(self.func))
+            object.__setattr__(self, mark, mark in carried)
         object.__setattr__(self, "takes_run", "run" not in self.kwargs and has_run(self.func))
 
     def __str__(self) -> str:

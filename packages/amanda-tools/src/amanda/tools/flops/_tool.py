@@ -185,6 +185,7 @@ class FlopsTool(amanda.Tool):
         return self._places.setdefault((found.op, key), replace(found.place))
 
     @staticmethod
+    @amanda.observer
     def _count(place: Place) -> None:
         place.calls += 1
 

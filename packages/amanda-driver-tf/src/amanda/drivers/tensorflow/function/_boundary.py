@@ -19,6 +19,7 @@ from tensorflow.python.ops import gradients_util
 
 from ..graph import GraphTensors
 from ._copies import Copies, Copy
+from ._options import unoptimized
 
 _TENSORS = GraphTensors()
 _INT64 = dtypes.int64.as_datatype_enum
@@ -203,8 +204,9 @@ def _call_copy(
     call: Callable[..., Any], copy: Copy, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
+    given = copy.name, [*args, number], count
     try:
-        return call(copy.name, [*args, number], count)
+        return unoptimized(call, *given) if copy.torn else call(*given)
     except errors.OpError as error:
         copy.in_vanilla_terms(error)
         raise

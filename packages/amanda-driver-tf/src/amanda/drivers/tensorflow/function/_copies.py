@@ -14,6 +14,7 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from ..graph import Function, Rewriting, body_of, callees, copy_of, draws, function_of, rewrite
 from ..graph._facts import facts_of
 from ._identities import Identities, parts
+from ._options import is_torn
 
 if TYPE_CHECKING:
     from ._boundary import Trace
@@ -23,6 +24,7 @@ class Copy:
     """An instrumented copy of one function for one layer of tools.
 
     name: the runtime's name of the copy; None where nothing is inserted.
+    torn: whether routines keep nearly all of its operators apart.
     forward: whether a backward function may be called for its calls.
     table: what runs at which slot.  reports: what could not be instrumented.
     ids: of the forward operations, as long as their graph lives.
@@ -31,6 +33,7 @@ class Copy:
 
     def __init__(self, function: Function, rewriting: Rewriting) -> None:
         self.name: bytes | None = None
+        self.torn = False
         self.table = rewriting.table
         self.layer = rewriting.analysis.layer
         self.plans = rewriting.analysis.plans
@@ -53,6 +56,7 @@ class Copy:
     def add(self, definitions: Sequence[Any]) -> None:
         """Register the copy, which comes last, and the functions that it calls."""
         current = context.context()
+        self.torn = is_torn(definitions)
         for definition in definitions:
             name = definition.signature.name.encode()
             if not current.has_function(name):

@@ -1,0 +1,45 @@
+"""TensorFlow's optimizer of graphs, and copies of functions that it can do nothing for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context
+
+_CALLBACK = "EagerPyFunc"
+_DEFAULT = rewriter_config_pb2.RewriterConfig()
+
+
+def is_torn(definitions: Sequence[Any]) -> bool:
+    """Whether Python stands between nearly all operators of functions, so that none can be fused or folded.
+
+    That is, there are as many calls of Python as operators.
+    """
+    types = [node.op for one in definitions for node in one.node_def]
+    return 2 * types.count(_CALLBACK) >= len(types)
+
+
+def unoptimized(call: Callable[..., Any], *args: Any) -> Any:
+    """Call the runtime with a function that it shall run as it is written.
+
+    Its optimizer takes most of the time of a first call, which grows with the graph.
+    """
+    current = context.context()
+    before = current.function_call_options
+    current.function_call_options = _without_optimizer(before.config_proto_serialized, before.executor_type)
+    try:
+        return call(*args)
+    finally:
+        current.function_call_options = before
+
+
+@lru_cache(maxsize=16)
+def _without_optimizer(serialized: bytes, executor_type: str | None) -> Any:
+    """Options as these, but for the optimizer; what the user has set of that stays."""
+    config = config_pb2.ConfigProto.FromString(serialized)
+    options = config.graph_options.rewrite_options
+    options.disable_meta_optimizer = options.disable_meta_optimizer or options == _DEFAULT
+    return context.FunctionCallOptions(executor_type, config)
