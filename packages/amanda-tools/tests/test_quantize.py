@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +16,11 @@ from torch.nn import functional as F
 
 import amanda
 from amanda.tools.quantize import Grid, QuantizeError, QuantizeTool, choose_qparams, fake_quantize
+from amanda.tools.select import select
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torch.ao.quantization import observer
+    from torch.ao.quantization import FakeQuantize, observer
 
 
 class Network(nn.Module):
@@ -123,3 +128,302 @@ def test_an_activation_that_was_never_calibrated_is_an_error_that_says_where(mod
     with pytest.raises(QuantizeError, match="input 0 has no scale: calibrate") as caught, amanda.apply(tool):
         model(torch.randn(1, 3, 6, 6))
     assert any("QuantizeTool" in note and "head" in note for note in caught.value.__notes__)
+
+
+# ---- training ----
+
+
+class ByHand(nn.Module):
+    """A convolution and a linear layer with torch.ao's modules for quantisation-aware training."""
+
+    def __init__(self, conv: nn.Conv2d, linear: nn.Linear, bits: int) -> None:
+        super().__init__()
+        self.conv, self.linear = conv, linear
+        weight = Grid.of(bits, symmetric=True)
+        act = Grid.of(bits, symmetric=False)
+        per_channel = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric, "ch_axis": 0}
+        moving = observer.MovingAveragePerChannelMinMaxObserver
+        self.of_weights = nn.ModuleList(
+            FakeQuantize(moving, weight.low, weight.high, averaging_constant=1.0, **per_channel)
+            for _ in range(2)
+        )
+        self.of_inputs = nn.ModuleList(
+            FakeQuantize(observer.MovingAverageMinMaxObserver, act.low, act.high, averaging_constant=0.1)
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(self.of_inputs[0](x), self.of_weights[0](self.conv.weight), self.conv.bias)
+        x = torch.relu(x).flatten(1)
+        return F.linear(self.of_inputs[1](x), self.of_weights[1](self.linear.weight), self.linear.bias)
+
+
+def layers() -> tuple[nn.Conv2d, nn.Linear]:
+    torch.manual_seed(3)
+    return nn.Conv2d(2, 3, 3), nn.Linear(3 * 4 * 4, 4)
+
+
+def trained(model: Any, parameters: Any, steps: int = 8) -> list[float]:
+    """Losses of training with SGD on fixed batches."""
+    generator = torch.Generator().manual_seed(7)
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.05, momentum=0.9), []
+    for _ in range(steps):
+        x, y = torch.randn(4, 2, 6, 6, generator=generator), torch.randint(4, (4,), generator=generator)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantisation_aware_training_has_the_losses_of_the_one_written_by_hand(bits: int) -> None:
+    by_hand = ByHand(*layers(), bits)
+    wanted = trained(by_hand, by_hand.parameters())
+    conv, linear = layers()
+    model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear)
+    tool = QuantizeTool("qat", weight_bits=bits, activation_bits=bits, averaging=0.1)
+    with amanda.apply(tool):
+        assert trained(model, model.parameters()) == wanted
+        tool.freeze()
+        by_hand.apply(torch.ao.quantization.disable_observer)
+        x = torch.randn(4, 2, 6, 6) * 3
+        found = model(x)
+    assert torch.equal(found, by_hand(x))
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), by_hand.parameters(), strict=True)
+    )
+
+
+class LsqByHand(nn.Module):
+    """The same with learned step sizes, as the papers' pseudocode has them."""
+
+    def __init__(
+        self, conv: nn.Conv2d, linear: nn.Linear, scales: list[Tensor], offsets: list[Tensor]
+    ) -> None:
+        super().__init__()
+        self.conv, self.linear = conv, linear
+        self.scales = nn.ParameterList([one.clone() for one in scales])
+        self.offsets = nn.ParameterList([one.clone() for one in offsets])
+        self.signed = not offsets
+
+    def quantised(self, i: int, x: Tensor) -> Tensor:
+        weight = i % 2
+        low, high = (-4, 3) if weight or (self.signed and i == 0) else (0, 7)
+        count = x.numel() // (len(self.scales[i]) if weight else len(x))
+        factor = 1 / (count * high) ** 0.5
+        s = self.scales[i].view(-1, *[1] * (x.dim() - 1)) if weight else self.scales[i]
+        s = (s - s * factor).detach() + s * factor
+        shift = torch.zeros(())
+        if self.offsets and not weight:
+            shift = self.offsets[i // 2]
+            shift = (shift - shift * factor).detach() + shift * factor
+        v = (x - shift) / s
+        v = torch.where((v > low) & (v < high), v, v.detach().clamp(low, high))
+        return ((v.round() - v).detach() + v) * s + shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(self.quantised(0, x), self.quantised(1, self.conv.weight), self.conv.bias)
+        x = torch.relu(x).flatten(1)
+        return F.linear(self.quantised(2, x), self.quantised(3, self.linear.weight), self.linear.bias)
+
+
+@pytest.mark.parametrize("method", ["lsq", "lsq+"])
+def test_learned_step_sizes_have_the_losses_of_those_written_by_hand(method: Any) -> None:
+    conv, linear = layers()
+    model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear)
+    tool = QuantizeTool(method, weight_bits=3, activation_bits=3)
+    tool.prepare(model, torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(2)))
+    state = {name: value.detach().clone() for name, value in tool.state_dict().items()}
+    scales = [value for name, value in state.items() if name.endswith("scale")]
+    offsets = [value for name, value in state.items() if name.endswith("offset")]
+    assert (len(scales), len(offsets)) == (4, 2 if method == "lsq+" else 0)
+    with amanda.apply(tool):
+        losses = trained(model, [*model.parameters(), *tool.parameters()])
+    by_hand = LsqByHand(*layers(), scales, offsets)
+    torch.testing.assert_close(losses, trained(by_hand, by_hand.parameters()), rtol=1e-5, atol=1e-6)
+    learned = [value for name, value in tool.state_dict().items() if name.endswith("scale")]
+    torch.testing.assert_close(learned, list(by_hand.scales), rtol=1e-4, atol=1e-6)
+    assert all((one - other).abs().max() > 0 for one, other in zip(learned, scales, strict=True))
+
+
+# ---- state and files ----
+
+
+@pytest.mark.parametrize("method", ["static", "dynamic", "qat", "lsq", "lsq+"])
+@pytest.mark.parametrize("suffix", ["pt", "json", "safetensors"])
+def test_another_tool_quantises_with_the_scales_of_a_file(
+    method: Any, suffix: str, model: Network, batches: list[Tensor], tmp_path: Path
+) -> None:
+    tool, path = calibrated(model, batches, method=method, weight_bits=4), tmp_path / f"scales.{suffix}"
+    with amanda.apply(tool):
+        model(batches[1]).sum().backward()
+        tool.freeze()
+        wanted = model(batches[0])
+    again = QuantizeTool(method, weight_bits=4)
+    if suffix == "pt":
+        torch.save(tool.state_dict(), path)
+        again.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        tool.save(path)
+        again.load(path)
+    again.freeze()
+    with amanda.apply(again):
+        assert torch.equal(model(batches[0]), wanted)
+    assert len(list(again.parameters())) == len(list(tool.parameters()))
+    assert again.result.facts()["qparams"] == tool.result.facts()["qparams"]
+
+
+def test_scales_for_other_bits_are_refused(model: Network, batches: list[Tensor], tmp_path: Path) -> None:
+    path = calibrated(model, batches).save(tmp_path / "scales.json")
+    with pytest.raises(QuantizeError, match=r"scales\.json holds scales for weight_bits 8, not 4"):
+        QuantizeTool(weight_bits=4).load(path)
+    path.write_text("{}")
+    with pytest.raises(QuantizeError, match="no file of scales"):
+        QuantizeTool().load(path)
+    with pytest.raises(QuantizeError, match="another suffix"):
+        QuantizeTool().save(tmp_path / "scales.txt")
+
+
+PROGRAM = """
+import sys, torch, amanda
+from torch import nn
+from amanda.tools.quantize import QuantizeTool
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
+x = torch.randn(4, 2, 6, 6)
+tool = QuantizeTool(observer="percentile", weight_observer="mse", activation_bits=6)
+scales, outputs = sys.argv[1:]
+with amanda.apply(tool):
+    try:
+        tool.load(scales)
+    except FileNotFoundError:
+        with tool.calibrating():
+            model(x)
+        y = model(x)
+        tool.save(scales)
+        torch.save(y, outputs)
+    else:
+        assert torch.equal(model(x), torch.load(outputs))
+        print("equal")
+"""
+
+
+def test_a_frozen_tool_gives_the_same_in_a_new_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "scales.safetensors", tmp_path / "outputs.pt"]
+    printed = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    assert printed == ["", "equal\n"]
+
+
+def test_clear_starts_anew(model: Network, batches: list[Tensor]) -> None:
+    tool = calibrated(model, batches)
+    tool.clear()
+    assert (tool.state_dict(), tool.result.rows()) == ({}, [])
+    with amanda.apply(tool), pytest.raises(QuantizeError, match="has no scale"):
+        model(batches[0])
+
+
+# ---- phases, noise, errors ----
+
+
+def test_so_many_executions_calibrate_where_there_is_no_phase_for_it(
+    model: Network, batches: list[Tensor]
+) -> None:
+    wanted, tool = calibrated(model, batches[:2]), QuantizeTool(calibration=2)
+    with amanda.apply(tool):
+        outputs = [model(x) for x in batches]
+    assert torch.equal(outputs[1], model(batches[1]))
+    assert not torch.equal(outputs[2], model(batches[2]))
+    assert tool.result.facts() == wanted.result.facts()
+
+
+def test_noise_is_measured_against_the_same_inputs_unquantised(model: Network, batches: list[Tensor]) -> None:
+    tool = calibrated(model, batches, sqnr=True, types=["linear", "scaled*"], activation_bits=5)
+    seen: dict[str, Any] = {}
+
+    class Recorder(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.look)
+
+        def look(self, context: amanda.OpContext) -> None:
+            if context.get_op_type() in ("linear", "scaled_dot_product_attention"):
+                kind = context.get_op_type()
+                context.insert_before_op(lambda *values: seen.update({f"given {kind}": values}))
+                context.insert_after_op(lambda *values: seen.update({f"gave {kind}": values}))
+
+    with amanda.apply(Recorder(), tool):
+        model(batches[0])
+    q, k, v, *_ = seen["given scaled_dot_product_attention"]
+    wanted = F.scaled_dot_product_attention(q, k, v, scale=0.7)
+    noise = wanted - seen["gave scaled_dot_product_attention"][0]
+    decibels = 10 * torch.log10(wanted.double().square().sum() / noise.double().square().sum())
+    found = {one.type: one for one in tool.result}
+    assert found["scaled_dot_product_attention"].output_sqnr == pytest.approx(decibels.item(), abs=0.01)
+    x = seen["given linear"][0]
+    (row,) = [one for one in tool.result if (one.type, one.tensor) == ("linear", "input 0")]
+    grid = Grid.of(5, symmetric=False)
+    scale, zero_point = (torch.tensor(one) for one in (row.scale, row.zero_point))
+    noise = x - fake_quantize(x, scale, zero_point, grid)
+    decibels = 10 * torch.log10(x.double().square().sum() / noise.double().square().sum())
+    assert row.sqnr == pytest.approx(decibels.item(), abs=0.01)
+    assert "SQNR" in str(tool.result)
+
+
+def test_more_bits_leave_less_noise(model: Network, batches: list[Tensor]) -> None:
+    found = []
+    for bits in (2, 4, 6, 8):
+        tool = calibrated(model, batches, sqnr=True, weight_bits=bits, activation_bits=bits)
+        with amanda.apply(tool):
+            model(batches[0])
+        found.append(next(one.output_sqnr for one in tool.result if one.type == "conv2d"))
+    assert found == sorted(found)
+    assert [9 < b - a < 15 for a, b in pairwise(found)] == [True] * 3  # 6 dB a bit
+
+
+def test_two_tools_give_two_parts_different_bits(model: Network, batches: list[Tensor]) -> None:
+    eight = select(QuantizeTool(), module="conv")
+    four = select(QuantizeTool(weight_bits=4, activation_bits=4), module="head")
+    with amanda.apply(eight, four), eight.calibrating(), four.calibrating():
+        model(batches[0])
+    with amanda.apply(eight, four):
+        model(batches[0])
+    assert [(one.module, one.bits) for tool in (eight, four) for one in tool.result] == [
+        ("conv", 8), ("conv", 8), ("head", 4), ("head", 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "statics"}, "method is 'statics'; it is one of 'static', 'dynamic'"),
+        ({"weight_bits": 9}, "9 bits; give a number from 2 to 8"),
+        ({"observer": "max"}, "observer is 'max'"),
+        ({"method": "dynamic", "observer": "mse"}, "dynamic takes the extremes at each execution"),
+        ({"method": "lsq", "rounding": "half_up"}, "lsq rounds half to even"),
+        ({"percentile": 0.5}, "more than 50"),
+        ({"averaging": 0}, "more than 0"),
+        ({"calibration": -1}, "number of executions"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(QuantizeError, match=message):
+        QuantizeTool(**options)
+
+
+def test_values_that_are_not_finite_cannot_calibrate(model: Network) -> None:
+    tool = QuantizeTool()
+    with pytest.raises(QuantizeError, match="NaN or Inf") as caught, amanda.apply(tool), tool.calibrating():
+        model(torch.full((1, 3, 6, 6), torch.nan))
+    assert any("conv2d" in note for note in caught.value.__notes__)
+
+
+def test_what_optimizers_compute_is_not_quantised() -> None:
+    layer = nn.Linear(3, 3)
+    tool = QuantizeTool("dynamic", types=["add", "linear"])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, foreach=False)
+    with amanda.apply(tool):
+        layer(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+    assert {one.type for one in tool.result} == {"linear"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,11 @@ Selection = int | str | Sequence[int | str] | None
 
 @dataclass(slots=True)
 class OpFacts:
-    """What a driver tells of one execution of an op; the contexts of all tools read it."""
+    """What a driver tells of one execution of an op; the contexts of all tools read it.
+
+    graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
+    variables that an op of a graph reads, the same ones in each graph.
+    """
 
     op: Any
     op_id: int
@@ -39,6 +43,8 @@ class OpFacts:
     read_value: Callable[[Any], Any] = field(default=lambda value: value)
     op_type: str = ""
     parameters: Sequence[int] = ()
+    graph: Hashable = None
+    read_variables: Callable[[], Hashable] = field(default=lambda: None)
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -50,7 +56,8 @@ class OpFacts:
         return OpFacts(
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
-            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters,
+            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
+            read_variables=self.read_variables,
         )  # fmt: skip
 
     @property

@@ -152,16 +152,11 @@ class Tool:
     ) -> Any:
         """State of this tool at one op, made when it is first asked for.
 
-        It is keyed by module path, op and `name`; what `load_state_dict` holds under the key is
+        It is keyed by `place(context)` and `name`; what `load_state_dict` holds under the key is
         taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
         Call it in an analysis routine.
         """
-        prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
-        places = self._amanda.state.setdefault("places", {})
-        ordinal = places.setdefault(prefix, {}).setdefault(
-            context.get_op_id(), len(places[prefix]) if prefix in places else 0
-        )
-        key = f"{prefix}/{name}" if ordinal == 0 else f"{prefix}.{ordinal}/{name}"
+        key = f"{self.place(context)}/{name}"
         values = self._amanda.state.setdefault("values", {})
         if key not in values:
             if key not in self._amanda.loaded:
@@ -170,6 +165,20 @@ class Tool:
                 loaded = self._amanda.loaded.pop(key)
                 values[key] = loaded if load is None else load(loaded)
         return values[key]
+
+    def place(self, context: OpContext) -> str:
+        """What an op's state is kept under: "module path/op", with ".1", ".2" for others of that name.
+
+        Ops of several graphs that have one name and read the same variables are one place: what Keras
+        traces of a layer to train it, and what to predict.
+        """
+        facts = context._facts
+        prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
+        known, shared = self._amanda.state.setdefault("places", {}).setdefault(prefix, ({}, []))
+        if facts.op_id not in known:
+            known[facts.op_id] = _ordinal(shared, facts.graph, facts.read_variables())
+        number = known[facts.op_id]
+        return prefix if number == 0 else f"{prefix}.{number}"
 
     def state_dict(self) -> dict[str, Any]:
         """What `keep` holds, by "module path/op/name", and what was loaded but not asked for yet."""
@@ -191,3 +200,13 @@ class Tool:
         """Run `model` once on an example, so that this tool's state is made; the model's result."""
         with apply(self):
             return model(*example, **kwargs)
+
+
+def _ordinal(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:
+    """Which of the places of one name an op is at, each with the graphs that have it and its variables."""
+    for number, (graphs, theirs) in enumerate(places):
+        if graph is not None and graphs and graph not in graphs and variables == theirs:
+            graphs.add(graph)
+            return number
+    places.append((set() if graph is None else {graph}, variables))
+    return len(places) - 1

@@ -60,6 +60,12 @@ class Options:
                 'leave it at "minmax", or let method be "static"'
             )
 
+    def told(self) -> dict[str, Any]:
+        """What scales are for: those made for other options than these mean something else."""
+        names = ("method", "weight_bits", "activation_bits", "per_channel", "symmetric_weights",
+                 "symmetric_activations")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
     def grid(self, weight: bool) -> Grid:
         """The integers of weights, or of activations."""
         bits = self.weight_bits if weight else self.activation_bits

@@ -79,6 +79,13 @@ class Quantizer(ABC):
     def __call__(self, x: Any, frozen: bool) -> Any:
         """What takes the place of `x`."""
 
+    def arrays(self) -> dict[str, Any]:
+        """What is kept, as arrays of float32, zero points of int32; nothing as long as there is no scale."""
+        found = {part: self._read(part) for part in self.state} if self.settled else {}
+        return {
+            part: one.astype("int32" if part == "zero_point" else "float32") for part, one in found.items()
+        }
+
     def qparams(self) -> tuple[Any, Any] | None:
         """Scale and zero point as arrays; None as long as there are none."""
         if not self.settled or not self.state:

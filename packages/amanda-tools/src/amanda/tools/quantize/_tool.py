@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.quantize import _pytorch, _tensorflow
-from amanda.tools.quantize._grid import Rounding
+from amanda.tools.quantize._files import read_scales, write_scales
+from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._observers import ObserverName
 from amanda.tools.quantize._options import TYPES, Method, Options
@@ -82,7 +84,7 @@ class QuantizeTool(amanda.Tool):
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
-        self._places: dict[int, _Place] = {}
+        self._places: dict[str, _Place] = {}
         rules = [["pytorch", _pytorch.describe], ["tensorflow", _tensorflow.describe]]
         self.depends_on(StandardMapping(), MappingTool(rules))
         self.add_inst_for_op(self._analyse)
@@ -128,6 +130,34 @@ class QuantizeTool(amanda.Tool):
         self._places = {}
         super().load_state_dict(state)
 
+    def save(self, path: str | Path) -> Path:
+        """Write scales, zero points and offsets, by "module/op/tensor", as .json or .safetensors.
+
+        Zero points are integers; the file says the grid of each tensor and the axes of its channels.
+        """
+        names = {id(value): name for name, value in self.state_dict().items()}
+        arrays, grids = {}, {}
+        for quantizer in self._quantizers():
+            for part, value in quantizer.arrays().items():
+                arrays[names[id(quantizer.state[part])]] = value
+            if quantizer.state and quantizer.settled:
+                name = names[id(quantizer.state["scale"])].removesuffix(".scale")
+                grids[name] = {"low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes}
+        return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
+
+    def load(self, path: str | Path) -> None:
+        """Take the scales of a file that `save` wrote, also under another framework's tensors.
+
+        Raises QuantizeError for a file of a tool whose options ask for other scales.
+        """
+        arrays, about = read_scales(path)
+        mine, theirs = self.options.told(), about.get("options", {})
+        unlike = [f"{name} {theirs.get(name)!r}, not {mine[name]!r}" for name in mine
+                  if theirs.get(name) != mine[name]]  # fmt: skip
+        if unlike:
+            raise QuantizeError(f"{path} holds scales for {'; '.join(unlike)}")
+        self.load_state_dict(arrays)
+
     def gradients(self) -> list[tuple[Any, Any]]:
         """Gradients of the learned scales and offsets with these, as `optimizer.apply_gradients` takes them.
 
@@ -163,9 +193,10 @@ class QuantizeTool(amanda.Tool):
         names = (context["type"], context.get_op_type())
         if context["phase"] != "forward" or not self._selects(names):
             return
-        if context.get_op_id() not in self._places:
-            self._places[context.get_op_id()] = self._place(context)
-        place = self._places[context.get_op_id()]
+        name = self.place(context)
+        if name not in self._places:
+            self._places[name] = self._place(context)
+        place = self._places[name]
         positions = sorted({position for position, _ in place.quantizers})
         if not positions:
             return

@@ -1,6 +1,7 @@
 """What tools are told of an operation of a graph."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ def facts_of(
     namespace: Namespace,
     read_value: Callable[[Any], Any],
     node: Any = None,
+    graph: Hashable = None,
 ) -> tuple[OpFacts, list[Any]]:
     """Facts of an operation with its symbolic inputs, and its outputs.
 
+    graph: the identity of its body.
     node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
     functions that it differentiates.
     """
@@ -40,9 +43,29 @@ def facts_of(
     facts = OpFacts(
         Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
         grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node), scope=scope,
-        source=source(op), read_value=read_value, op_type=op.type,
+        source=source(op), read_value=read_value, op_type=op.type, graph=graph,
+        read_variables=partial(variables_of, op, read_value),
     )  # fmt: skip
     return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
+
+
+_PASSING = frozenset(
+    {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch", "Reshape", "Transpose"}
+)
+_VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+
+
+def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
+    """The variables that an operation reads: the ids of their handles, or their names in a graph."""
+    found = []
+    for tensor in op.inputs:
+        while tensor.op.type in _PASSING:
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type in _VARIABLES:
+            found.append(tensor.op.name)
+        elif tensor.dtype == tf.resource:
+            found.append(getattr(read_value(tensor), "_id", None))
+    return tuple(found)
 
 
 def inputs_of(op: tf.Operation, node: Any) -> list[Any]:

@@ -108,7 +108,10 @@ class _Rewriter:
     def _at_forward(self, op: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
         identity = op_id(self.body, op.name)
-        facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value, node)
+        body = self.body
+        facts, outputs = facts_of(
+            op, identity, self.rewriting.namespace, body.read_value, node, body.identity
+        )
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
         if self.body.depth:

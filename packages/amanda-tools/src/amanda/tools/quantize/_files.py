@@ -1,0 +1,72 @@
+"""Files of scales and zero points, which other programs can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.quantize._grid import QuantizeError
+
+_SCHEMA, _VERSION = "amanda.quantize.scales", 1
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:
+    """Write arrays by name, and what is to be said about them, as .json or .safetensors.
+
+    Raises QuantizeError for another suffix; then nothing is written.
+    """
+    path = Path(path)
+    told = {"schema": _SCHEMA, "version": _VERSION, **about}
+    if path.suffix == ".json":
+        kept = {name: {"dtype": str(one.dtype), "values": one.tolist()} for name, one in arrays.items()}
+        path.write_text(json.dumps({**told, "arrays": kept}, indent=1) + "\n", encoding="utf-8")
+    elif path.suffix == ".safetensors":
+        from safetensors.numpy import save_file
+
+        plain = {name: np.ascontiguousarray(one).reshape(one.shape) for name, one in arrays.items()}
+        save_file(plain, path, {"amanda": json.dumps(told)})
+    else:
+        raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
+    return path
+
+
+def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The arrays of a file that `write_scales` wrote, and what it says about them.
+
+    Raises QuantizeError for a file of another kind, or of a later version.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, framework="numpy") as file:
+                told = json.loads((file.metadata() or {})["amanda"])
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        else:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            arrays = {name: np.array(one["values"], _dtype(one["dtype"]))
+                      for name, one in told.pop("arrays").items()}  # fmt: skip
+        schema, version = told.pop("schema"), told.pop("version")
+    except OSError:
+        raise
+    except Exception as error:
+        raise QuantizeError(f"{path} is no file of scales that can be read: {error!r}") from error
+    if schema != _SCHEMA or version > _VERSION:
+        raise QuantizeError(
+            f"{path} holds {schema} of version {version}; {_SCHEMA} up to version {_VERSION} can be read"
+        )
+    return arrays, told
+
+
+def _dtype(name: str) -> str:
+    if name not in ("float32", "int32"):
+        raise ValueError(f"arrays of {name}")
+    return name
