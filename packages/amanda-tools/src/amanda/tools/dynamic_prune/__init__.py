@@ -1,4 +1,4 @@
-"""Pruning that goes by the input: channels of convolutions.
+"""Pruning that goes by the input: channels of convolutions, positions of activations, tokens.
 
 tool = DynamicChannelPruneTool(density=0.5)
 tool.prepare(model, images)
@@ -9,8 +9,16 @@ with amanda.apply(tool):
 print(tool.result)
 """
 
+from amanda.tools.dynamic_prune._activation import ActivationPruneTool
+from amanda.tools.dynamic_prune._attention import AttentionPruneTool
 from amanda.tools.dynamic_prune._base import DynamicPruneTool
 from amanda.tools.dynamic_prune._channel import DynamicChannelPruneTool
 from amanda.tools.dynamic_prune._result import DynamicPruneResult
 
-__all__ = ["DynamicChannelPruneTool", "DynamicPruneResult", "DynamicPruneTool"]
+__all__ = [
+    "ActivationPruneTool",
+    "AttentionPruneTool",
+    "DynamicChannelPruneTool",
+    "DynamicPruneResult",
+    "DynamicPruneTool",
+]

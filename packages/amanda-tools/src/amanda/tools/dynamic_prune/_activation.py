@@ -1,0 +1,224 @@
+"""Spatially sparse activations: positions of residual branches are pruned by what enters them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from autoray import astype, do, get_dtype_name
+
+import amanda
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, spatial_axes
+from amanda.tools.dynamic_prune._flow import Node, residual
+from amanda.tools.dynamic_prune._geometry import Geometry, geometry
+from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, framework, stop
+from amanda.tools.dynamic_prune._result import Pruned
+
+_POINTWISE = frozenset(
+    {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
+     "hardswish", "hardsigmoid", "sigmoid", "tanh", "clamp", "dropout", "BiasAdd", "add", "sub", "mul", "div",
+     "to", "Identity", "clone", "contiguous"}
+)  # fmt: skip
+"""Ops that compute each position of itself, and of vectors."""
+
+
+@dataclass(eq=False)
+class _Convolution:
+    """A convolution of a residual branch.
+
+    size: elements of the kernel.  given, read: 0/1 of the positions that it gives and reads, for the last
+    input; read is None for the first of a branch, whose input others read too.
+    """
+
+    pruned: Pruned
+    layout: str
+    size: int
+    geometry: Geometry
+    block: _Block | None = None
+    given: Any = None
+    read: Any = None
+
+
+@dataclass(eq=False)
+class _Block:
+    """A residual branch: its convolutions, the mask unit, and what that said of the last input."""
+
+    convolutions: Sequence[_Convolution]
+    kernel: Any
+    weight: Any
+    bias: Any
+    mask: Any = None
+    used: Any = None
+    total: int = 0
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        """Of the whole branch."""
+        strides = [one.geometry.stride for one in self.convolutions]
+        return prod(one[0] for one in strides), prod(one[1] for one in strides)
+
+
+class ActivationPruneTool(DynamicPruneTool):
+    """Computes residual branches at some positions alone: at the others they add nothing.
+
+    For each input a mask unit says where a branch is worth it: a convolution of 3x3 and a linear function of
+    the means, of what the branch's first convolution reads. Inner convolutions give what the next one needs
+    at these positions. In training the mask is sampled (Gumbel, straight through).
+
+    budget: share of the branches' multiply-accumulates that `loss()` aims at.  strength: of that loss.
+    temperature: of the sigmoid whose gradient the mask has.  `progress`, from 0 to 1, is how much of the
+    training is done: at 0 each branch is to have the budget, at 1 all together.
+
+    In PyTorch, and TensorFlow's eager mode, a branch is known when its end was executed: the first pass of a
+    model is dense, or `prepare` is that pass.
+    Source: Verelst & Tuytelaars 2020, "Dynamic convolutions: exploiting spatial sparsity for faster
+    inference".
+    """
+
+    progress = 1.0
+
+    def __init__(
+        self, budget: float = 0.5, strength: float = 10.0, temperature: float = 1.0, seed: int = 0
+    ) -> None:
+        super().__init__(seed)
+        self._budget, self._strength = checked_share("budget", budget), strength
+        self._temperature = temperature
+        self._convolutions: dict[int, _Convolution] = {}
+        self._blocks: dict[int, _Block] = {}
+        self.add_inst_for_op(self._look)
+        self.add_inst_for_op(self._note, require_outputs=True)
+
+    def loss(self) -> Any:
+        """strength times the squared distance from the budget, of the last execution of each branch."""
+        done = [one for one in self._blocks.values() if one.used is not None]
+        if not done:
+            return 0.0
+        used, total = [one.used for one in done], [one.total for one in done]
+        return self._strength * budget_loss(used, total, self._budget, self.progress)
+
+    def clear(self) -> None:
+        """Forget what was pruned, and the masks of the last execution."""
+        super().clear()
+        for block in self._blocks.values():
+            block.mask = block.used = None
+
+    def _pruned(self) -> Iterable[Pruned]:
+        return (one.pruned for one in self._convolutions.values())
+
+    # ---- analysis ----
+
+    def _look(self, context: amanda.OpContext) -> None:
+        if context["phase"] != "forward":
+            return
+        node = context["node"] = self._flow.node(context)
+        if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
+            one = self._convolution(context)
+            if one is not None:
+                node.notes["convolution"] = one
+                context.insert_before_op(self._at_convolution, inputs=[0], one=one)
+        found = residual(self._flow, node)
+        inner = [] if found is None else _convolutions(found.ops)
+        if found is not None and inner:
+            block = self._block(context, inner)
+            context.insert_before_op(self._at_end, inputs=[found.branch], block=block)
+
+    def _note(self, context: amanda.OpContext) -> None:
+        if context["phase"] == "forward":
+            self._flow.made(context["node"], context.get_outputs() or [])
+
+    def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
+        if context.get_op_id() not in self._convolutions:
+            shape = context["shape"](context.get_inputs()[context["weight_index"]])
+            extents = dict(zip(context["weight_layout"], shape, strict=True))
+            form = geometry(context.get_attrs(), context["layout"], (extents["H"], extents["W"]))
+            if form is None:
+                return None
+            self._convolutions[context.get_op_id()] = _Convolution(
+                Pruned(context["type"], context.get_scope(), context.get_source(), "positions"),
+                context["layout"], prod(extents.values()), form,
+            )  # fmt: skip
+        return self._convolutions[context.get_op_id()]
+
+    def _block(self, context: amanda.OpContext, inner: Sequence[tuple[_Convolution, int]]) -> _Block:
+        if context.get_op_id() not in self._blocks:
+            like, channels = context.get_inputs()[0], inner[0][1]
+            block = self._blocks[context.get_op_id()] = _Block(
+                [one for one, _ in inner],
+                self._trainable(context, "mask.kernel", like, lambda: self._uniform(9, (3, 3, channels))),
+                self._trainable(context, "mask.weight", like, lambda: self._uniform(1, (channels, 1))),
+                self._trainable(context, "mask.bias", like, lambda: np.zeros(1, np.float32)),
+            )
+            for one, _ in inner:
+                one.block = block
+        return self._blocks[context.get_op_id()]
+
+    def _uniform(self, window: int, shape: tuple[int, ...]) -> Any:
+        bound = (window * shape[-1 if window > 1 else 0]) ** -0.5
+        return self._first.uniform(-bound, bound, shape).astype(np.float32)
+
+    # ---- execution ----
+
+    @amanda.differentiable
+    def _at_convolution(self, x: Any, one: _Convolution) -> Any:
+        block = one.block
+        if block is None:
+            return None
+        if block.convolutions[0] is one:
+            self._decide(x, block)
+        if one.given is None:
+            return None
+        kept = do("mean", stop(one.given))
+        one.pruned.add(1 - kept, one.size * prod(one.given.shape), 1 - kept)
+        return None if one.read is None else _masked(x, one.read, one.layout)
+
+    @amanda.differentiable
+    def _at_end(self, branch: Any, block: _Block) -> Any:
+        return None if block.mask is None else _masked(branch, block.mask, block.convolutions[-1].layout)
+
+    def _decide(self, x: Any, block: _Block) -> None:
+        """The masks of a branch, from what it reads."""
+        layout = block.convolutions[0].layout
+        x = astype(x, get_dtype_name(block.kernel))
+        local = framework(x).local(x, block.kernel, block.stride, layout)
+        mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
+        logits = local + mean[:, :, None]
+        mask = block.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
+        sizes = [(int(x.shape[layout.index("H")]), int(x.shape[layout.index("W")]))]
+        for one in block.convolutions[:-1]:
+            sizes.append(one.geometry.given(sizes[-1]))
+        used: Any = 0.0
+        block.total = 0
+        for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
+            macs = one.size * prod(mask.shape)
+            used, block.total = used + macs * do("mean", mask), block.total + macs
+            one.given, mask = mask, one.geometry.needed(mask, size)
+            one.read = None if one is block.convolutions[0] else mask
+        block.used = used
+
+
+def _convolutions(ops: Sequence[Node]) -> list[tuple[_Convolution, int]]:
+    """Those at the end of a branch with what computes positions of themselves between, each with how many
+    channels it reads; the first of the branch first."""
+    found: list[tuple[_Convolution, int]] = []
+    for node in ops:
+        one = node.notes.get("convolution")
+        if one is not None:
+            channels = (node.shapes[0] or ())[one.layout.index("C")]
+            found.insert(0, (one, channels or 0))
+        elif node.type not in _POINTWISE or not _reads_vectors(node):
+            break
+    return found
+
+
+def _reads_vectors(node: Node) -> bool:
+    """Whether all that an op reads beside its data has one extent at most."""
+    return all(sum(one != 1 for one in shape) <= 1 for shape in node.shapes[1:] if shape is not None)
+
+
+def _masked(value: Any, mask: Any, layout: str) -> Any:
+    """Zero where the mask is."""
+    mask = astype(mask, get_dtype_name(value))
+    return value * (mask[:, None] if layout.index("C") == 1 else mask[..., None])

@@ -1,0 +1,321 @@
+"""Token skimming: attention decides which tokens, or blocks of them, later layers do without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from autoray import astype, do, get_dtype_name
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._flow import Flow, Node, Residual, residual
+from amanda.tools.dynamic_prune._math import (
+    binary_gumbel,
+    density_count,
+    framework,
+    per_token,
+    per_unit,
+    renormalised,
+    stop,
+    winners,
+)
+from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
+
+_BETWEEN = frozenset(
+    {"add", "sub", "mul", "div", "masked_fill", "where", "to", "clamp", "maximum", "reshape", "Identity",
+     "clone", "contiguous", "dropout"}
+)  # fmt: skip
+"""Ops between the product of queries and keys and the softmax."""
+_PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
+_FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+
+
+@dataclass(eq=False)
+class _Attention:
+    """An attention, and what it decided for the last input.
+
+    heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
+    before it.  skim: parameters of the learned predictor.  alive: 0/1, (N, T), the tokens that it was given;
+    None for all.  later: those that are left for the next.  count: of the units that are left, where each
+    input keeps as many.
+    """
+
+    pruned: Pruned
+    node: Node
+    heads: int | None
+    width: int
+    previous: _Attention | None
+    skim: tuple[Any, ...]
+    alive: Any = None
+    later: Any = None
+    count: int = 0
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A residual connection behind an attention.
+
+    is_normed: whether it adds to what a normalisation gave; then one follows, which takes dropped tokens
+    back to the state that was added to.
+    """
+
+    attention: _Attention
+    is_normed: bool
+    state: Any = None
+
+
+class AttentionPruneTool(DynamicPruneTool):
+    """Drops tokens from later layers by what attention says of them.
+
+    unit: "token", or "block" of `block` tokens in a row.  by: "attention": each attention keeps, of the
+    tokens that it was given, the share `keep` that all heads and queries attend to most; "learned": a
+    predictor of two layers, from the attention that a token receives and pays to itself in each head, says
+    what is kept; then `keep` is the share of tokens over all layers that `loss()` aims at.
+    protect: so many first tokens stay.  strength: of the loss.  hidden: neurons of the predictor.
+
+    A dropped token is no key and no query of later attentions, and residual connections leave its state as
+    it was. In training learned decisions are sampled (Gumbel, straight through).
+    Sources: Guan et al. 2022, "Block-skim" and "Transkimmer"; Goyal et al. 2020, "PoWER-BERT", for the score.
+    """
+
+    def __init__(
+        self,
+        unit: Literal["token", "block"] = "token",
+        by: Literal["attention", "learned"] = "attention",
+        keep: float = 0.7,
+        block: int = 4,
+        protect: int = 1,
+        strength: float = 1.0,
+        hidden: int = 16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed)
+        _check(unit, by, block)
+        self._size, self._learned = (block if unit == "block" else 1), by == "learned"
+        self._keep, self._protect = checked_share("keep", keep), protect
+        self._strength, self._hidden = strength, hidden
+        self._attentions: dict[int, _Attention] = {}
+        self._fused: set[str] = set()
+        self.add_inst_for_op(self._look)
+        self.add_inst_for_op(self._note, require_outputs=True)
+
+    @property
+    def result(self) -> DynamicPruneResult:
+        """What was pruned so far; MACs are those of the products of queries, keys and values."""
+        notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
+        return DynamicPruneResult(self._pruned(), notes)
+
+    def loss(self) -> Any:
+        """strength times the squared distance from `keep` of the share of tokens that learned ones leave."""
+        left = [one.later for one in self._attentions.values() if one.later is not None and self._learned]
+        if not left:
+            return 0.0
+        share = sum(do("mean", one) for one in left) / len(left)
+        return self._strength * (share - self._keep) ** 2
+
+    def clear(self) -> None:
+        """Forget what was pruned, and the decisions of the last execution."""
+        super().clear()
+        for one in self._attentions.values():
+            one.alive = one.later = None
+
+    def _pruned(self) -> Iterable[Pruned]:
+        return (one.pruned for one in self._attentions.values())
+
+    # ---- analysis ----
+
+    def _look(self, context: amanda.OpContext) -> None:
+        if context["phase"] != "forward":
+            return
+        kind, node = context["type"], self._flow.node(context)
+        context["node"] = node
+        if kind in _FUSED:
+            self._fused.add(kind)
+        elif kind == "scaled_dot_product_attention":
+            one = self._attention(context, node, node)
+            context.replace_op(
+                partial(framework(context.get_inputs()[0]).attend, partial(self._attend, one=one))
+            )
+        elif kind == "softmax" and (product := _product(self._flow, node)) is not None:
+            one = self._attention(context, node, product)
+            context.insert_after_op(self._prune, outputs=[0], one=one)
+        elif (found := residual(self._flow, node)) is not None:
+            self._look_at_sum(context, node, found)
+        elif kind == "layer_norm":
+            added = self._flow.maker(node.inputs[0])
+            if added is not None and "sum" in added.notes:
+                context.insert_after_op(self._restore, outputs=[0], node=node, one=added.notes["sum"])
+
+    def _note(self, context: amanda.OpContext) -> None:
+        if context["phase"] == "forward":
+            self._flow.made(context["node"], context.get_outputs() or [])
+
+    def _attention(self, context: amanda.OpContext, node: Node, product: Node) -> _Attention:
+        if context.get_op_id() not in self._attentions:
+            scores, given = node.shapes[0] or (), product.shapes[0] or ()
+            heads = _heads(self._flow, product, scores) if node is not product and len(scores) == 3 else None
+            count = heads or (scores[1] if len(scores) == 4 else 1) or 1
+            one = _Attention(
+                Pruned(context["type"], context.get_scope(), context.get_source(),
+                       "tokens" if self._size == 1 else f"blocks of {self._size}"),
+                node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
+                self._skim(context, count) if self._learned else (),
+            )  # fmt: skip
+            self._attentions[context.get_op_id()] = one
+        one = node.notes["attention"] = self._attentions[context.get_op_id()]
+        one.node = node
+        return one
+
+    def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
+        """The predictor's parameters, of which the last lets all tokens be kept at first."""
+        like, width = context.get_inputs()[0], 2 * heads
+        makers = {
+            "skim.hidden.weight": lambda: self._normal(width**-0.5, (width, self._hidden)),
+            "skim.hidden.bias": lambda: np.zeros(self._hidden, np.float32),
+            "skim.weight": lambda: self._normal(0.1 * self._hidden**-0.5, (self._hidden, 1)),
+            "skim.bias": lambda: np.ones(1, np.float32),
+        }
+        return tuple(self._trainable(context, name, like, make) for name, make in makers.items())
+
+    def _normal(self, std: float, shape: tuple[int, ...]) -> Array:
+        return self._first.normal(0, std, shape).astype(np.float32)
+
+    def _look_at_sum(self, context: amanda.OpContext, node: Node, found: Residual) -> None:
+        attention = self._flow.nearest([node.inputs[found.branch]], "attention")
+        products = [one for one in found.ops if one.type in ("linear", "addmm", *_PRODUCTS)]
+        if attention is None or not products:
+            return
+        made_by = [one for _, one in zip(range(3), self._flow.back(found.identity), strict=False)]
+        is_normed = any(one is not None and one.type == "layer_norm" for _, one in made_by)
+        one = node.notes["sum"] = _Sum(attention, is_normed)
+        context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
+
+    # ---- execution ----
+
+    @amanda.differentiable
+    def _prune(self, probabilities: Any, one: _Attention) -> Any:
+        shape = tuple(probabilities.shape)
+        if len(shape) == 3:
+            heads = one.heads or 1
+            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
+            pruned = do("reshape", self._attend(split, one), shape)
+        else:
+            pruned = self._attend(probabilities, one)
+        self._flow.made(one.node, [pruned])
+        return pruned
+
+    def _attend(self, probabilities: Any, one: _Attention) -> Any:
+        """The probabilities without what was dropped: (N, H, T, T); decides what is dropped next."""
+        batch, heads, queries, keys = probabilities.shape
+        one.alive = one.later = None
+        if queries != keys:
+            return probabilities
+        before = one.previous.later if one.previous is not None else None
+        if before is not None and tuple(before.shape) == (batch, keys):
+            one.alive = astype(before, get_dtype_name(probabilities))
+            # A key of which most was attended to would get a gradient without bound.
+            alive = stop(one.alive)
+            probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
+        macs = 2 * int(batch * heads * queries * keys) * one.width
+        if one.alive is None:
+            one.pruned.add(0.0, macs, 0.0)
+        else:
+            shares = do("mean", stop(one.alive), axis=-1)
+            one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
+        one.later = self._left(probabilities, one)
+        return probabilities
+
+    def _left(self, probabilities: Any, one: _Attention) -> Any:
+        """0/1 of the tokens that are left for later layers: (N, T)."""
+        received = do("sum", probabilities, axis=-2)
+        length = int(received.shape[-1])
+        alive = do("ones_like", received[:, 0]) if one.alive is None else one.alive
+        units = per_unit(alive, self._size)
+        count = int(units.shape[-1])
+        if one.alive is not None and one.previous is not None:
+            count = one.previous.count
+        guarded = np.arange(units.shape[-1]) * self._size < self._protect
+        first = framework(received).tensor(guarded[None].astype(np.float32), received)
+        if self._learned:
+            hard = self._predicted(probabilities, received, one)
+            left = units * (first + (1 - first) * hard)
+        else:
+            score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
+            one.count = max(density_count(self._keep, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, one.count) * units
+        return per_token(left, self._size, length)
+
+    def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
+        """0/1 of the units that the predictor keeps: (N, units)."""
+        own = do("diagonal", probabilities, axis1=-2, axis2=-1)
+        features = per_unit(do("concatenate", (received, own), axis=1), self._size)
+        features = do("transpose", astype(features, get_dtype_name(one.skim[0])), (0, 2, 1))
+        weight, bias, last, offset = one.skim
+        hidden = features @ weight + bias
+        logits = (do("tanh", hidden) @ last + offset)[..., 0]
+        return astype(binary_gumbel(logits, self._noise(logits)), get_dtype_name(received))
+
+    @amanda.differentiable
+    def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
+        """A residual connection adds nothing to dropped tokens."""
+        alive = one.attention.alive
+        if alive is None or tuple(branch.shape[:2]) != tuple(alive.shape):
+            one.state = None
+            return None
+        if one.is_normed:
+            one.state = state
+            return None
+        return branch * astype(alive, get_dtype_name(branch))[..., None], state
+
+    @amanda.differentiable
+    def _restore(self, normed: Any, node: Node, one: _Sum) -> Any:
+        """Dropped tokens stay what they were before a residual connection and the normalisation behind it."""
+        state, one.state = one.state, None
+        if state is None or one.attention.alive is None:
+            return None
+        alive = astype(one.attention.alive, get_dtype_name(normed))[..., None]
+        restored = normed * alive + state * (1 - alive)
+        self._flow.made(node, [restored])
+        return restored
+
+
+def _product(flow: Flow, node: Node) -> Node | None:
+    """The product of queries and keys that a softmax is of; None where it is of something else."""
+    size = node.shapes[0]
+    if size is None or len(size) not in (3, 4):
+        return None
+    number = node.inputs[0]
+    for _ in range(12):
+        made = flow.maker(number)
+        if made is None or made.type in _PRODUCTS:
+            return made
+        if made.type not in _BETWEEN:
+            return None
+        same = [
+            i for i, shape in zip(made.inputs, made.shapes, strict=True) if shape == size and i is not None
+        ]
+        number = next(iter(same), made.data)
+    return None
+
+
+def _heads(flow: Flow, product: Node, scores: tuple[int | None, ...]) -> int | None:
+    """How many heads share an axis with the batch: the layer that makes the queries knows the batch."""
+    for _, node in flow.back(product.data):
+        if node is not None and node.type in ("linear", "addmm", "matmul") and node.shapes[0]:
+            tokens = np.prod([one or 1 for one in node.shapes[0][:-1]])
+            batch = int(tokens) // (scores[1] or 1)
+            return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
+    return None
+
+
+def _check(unit: str, by: str, block: int) -> None:
+    for name, value, known in (("unit", unit, ("token", "block")), ("by", by, ("attention", "learned"))):
+        if value not in known:
+            raise AmandaError(f"{name} is {value!r}; it is one of {', '.join(map(repr, known))}")
+    if block < 1:
+        raise AmandaError(f"block is {block}; it is a number of tokens, 1 at least")

@@ -1,0 +1,167 @@
+"""Token skimming against a BERT that takes tokens away by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amanda
+from amanda.tools.dynamic_prune import AttentionPruneTool
+
+KEEP = 0.6
+
+
+class Layer(nn.Module):
+    """A layer of BERT, with the ops of attention written out, of one, or of nn.MultiheadAttention."""
+
+    def __init__(self, way: str, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.way, self.heads = way, heads
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 20), nn.Linear(20, width)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        q, k, v = nn.functional.linear(x, self.attention.in_proj_weight, self.attention.in_proj_bias).chunk(
+            3, -1
+        )
+        return [one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (q, k, v)]
+
+    def attend(self, x: Tensor) -> Tensor:
+        if self.way in ("weights", "module"):
+            return self.attention(x, x, x, need_weights=self.way == "weights")[0]  # type: ignore[no-any-return]
+        q, k, v = self.split(x)
+        if self.way == "sdpa":
+            made = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            made = ((q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+        y: Tensor = self.attention.out_proj(made.transpose(1, 2).flatten(2))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attend(x))
+        y: Tensor = self.norm2(self.down(self.up(x).relu()) + x)
+        return y
+
+
+class Encoder(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(30, 12), nn.LayerNorm(12)
+        self.layers = nn.Sequential(*(Layer(way) for _ in range(3)))
+        for layer in self.layers:
+            nn.init.normal_(layer.attention.in_proj_weight, std=1.0)  # attention that differs between tokens
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.layers(self.norm(self.embedding(tokens)))
+        return y
+
+
+def by_hand(model: Encoder, tokens: Tensor, size: int) -> Tensor:
+    """The states of all tokens, of those that were taken away the last."""
+    x = model.norm(model.embedding(tokens))
+    left = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    states = torch.zeros_like(x)
+    count = tokens.shape[1] // size
+    for layer in model.layers:
+        q, k, v = layer.split(x)
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
+        made = layer.attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
+        x = layer.norm1(x + made)
+        x = layer.norm2(layer.down(layer.up(x).relu()) + x)
+        states = states.scatter(1, left[..., None].expand_as(x), x)
+        score = weights.sum((1, 2)).detach().unflatten(1, (-1, size)).mean(2)
+        score[:, 0] = 1e9
+        count = math.ceil(KEEP * count)
+        units = score.topk(count).indices.sort().values
+        places = (units[..., None] * size + torch.arange(size)).flatten(1)
+        left = left.gather(1, places)
+        x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+    return states
+
+
+TOKENS = (torch.arange(24) * 7 % 29).reshape(2, 12)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["token", "block"])
+@pytest.mark.parametrize("way", ["eager", "sdpa", "module", "weights"])
+def test_states_and_gradients_are_those_of_a_model_that_takes_tokens_away(way: str, size: int) -> None:
+    model = Encoder(way).double()
+    tool = AttentionPruneTool("token" if size == 1 else "block", keep=KEEP, block=size)
+    wanted = by_hand(model, TOKENS, size)
+    gradients = torch.autograd.grad((wanted**3).sum(), list(model.parameters()))
+    with amanda.apply(tool):
+        found = model(TOKENS)
+        (found**3).sum().backward()
+    torch.testing.assert_close(found, wanted)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    pruned = [row[6] * 12 for row in tool.result.rows()]
+    assert pruned == pytest.approx([0, 4, 7] if size == 1 else [0, 4, 6])
+
+
+class Learned(nn.Module):
+    """The encoder with skim predictors written into the source, which drop tokens by masks."""
+
+    def __init__(self, model: Encoder, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.skims = [
+            {key.split("/")[2]: value.detach().clone().requires_grad_() for key, value in state.items()
+             if key.startswith(f"layers.{i}/")} for i in range(3)
+        ]  # fmt: skip
+        self.shares: list[Tensor] = []
+
+    def forward(self, tokens: Tensor, noise: np.random.Generator | None) -> Tensor:
+        x, alive = self.model.norm(self.model.embedding(tokens)), torch.ones(tokens.shape, dtype=torch.double)
+        for layer, skim in zip(self.model.layers, self.skims, strict=True):
+            q, k, v = layer.split(x)
+            weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).exp()
+            seen = alive.detach()
+            weights = weights * seen[:, None, None]
+            weights = weights / weights.sum(-1, keepdim=True) * seen[:, None, :, None]
+            features = torch.cat([weights.sum(2), weights.diagonal(dim1=-2, dim2=-1)], 1).transpose(1, 2)
+            hidden = (features @ skim["skim.hidden.weight"] + skim["skim.hidden.bias"]).tanh()
+            logits = (hidden @ skim["skim.weight"] + skim["skim.bias"]).squeeze(-1)
+            if noise is not None:
+                u = noise.uniform(1e-8, 1 - 1e-8, logits.shape)
+                logits = logits + torch.tensor(np.log(u / (1 - u)))
+            soft = logits.sigmoid()
+            hard = (logits > 0).float() + soft - soft.detach()
+            made = layer.attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
+            stays = alive[..., None]
+            x = layer.norm1(x + made) * stays + x * (1 - stays)
+            x = layer.norm2(layer.down(layer.up(x).relu()) + x) * stays + x * (1 - stays)
+            alive = torch.cat([alive[:, :1], alive[:, 1:] * hard[:, 1:]], 1)
+            self.shares.append(alive.mean())
+        return x
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("way", ["eager", "sdpa"])
+def test_learned_skimming_has_the_gradients_of_a_model_that_was_modified(way: str, training: bool) -> None:
+    model = Encoder(way).double()
+    tool = AttentionPruneTool(by="learned", keep=0.3, strength=50.0, seed=2)
+    tool.prepare(model, TOKENS)
+    for name, value in tool.state_dict().items():
+        if name.endswith("skim.weight"):
+            nn.init.normal_(value, std=2.0)
+    tool.train(training)
+    other = Learned(model, tool.state_dict())
+    wanted = other(TOKENS, np.random.default_rng([2, 1]) if training else None)
+    budget = 50 * (sum(other.shares) / 3 - 0.3) ** 2
+    trained = [value for skim in other.skims for value in skim.values()]
+    gradients = torch.autograd.grad((wanted**3).sum() + budget, [*model.parameters(), *trained])
+    with amanda.apply(tool):
+        found = model(TOKENS)
+        ((found**3).sum() + tool.loss()).backward()
+    torch.testing.assert_close(tool.loss(), budget)
+    torch.testing.assert_close(found, wanted)
+    for parameter, gradient in zip([*model.parameters(), *tool.parameters()], gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert 0.1 < tool.result.rows()[2][6] < 1
