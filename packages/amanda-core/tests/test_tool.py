@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Iterator
@@ -294,3 +295,25 @@ def test_a_replacement_may_leave_the_op_to_itself() -> None:
     with amanda.apply(tool):
         result = network(x())
     assert result.numbers == network(x()).numbers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tool_hears_that_its_scope_was_left(fails: bool) -> None:
+    left: list[str] = []
+
+    class Hearing(Tool):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def scope_left(self) -> None:
+            left.append(self.name)
+
+    dependency, tool = Hearing("dependency"), Hearing("tool")
+    tool.depends_on(dependency)
+    with contextlib.suppress(ZeroDivisionError), amanda.apply(tool):
+        with amanda.apply(tool, Hearing("inner")):
+            pass
+        assert left == ["inner"]  # the others have joined in the scope around
+        if fails:
+            raise ZeroDivisionError
+    assert left == ["inner", "dependency", "tool"]

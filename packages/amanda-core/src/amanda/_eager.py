@@ -360,7 +360,7 @@ class EagerExecution(TensorOps):
         saved: Saved | None,
     ) -> Any:
         if combined.replace is not None:
-            result = run_replacement(self, combined.replace, inputs, told, run, call.targets)
+            result = run_replacement(self, combined.replace, inputs, told, run, call.targets, call.invoke)
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:

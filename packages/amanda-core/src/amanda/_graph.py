@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
@@ -147,9 +147,12 @@ class Inserted:
     sizes: for each given value that is a list, its length; None for a single tensor.
     wanted: of a replaced backward op, positions of the gradients that something reads.
     depth: how many loops are around the forward op; each of their rounds has a `run` of its own.
+    original: of a replaced op, what computes it.
     """
 
-    __slots__ = ("actions", "count", "depth", "facts", "given", "gives", "sizes", "takes_run", "wanted")
+    __slots__ = (
+        "actions", "count", "depth", "facts", "given", "gives", "original", "sizes", "takes_run", "wanted"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -169,6 +172,7 @@ class Inserted:
         self.gives = tuple(gives)
         self.wanted = tuple(wanted)
         self.depth = 0
+        self.original: Callable[[list[Any]], Any] | None = None
         self.takes_run = any(action.takes_run for action in self.actions)
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
@@ -200,7 +204,7 @@ class Inserted:
     def _replaced(
         self, action: Action, execution: Execution, values: list[Any], run: dict[str, Any]
     ) -> list[Any]:
-        result = run_replacement(execution.ops, action, values, self.facts, run)
+        result = run_replacement(execution.ops, action, values, self.facts, run, (), self.original)
         if result is NotImplemented:
             with explained(self.facts, action.tool, str(action)):
                 raise RoutineError(

@@ -174,6 +174,15 @@ class _Mortality:
                 layer.rewrites.clear()
                 layer.table.clear()
 
+    def forget_ops(self, tool: Tool, op_ids: Iterable[int]) -> None:
+        """Forget the plans of some ops that a tool has a part in, and the graphs made for its layers."""
+        gone = tuple(op_ids)
+        for layer in list(self.layers):
+            if any(one is tool for one in layer.applied):
+                layer.rewrites.clear()
+                for op_id in gone:
+                    layer.forget(op_id)
+
     def on_death(self, ordinal: int) -> None:
         """Forget the plans that belonged to an object that died."""
         for op_id in self.ops.pop(ordinal, ()):
@@ -187,6 +196,7 @@ class _Mortality:
 _mortality = _Mortality()
 bind_to_subjects = _mortality.bind
 forget_all = _mortality.forget_all
+forget_ops = _mortality.forget_ops
 interceptor.configure(codes.describe, _mortality.on_death)
 
 

@@ -43,6 +43,7 @@ class Scope:
         self._tools = tools
         self._open = False
         self._token: object = None
+        self._joined: tuple[Tool, ...] = ()
         self._activations: list[interceptor.Activation] = []
         self._forked = False
         self.report = Report()
@@ -71,6 +72,7 @@ class Scope:
     def _enter(self) -> None:
         outer = current_state()
         tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
+        self._joined = tuple(tools)
         layer = layer_of(tools, outer.layer) if tools else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
         attachment.open(self)
@@ -87,11 +89,15 @@ class Scope:
             return
         if not self._open:
             raise ScopeError("this scope is not open; start() or a with statement opens it")
+        joined, self._joined = self._joined, ()
         try:
             uninterrupted(self._leave)
         except BaseException:  # an interrupt that came before it, perhaps
             uninterrupted(self._leave)
             raise
+        finally:
+            for tool in joined:
+                tool.scope_left()
         _plugins.plugin_manager().hook.amanda_scope_left(scope=self)
 
     def _leave(self) -> None:

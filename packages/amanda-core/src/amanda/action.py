@@ -71,6 +71,7 @@ class ActionType(enum.Enum):
 
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+REPLACE_OP = ActionType.REPLACE_OP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +81,7 @@ class Action:
     select: positions of the values that the routine is given; None for all of them.
     kwargs: what the tool injects into every call of the routine.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
+    takes_original: whether a replacement has a parameter `original`, for what computes the op.
     """
 
     type: ActionType
@@ -94,12 +96,17 @@ class Action:
     opening: bool = field(init=False)
     innermost: bool = field(init=False)
     takes_run: bool = field(init=False)
+    takes_original: bool = field(init=False)
 
     def __post_init__(self) -> None:
         carried = marks(self.func)
         for mark in ("differentiable", "traceable", "observer", "opening", "innermost"):
             object.__setattr__(self, mark, mark in carried)
-        object.__setattr__(self, "takes_run", "run" not in self.kwargs and has_run(self.func))
+        object.__setattr__(self, "takes_run", self._takes("run"))
+        object.__setattr__(self, "takes_original", self.type is REPLACE_OP and self._takes("original"))
+
+    def _takes(self, name: str) -> bool:
+        return name not in self.kwargs and has_parameter(self.func, name)
 
     def __str__(self) -> str:
         return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"
@@ -107,13 +114,18 @@ class Action:
 
 def has_run(func: Routine) -> bool:
     """Whether a routine has a parameter `run`."""
+    return has_parameter(func, "run")
+
+
+def has_parameter(func: Routine, name: str) -> bool:
+    """Whether a routine has a parameter of this name."""
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(function, FunctionType) and not function.__dict__.keys() & {"__wrapped__", "__signature__"}:
         # A tenth of what inspect takes; a tool may record thousands of actions.
         code = function.__code__
-        return "run" in code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount]
+        return name in code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount]
     try:
-        return "run" in inspect.signature(func).parameters
+        return name in inspect.signature(func).parameters
     except (TypeError, ValueError):
         return False
 

@@ -206,8 +206,9 @@ class OpContext(dict[str, Any]):
         """Call `func` instead of the op; it takes part in autodiff as the op would have.
 
         It may return NotImplemented to let the op itself run; in a graph, where there is nothing but
-        the replacement, that is an error.  Raises ReplaceConflictError when another tool replaces the
-        op already.
+        the replacement, that is an error.  To a parameter named `original` it is given what computes the op
+        itself, in any mode: `original(*inputs)`, of as many inputs as the op has here.
+        Raises ReplaceConflictError when another tool replaces the op already.
         """
         self._record(ActionType.REPLACE_OP, func, inputs, kwargs)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from amanda import interceptor
-from amanda._plan import forget_all
+from amanda._plan import forget_all, forget_ops
 from amanda._scope import Scope, apply
 from amanda.action import ActionType, InstrumentationPoint, Routine
 from amanda.context import OpContext
@@ -140,6 +140,19 @@ class Tool:
         """
         self._amanda.wrappers.append(wrap)
         self._amanda.version += 1
+
+    def analyse_again(self, op_ids: Iterable[int]) -> None:
+        """Let the ops with these ids be analysed at their next execution, as if they were new.
+
+        A tool that learns of an op only what ops after it are may decide anew.
+        """
+        forget_ops(self, op_ids)
+
+    def scope_left(self) -> None:
+        """Called when a scope that this tool joined in has closed, also after an exception.
+
+        For what may not outlive the scope; it does nothing unless a tool overrides it.
+        """
 
     # ---- state that outlives a run ----
 

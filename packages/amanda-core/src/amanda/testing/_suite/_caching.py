@@ -71,6 +71,27 @@ class CachingTests:
             model(x)
         assert analysed == ["one", "one", "two"]
 
+    def test_a_tool_has_ops_analysed_again(self, sample: Sample) -> None:
+        analysed: list[int] = []
+        runs: list[int] = []
+
+        def analysis(context: OpContext) -> None:
+            analysed.append(context.get_op_id())
+            if len(analysed) > 1:
+                context.insert_before_op(lambda *_: runs.append(1))
+
+        made = tool(analysis, sample.name("relu"))
+        model, x = sample.model(), sample.input()
+        with amanda.apply(made):
+            for _ in range(2):
+                model(x)
+            made.analyse_again(analysed)
+            for _ in range(2):
+                model(x)
+        assert len(analysed) == 2
+        assert analysed[0] == analysed[1]
+        assert len(runs) == 2
+
     def test_a_plan_with_actions_is_guarded_by_dtype_and_rank(self, sample: Sample) -> None:
         wide, narrow, *_ = sample.dtypes
         analysed: list[Any] = []

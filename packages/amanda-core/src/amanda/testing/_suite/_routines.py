@@ -107,6 +107,17 @@ class RoutineTests:
         assert sample.numbers(result) == [-1.0, 2.0]
         assert sample.numbers(sample.gradient(x)) == [1.0, 1.0]
 
+    def test_a_replacement_is_given_what_computes_the_op(self, sample: Sample) -> None:
+        def negated(value: Any, original: Any) -> Any:
+            return original(value * -1)
+
+        x = sample.tensor([-1.0, 2.0], requires_grad=True)
+        with amanda.apply(inserting("replace_op", sample.name("relu"), negated)):
+            result = sample.relu(x)
+            sample.backward(result)
+        assert sample.numbers(result) == [1.0, 0.0]
+        assert sample.numbers(sample.gradient(x)) == [-1.0, 0.0]
+
     def test_before_and_after_routines_run_around_a_replacement(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
         made = inserting("replace_op", sample.name("relu"), lambda value: value * 10)

@@ -11,6 +11,7 @@ from amanda.backend import Action, OpFacts
 from tensorflow.core.framework import node_def_pb2
 
 from ._body import Body, Rewriting, Taped
+from ._original import original
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
 from ._traced import Traced, tell_python, traced
@@ -196,6 +197,7 @@ class Insertions:
         sizes = [inputs.sizes[i] for i in positions]
         node = self.node([action], facts, inputs.count, positions, sizes, range(outputs.count))
         node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
+        node.original = original(op) if action.takes_original else None
         self._let_keep(node, facts, "instead", flat, list(range(len(outputs.refs))), True)
         name = self.add(
             op, node, [inputs.refs[i] for i in flat], [enum(inputs.tensors[i]) for i in flat],

@@ -1,0 +1,33 @@
+"""What computes a graph's operation eagerly, for a routine that stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from amanda.errors import RoutineError
+
+
+def original(op: tf.Operation) -> Callable[[list[Any]], Any]:
+    """A function of an operation's inputs, in their order; its attributes are those that it has now."""
+    kind, definition = op.type, op.op_def
+    inferred = {
+        name
+        for argument in definition.input_arg
+        for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
+    }
+    attributes = {one.name: op.get_attr(one.name) for one in definition.attr if one.name not in inferred}
+    names = [argument.name for argument in definition.input_arg]
+
+    def compute(inputs: list[Any]) -> Any:
+        function = getattr(tf.raw_ops, kind, None)
+        if function is None or len(inputs) != len(names):
+            raise RoutineError(
+                f"{kind} cannot be computed by itself: it is no op of tf.raw_ops"
+                if function is None
+                else f"{kind} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}"
+            )
+        return function(**dict(zip(names, inputs, strict=True)), **attributes)
+
+    return compute

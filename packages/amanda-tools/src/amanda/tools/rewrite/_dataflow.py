@@ -1,0 +1,117 @@
+"""Which op made what each op is given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import amanda
+from amanda.tools.rewrite._pattern import Op
+
+T = TypeVar("T")
+
+
+class Tensors(Generic[T]):
+    """Something about each tensor that lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
+
+    @staticmethod
+    def key(tensor: Any) -> Hashable:
+        """Tells a tensor from all others that live; TensorFlow numbers them."""
+        return getattr(tensor, "_id", None) or id(tensor)
+
+    def __setitem__(self, tensor: Any, value: T) -> None:
+        key = self.key(tensor)
+
+        def forget(gone: Any) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is gone:
+                del self._known[key]
+
+        self._known[key] = weakref.ref(tensor, forget), value
+
+    def get(self, tensor: Any) -> T | None:
+        """What is known of a tensor."""
+        found = self._known.get(self.key(tensor))
+        return found[1] if found is not None and found[0]() is not None else None
+
+
+class Origin(NamedTuple):
+    """Where an input comes from: the id of the op that made it, None from outside; which tensor it was."""
+
+    producer: int | None
+    key: Hashable
+
+
+@dataclass(eq=False)
+class Node:
+    """One op as it was analysed: a place in the program.
+
+    order: of the first analysis.  fits: the ops of patterns that it is of the type of.
+    readers: ids of the ops that read its output.
+    """
+
+    id: int
+    order: int
+    type: str
+    name: str
+    module: str
+    source: str
+    framework: str
+    is_eager: bool
+    in_place: bool
+    attributes: dict[str, Any]
+    op: Any
+    inputs: tuple[Origin, ...] = ()
+    fits: frozenset[Op] = frozenset()
+    readers: set[int] = field(default_factory=set)
+
+
+class Dataflow:
+    """The ops that were analysed, and the tensors between them."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, Node] = {}
+        self._makers: Tensors[int] = Tensors()
+
+    def enter(self, context: amanda.OpContext, patterns: Iterable[Op]) -> Node:
+        """An op is about to be analysed."""
+        node = self._node(context)
+        node.inputs = tuple(self._origin(context, value) for value in context.get_inputs())
+        node.fits = frozenset(op for op in patterns if op.fits(context))
+        for origin in node.inputs:
+            producer = None if origin.producer is None else self.nodes.get(origin.producer)
+            if producer is not None:
+                producer.readers.add(node.id)
+        return node
+
+    def leave(self, context: amanda.OpContext) -> None:
+        """Its outputs are known."""
+        for value in context.get_outputs() or ():
+            if context["dtype"](value) is not None:
+                self._makers[value] = context.get_op_id()
+
+    def let(self, tensor: Any, op_id: int) -> None:
+        """Hear which op a tensor stands for."""
+        self._makers[tensor] = op_id
+
+    def _node(self, context: amanda.OpContext) -> Node:
+        op_id = context.get_op_id()
+        known = self.nodes.get(op_id)
+        if known is None:
+            known = self.nodes[op_id] = Node(
+                op_id, len(self.nodes), context["type"], context.get_op_type(), context.get_scope(),
+                context.get_source(), context.namespace[0], context.namespace[-1] == "eager",
+                context["in_place"], {}, context.get_op(),
+            )  # fmt: skip
+        known.attributes, known.op = context.get_attrs(), context.get_op()
+        return known
+
+    def _origin(self, context: amanda.OpContext, value: Any) -> Origin:
+        if context["dtype"](value) is None:
+            return Origin(None, None)
+        return Origin(self._makers.get(value), Tensors.key(value))

@@ -1,0 +1,43 @@
+"""The rules that come with the tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from amanda.tools.rewrite._attention import fuse_attention
+from amanda.tools.rewrite._batch_norm import fold_batch_norm
+from amanda.tools.rewrite._match import Match
+from amanda.tools.rewrite._pattern import Capture, Op, PatternError, Rule
+
+
+def remove(*types: str, name: str = "") -> Rule:
+    """Ops of these types give what they are given first, as "dropout" in a model that does not learn."""
+    return Rule(Op(types, Capture("input")), _first, name=name or f"remove {', '.join(types)}")
+
+
+def _first(match: Match) -> Any:
+    return match["input"]
+
+
+def insert_after(pattern: Op, function: Callable[[Any], Any], name: str = "") -> Rule:
+    """What the last op of a pattern makes goes through a function, which takes part in autodiff."""
+    told = name or f"insert {getattr(function, '__name__', function)}"
+    return Rule(pattern, lambda match: function(match.original()), name=told)
+
+
+_RULES: dict[str, Callable[[], Sequence[Rule]]] = {
+    "fold_batch_norm": fold_batch_norm,
+    "fuse_attention": fuse_attention,
+    "remove_dropout": lambda: (remove("dropout", "alpha_dropout", "feature_dropout", name="remove_dropout"),),
+}
+
+
+def named(name: str) -> Sequence[Rule]:
+    """The rules of a name. Raises PatternError for another."""
+    if name not in _RULES:
+        near = get_close_matches(name, _RULES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PatternError(f"there is no rule {name!r}; there are {', '.join(sorted(_RULES))}{hint}")
+    return _RULES[name]()

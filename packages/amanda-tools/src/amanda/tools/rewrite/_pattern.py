@@ -1,0 +1,139 @@
+"""What is looked for: ops, what they are given, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.errors import ToolError
+
+if TYPE_CHECKING:
+    from amanda.tools.rewrite._match import Match
+
+_COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"})
+
+
+class PatternError(ToolError):
+    """A pattern or a rule that cannot be."""
+
+
+class Capture:
+    """Any value: of an op outside of the pattern, a parameter, a number. The match has it by its name.
+
+    Two with one name are the same value.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise PatternError(f"Capture wants a name, not {name!r}; None stands for a value without one")
+        self.name = name
+
+
+class Op:
+    """One op, and patterns for its first inputs.
+
+    type: words of StandardMapping ("conv2d"), or the framework's own; `*` and `?` stand for letters, so "*"
+    is any op.  inputs: an Op or a Maybe that makes the input, a Capture, or None for whatever it is; more
+    inputs may follow.  name: the match has the op by it.  where: asked once with the op's context, as it is
+    analysed.  commutative: whether the inputs may be in any order; unless told, those of add, mul and their
+    like may.
+
+    An Op that is given to several others is one op, whose output all of them read.
+    """
+
+    def __init__(
+        self,
+        type: str | Sequence[str],
+        *inputs: Op | Maybe | Capture | None,
+        name: str | None = None,
+        where: Callable[[amanda.OpContext], bool] | None = None,
+        commutative: bool | None = None,
+    ) -> None:
+        self.types = (type,) if isinstance(type, str) else tuple(type)
+        if not self.types or not all(isinstance(one, str) and one for one in self.types):
+            raise PatternError(f"Op wants a type, or a list of them, not {type!r}")
+        for one in inputs:
+            if not (one is None or isinstance(one, (Op, Maybe, Capture))):
+                raise PatternError(
+                    f"Op({', '.join(self.types)}) is given {one!r}; its inputs are Op, Maybe, Capture or None"
+                )
+        if where is not None and not callable(where):
+            raise PatternError(f"`where` of Op({', '.join(self.types)}) is {where!r}; give a function")
+        self.inputs = inputs
+        self.name = name
+        self.where = where
+        self.commutative = commutative
+
+    def fits(self, context: amanda.OpContext) -> bool:
+        """Whether an op is of the type, and `where` accepts it."""
+        names = (context["type"], context.get_op_type())
+        if not any(fnmatchcase(name, one) for name in names for one in self.types):
+            return False
+        return self.where is None or bool(self.where(context))
+
+    def orders(self, type: str) -> Iterator[Sequence[Op | Maybe | Capture | None]]:
+        """The orders in which the inputs of an op of a type may be."""
+        commutes = type in _COMMUTATIVE if self.commutative is None else self.commutative
+        return permutations(self.inputs) if commutes else iter((self.inputs,))
+
+    @property
+    def passed(self) -> Op | Maybe | Capture | None:
+        """What takes the op's place where it is absent: its first input that is told."""
+        return next((one for one in self.inputs if one is not None), None)
+
+    def __repr__(self) -> str:
+        return f"Op({'|'.join(self.types)}{'' if self.name is None else f', name={self.name}'})"
+
+
+class Maybe:
+    """An op that may be absent: then what it would have been given first stands in its place."""
+
+    def __init__(self, op: Op) -> None:
+        if not isinstance(op, Op) or op.passed is None:
+            raise PatternError(f"Maybe wants an Op that tells what it is given, not {op!r}")
+        self.op = op
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern by its last op, and what computes its output instead.
+
+    replacement: given the `Match` at every execution; what it computes takes part in autodiff.
+    when: asked with the match ahead of each execution; False lets the original compute. In a graph it is
+    asked once, as the graph is rewritten, about what is known of the ops then: values are symbols.
+    name: of the rule in results.
+    """
+
+    pattern: Op
+    replacement: Callable[[Match], Any]
+    when: Callable[[Match], bool] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Op):
+            raise PatternError(f"a rule's pattern is its last Op, not {self.pattern!r}")
+        if not callable(self.replacement):
+            raise PatternError(f"a rule's replacement is a function of a match, not {self.replacement!r}")
+        names = [op.name for op in self.ops if op.name is not None]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise PatternError(f"two ops of a pattern have the name {twice[0]!r}; a match has ops by name")
+        if not self.name:
+            told = getattr(self.replacement, "__name__", type(self.replacement).__name__)
+            object.__setattr__(self, "name", told)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Every Op of the pattern, each once, the last one first."""
+        found: dict[Op, None] = {}
+        waiting: list[Op | Maybe | Capture | None] = [self.pattern]
+        for one in waiting:
+            op = one.op if isinstance(one, Maybe) else one
+            if isinstance(op, Op) and op not in found:
+                found[op] = None
+                waiting += op.inputs
+        return tuple(found)

@@ -1,0 +1,99 @@
+"""The matches: what was replaced, how often, and what was not and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from amanda.tools.results import Column, Result, check_schema, shortened
+
+if TYPE_CHECKING:
+    from amanda.tools.rewrite._dataflow import Node
+    from amanda.tools.rewrite._match import Site
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One match: of the op that is replaced, phase, type, module and source.
+
+    rule: its name.  ops: types of all ops of the match, in order.  replaced: executions.
+    fallbacks: executions of the original instead, by reason.  obstacle: why it is never replaced; "" else.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    rule: str
+    ops: tuple[str, ...]
+    replaced: int
+    fallbacks: Mapping[str, int]
+    obstacle: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why it is not replaced, or sometimes was not."""
+        return self.obstacle or "; ".join(f"{reason} ({n})" for reason, n in self.fallbacks.items())
+
+
+class RewriteResult(Result):
+    """A row for each match, in the order of execution."""
+
+    name: ClassVar[str] = "rewrite"
+    title = "Rewritten subgraphs"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase", shown=False), Column("type"), Column("module", show=partial(shortened, width=40)),
+        Column("source", show=partial(shortened, width=40)), Column("rule"), Column("ops"),
+        Column("replaced", show="{:,}".format, total=True),
+        Column("fallbacks", show="{:,}".format, total=True), Column("why"),
+    )  # fmt: skip
+
+    def __init__(self, matches: Sequence[Rewritten]) -> None:
+        self.matches = tuple(matches)
+
+    @classmethod
+    def of(cls, sites: Sequence[Site], nodes: Mapping[int, Node]) -> RewriteResult:
+        """As the tool keeps them."""
+        made = []
+        for site in sites:
+            last = nodes[site.last]
+            ops = tuple(nodes[one].type for one in site.members)
+            told = ("forward", last.type, last.module, last.source, site.rule.name, ops)
+            made.append(Rewritten(*told, site.replaced, dict(site.fallbacks), site.obstacle))
+        return cls(made)
+
+    def count(self, rule: str | None = None) -> int:
+        """How many matches are replaced, of one rule or of all."""
+        return sum(not one.obstacle and rule in (None, one.rule) for one in self.matches)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each match."""
+        return [
+            (one.phase, one.type, one.module, one.source, one.rule, " ".join(one.ops), one.replaced,
+             sum(one.fallbacks.values()), one.why)
+            for one in self.matches
+        ]  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """The matches."""
+        return {"matches": [asdict(one) for one in self.matches]}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> RewriteResult:
+        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        check_schema(found, cls.name, cls.version)
+        return cls([Rewritten(**{**one, "ops": tuple(one["ops"])}) for one in found["matches"]])
+
+    def merged(self, *others: RewriteResult) -> RewriteResult:
+        """The matches of this and other runs or ranks."""
+        return RewriteResult([one for result in (self, *others) for one in result.matches])
+
+    def notes(self) -> Sequence[str]:
+        """How many matches there are, and of which rules."""
+        if not self.matches:
+            return ["No rule's pattern was met."]
+        rules = dict.fromkeys(one.rule for one in self.matches)
+        told = ", ".join(f"{rule}: {self.count(rule)}" for rule in rules)
+        return [f"Matches that are replaced: {told}."]

@@ -1,0 +1,181 @@
+"""The tool: finds patterns while ops are analysed, and replaces each match as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import amanda
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.rewrite._dataflow import Dataflow, Node
+from amanda.tools.rewrite._match import Match, OpCall, Site
+from amanda.tools.rewrite._named import named
+from amanda.tools.rewrite._pattern import Rule
+from amanda.tools.rewrite._result import RewriteResult
+from amanda.tools.rewrite._sites import Sites
+from amanda.tools.rewrite._steps import Step, Steps
+
+FIRST = "the match was not known yet"
+OTHERWISE = "control flow: its ops came otherwise"
+WRITTEN = "what its ops were given was written in between"
+DECLINED = "the rule's condition does not hold"
+
+
+class RewriteTool(amanda.Tool):
+    """Replaces subgraphs: each match of a rule's pattern is computed by its replacement, as one op.
+
+    rules: `Rule`s, or names of those that come with the tool ("fold_batch_norm").  An op belongs to one
+    match: of those that overlap the one that begins first is replaced, then the longest, then that of the
+    rule that comes first.  `result` has the matches, how often each was replaced, and why where it was not;
+    `clear` starts anew.
+    """
+
+    def __init__(self, rules: Sequence[str | Rule] = ()) -> None:
+        super().__init__()
+        chosen = [named(one) if isinstance(one, str) else (one,) for one in rules]
+        self.rules = tuple(rule for each in chosen for rule in each)
+        self._patterns = tuple(dict.fromkeys(op for rule in self.rules for op in rule.ops))
+        self.depends_on(StandardMapping(), MappingTool([["pytorch", self._pytorch], ["*", self._other]]))
+        self.add_inst_for_op(self._enter)
+        self.add_inst_for_op(self._leave, require_outputs=True)
+        self.clear()
+
+    @property
+    def result(self) -> RewriteResult:
+        """The matches so far."""
+        return RewriteResult.of(list(self._sites), self._dataflow.nodes)
+
+    def clear(self) -> None:
+        """Forget the matches; ops are analysed anew."""
+        self.load_state_dict({})
+        self._dataflow = Dataflow()
+        self._sites = Sites(self.rules)
+        self._steps: dict[str, Steps] = {}
+
+    def scope_left(self) -> None:
+        """What was put off and lives on is computed while what it reads is as it was."""
+        for steps in self._steps.values():
+            with suppress(Exception):  # whoever reads it is told
+                steps.settle()
+
+    # ---- frameworks ----
+
+    def _pytorch(self, context: amanda.OpContext) -> None:
+        if context.namespace[0] not in self._steps:
+            from amanda.tools.rewrite._pytorch import TorchSteps
+
+            self._steps[context.namespace[0]] = TorchSteps(self._read)
+
+    def _other(self, context: amanda.OpContext) -> None:
+        self._steps.setdefault(context.namespace[0], Steps())
+
+    # ---- analysis ----
+
+    def _enter(self, context: amanda.OpContext) -> None:
+        steps = self._steps[context.namespace[0]]
+        for value in context.get_inputs():
+            step = steps.of(value)
+            if step is not None:
+                self._dataflow.let(value, step.node.id)
+        node = self._dataflow.enter(context, self._patterns)
+        self._sites.add(node, self._dataflow)
+        self._decide(except_for=node)
+        site = self._sites.role(node.id)
+        if site is not None:
+            self._instrument(context, node, site, steps)
+        elif node.in_place and node.is_eager and context.get_inputs():
+            context.insert_before_op(self._settle, inputs=[0], steps=steps)
+
+    def _leave(self, context: amanda.OpContext) -> None:
+        self._dataflow.leave(context)
+
+    def _decide(self, except_for: Node | None = None) -> None:
+        changed = self._sites.decide(self._dataflow.nodes)
+        if except_for is not None:
+            changed.discard(except_for.id)
+        if changed:
+            self.analyse_again(changed)
+
+    def _instrument(self, context: amanda.OpContext, node: Node, site: Site, steps: Steps) -> None:
+        if node.id == site.last:
+            context.replace_op(self._replace, node=node, site=site, steps=steps)
+        else:
+            context.replace_op(self._put_off, node=node, steps=steps)
+
+    # ---- execution ----
+
+    @staticmethod
+    def _put_off(*inputs: Any, node: Node, steps: Steps, original: Callable[..., Any]) -> Any:
+        return steps.take(node, inputs, original)
+
+    def _replace(
+        self, *inputs: Any, node: Node, site: Site, steps: Steps, original: Callable[..., Any]
+    ) -> Any:
+        found = {node.id: Step(node, inputs, original, steps.makers(inputs))}
+        reason = _gather(site, node.id, found)
+        read = next((step for step in found.values() if step.reader), None)
+        if read is not None and not reason:
+            self._break(site, read)
+            return NotImplemented
+        if not reason:
+            match = Match(site, _calls(site, found))
+            if site.rule.when is None or site.rule.when(match):
+                result = site.rule.replacement(match)
+                site.replaced += 1
+                for step in found.values():
+                    step.is_used = True
+                return result
+            reason = DECLINED
+        site.fallbacks[reason] += 1
+        for step in found.values():
+            step.reader = step.reader or "the match itself"
+        return NotImplemented
+
+    @staticmethod
+    @amanda.observer
+    def _settle(written: Any, steps: Steps) -> None:
+        steps.settle(written if isinstance(written, (list, tuple)) else [written])
+
+    def _read(self, step: Step) -> None:
+        """What an op of a match was to make is read by something else."""
+        site = self._sites.role(step.node.id)
+        if site is not None and step.is_used:
+            self._break(site, step)
+        elif site is not None:
+            site.fallbacks[OTHERWISE] += 1
+
+    def _break(self, site: Site, step: Step) -> None:
+        """The match is needed op by op: it is replaced no more."""
+        site.broken = f"what {step.node.type} makes is read by {step.reader}"
+        self._decide()
+
+
+def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:
+    """Find the executions that lead to one; why they are not those of the match, if so."""
+    if not found[reader].is_intact:
+        return WRITTEN
+    for position, step in enumerate(found[reader].makers):
+        maker = site.found.edges.get((reader, position))
+        if maker is None:
+            continue
+        if step is None or step.node.id != maker:
+            return FIRST if not site.replaced and not site.fallbacks else OTHERWISE
+        if found.setdefault(maker, step) is not step:
+            return OTHERWISE
+        reason = _gather(site, maker, found)
+        if reason:
+            return reason
+    return ""
+
+
+def _calls(site: Site, found: Mapping[int, Step]) -> dict[int, OpCall]:
+    edges = site.found.edges
+    return {
+        index: OpCall(
+            step.node,
+            [None if (index, i) in edges else value for i, value in enumerate(step.inputs)],
+            step.compute,
+        )
+        for index, step in found.items()
+    }
