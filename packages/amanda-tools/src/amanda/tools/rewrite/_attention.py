@@ -22,20 +22,49 @@ def fuse_attention() -> Sequence[Rule]:
     cast = Maybe(Op(("to", "type"), weights, name="cast"))
     dropped = Maybe(Op("dropout", cast, name="dropout"))
     fused = Op("matmul", dropped, Capture("value"))
-    return (Rule(fused, _attention, when=_is_attention, name="fuse_attention"),)
+    return (Rule(fused, attention, when=is_attention, name="fuse_attention"),)
 
 
 def _is_pytorch(context: amanda.OpContext) -> bool:
     return context.namespace.matches("pytorch")
 
 
-def _is_attention(match: Match) -> bool:
-    from amanda.tools.rewrite._attention_pytorch import is_attention
+def is_attention(match: Match) -> bool:
+    """Whether shapes, axis and constants are those that the fused call takes."""
+    query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
+    if min(query.dim(), key.dim(), value.dim()) < 3 or match["dim"] not in (-1, query.dim() - 1):
+        return False
+    if query.dtype != value.dtype or not query.is_floating_point():
+        return False
+    if "masking" in match.ops and len(match.ops["masking"].inputs) > 2:  # alpha
+        return False
+    if "mask" in match and not _is_mask(mask, (*query.shape[:-1], key.shape[-1])):
+        return False
+    scale = match.get("scale", 1.0)
+    return isinstance(scale, (int, float)) or (scale.numel() == 1 and not scale.requires_grad)
 
-    return is_attention(match)
+
+def _is_mask(mask: Any, shape: Sequence[int]) -> bool:
+    """Whether a tensor can be added to scores without making them more."""
+    sizes = getattr(mask, "shape", None)
+    if sizes is None or len(sizes) > len(shape):
+        return False
+    return all(size in (1, whole) for size, whole in zip(reversed(sizes), reversed(shape), strict=False))
 
 
-def _attention(match: Match) -> Any:
-    from amanda.tools.rewrite._attention_pytorch import attention
+def attention(match: Match) -> Any:
+    """The fused call. The keys were given transposed: (..., head, length)."""
+    from torch.nn.functional import scaled_dot_product_attention
 
-    return attention(match)
+    query, mask = match["query"], match.get("mask")
+    scale = float(match.get("scale", 1.0))
+    if "scaling" in match.ops and match.ops["scaling"].type == "div":
+        scale = 1 / scale
+    dropout = 0.0
+    if "dropout" in match.ops:
+        _, p, training = match.ops["dropout"].inputs
+        dropout = p if training else 0.0
+    return scaled_dot_product_attention(
+        query, match["key"].transpose(-2, -1), match["value"], dropout_p=dropout, scale=scale,
+        attn_mask=None if mask is None else mask.to(query.dtype),
+    )  # fmt: skip

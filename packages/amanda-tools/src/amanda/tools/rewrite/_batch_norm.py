@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import amanda
-from amanda.tools.rewrite._match import Match
+from amanda.tools.rewrite._match import Match, OpCall
 from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
 
@@ -39,17 +39,56 @@ def _infers(match: Match) -> bool:
 
 
 def _folded(match: Match) -> Any:
-    if match.framework == "pytorch":
-        from amanda.tools.rewrite._folding_pytorch import folded
-    else:
-        from amanda.tools.rewrite._folding_tensorflow import folded
-    return folded(match)
+    return _by_pytorch(match) if match.framework == "pytorch" else _by_tensorflow(match)
+
+
+def _by_pytorch(match: Match) -> Any:
+    """The convolution with the folded weight and bias."""
+    import torch
+
+    convolution, norm = match.ops["convolution"], match.ops["norm"]
+    x, weight, *others = convolution.inputs
+    bias, others = (others[0], others[1:]) if others else (None, [])
+    _, gamma, beta, mean, variance, _, _, epsilon, _ = norm.inputs
+    scale = torch.rsqrt(variance + epsilon)
+    if gamma is not None:
+        scale = scale * gamma
+    shift = -mean * scale if bias is None else (bias - mean) * scale
+    if beta is not None:
+        shift = shift + beta
+    per_channel = scale.reshape(-1, *[1] * (weight.dim() - 1))
+    return convolution(x, (weight * per_channel).to(weight.dtype), shift.to(weight.dtype), *others)
+
+
+def _by_tensorflow(match: Match) -> Any:
+    """A convolution with the folded weight, and the other outputs of FusedBatchNorm."""
+    import tensorflow as tf
+
+    norm = match.ops["norm"]
+    _, gamma, beta, mean, variance = norm.inputs
+    scale = gamma * tf.math.rsqrt(variance + norm.attributes["epsilon"])
+    y = _convolved(match.ops["convolution"], scale, beta - mean * scale)
+    reserved = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
+    return y, mean, variance, mean, variance, *reserved
 
 
 def _folded_affine(match: Match) -> Any:
-    from amanda.tools.rewrite._folding_tensorflow import folded_affine
+    """A convolution with the folded weight, of the two ops by which Keras normalises."""
+    scale, shift = match["scale"], match["shift"]
+    if "bias" in match:
+        shift = shift + match["bias"] * scale
+    return _convolved(match.ops["convolution"], scale, shift)
 
-    return folded_affine(match)
+
+def _convolved(convolution: OpCall, scale: Any, shift: Any) -> Any:
+    import tensorflow as tf
+
+    x, weight = convolution.inputs
+    if convolution.type == "depthwise_conv2d":  # its weight has (height, width, in, out for each in)
+        scale = tf.reshape(scale, weight.shape[2:])
+    y = convolution(x, weight * tf.cast(scale, weight.dtype))
+    channels_first = convolution.attributes.get("data_format") in (b"NCHW", "NCHW")
+    return tf.nn.bias_add(y, tf.cast(shift, y.dtype), "NCHW" if channels_first else "NHWC")
 
 
 def _is_per_channel(context: amanda.OpContext) -> bool:
