@@ -33,6 +33,7 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
     for name, judge in {
         "ops": of_ops, "instructions": of_instructions, "steps": of_steps, "cache": of_cache,
         "graphs": of_graphs, "memory": of_memory, "startup": of_startup, "profiling": of_profiling,
+        "tools": of_tools,
     }.items():  # fmt: skip
         if name in found and "missing" not in found[name]:
             yield from judge(found[name])
@@ -227,6 +228,40 @@ def of_profiling(results: dict[str, Any]) -> Iterator[Figure]:
     ranks = correlation(results["apart"])
     met = "met" if ranks >= 0.9 else "**not met**"
     yield Figure("profile: order of ops by their sums, rank correlation", ">= 0.9", f"{ranks:.3f}", met)
+
+
+def of_tools(results: dict[str, Any]) -> Iterator[Figure]:
+    """The framework's part, and what the cache is worth."""
+    parts, worths = [], []
+    for model, found in results["models"].items():
+        for title, step in found["passes"].items():
+            for name in step["cache"]:
+                parts.append((framework_share(step, name), f"{name}: {model}, {title}"))
+                worths.append(worth(step["cache"][name]).middle)
+    worst, where = max(parts)
+    middle = float(np.median([part.middle for part, _ in parts]))
+    measured = f"{worst.middle:.1f} % {span(worst, '.1f')} ({where}); median {middle:.1f} %"
+    yield Figure("the framework's part of whole tools", "<= 1 % of the step", measured, verdict(worst, 1.0))
+    measured = f"{np.mean(worths):.1f} x in the mean, {max(worths):.1f} x at most"
+    met = "met" if np.mean(worths) > 2 else "**not met**"
+    yield Figure("whole tools, cache off over on, eager", "> 2 x", measured, met)
+
+
+def framework_share(step: dict[str, Any], name: str) -> Estimate:
+    """Percent of the bare step that a tool adds to the twin's step beside the time in its routines."""
+    twin = step["twin"]
+    outside = np.asarray(twin["whole"][name]) - np.asarray(twin["inside"][name])
+    return difference(outside, twin["whole"]["bare"]).times(100 / bare_step(step))
+
+
+def bare_step(step: dict[str, Any]) -> float:
+    """Seconds of the model's own step."""
+    return median(step["wide"]["whole"]["bare"]).middle
+
+
+def worth(times: dict[str, list[float]]) -> Estimate:
+    """Steps without the cache over steps with it."""
+    return quotient(times["cache off"], times["cache on"])
 
 
 def correlation(sums: dict[str, list[float]]) -> float:

@@ -9,6 +9,7 @@ from _graph_tables import graphs
 from _profiling import profiling
 from _resources import instructions, memory, startup
 from _tables import table, with_span
+from _whole_tools import tools
 from _words import words
 
 
@@ -135,5 +136,5 @@ def cache(results: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
     "graphs": graphs, "startup": startup, "memory": memory, "instructions": instructions,
-    "profiling": profiling,
+    "profiling": profiling, "tools": tools,
 }  # fmt: skip

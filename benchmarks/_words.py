@@ -107,6 +107,17 @@ PARAGRAPHS = {
         Processor time that each adds to the step, of the step and for each executed op, forward and
         backward.
     """,
+    "tools": """
+        Steps on one core under tools as they come, processor time, in percent of the bare step. What a tool
+        adds to the model's step; of that, the time in its own routines, which a clock around each takes,
+        with what they make the framework compute; and what is left to Amanda, without the step's noise:
+        what the tool adds to a step of the model's narrow twin (the same operators with little to compute)
+        less the time in its routines there, over the bare step of the model.
+    """,
+    "tools' cache": """
+        The same tools with the cache off over on: without it every op is analysed at each execution, masks
+        and scales are found anew each time.
+    """,
     "again": """
         Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are
         counted.

@@ -35,6 +35,7 @@ NAMES = (
     "memory",
     "instructions",
     "profiling",
+    "tools",
 )
 
 

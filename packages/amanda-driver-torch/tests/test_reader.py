@@ -87,6 +87,19 @@ def test_values_and_sizes_share_a_key(x: torch.Tensor) -> None:
 
 
 @natively
+def test_sizes_are_part_of_the_key_where_they_are_asked_for(x: torch.Tensor) -> None:
+    def sized(*args: Any) -> int:
+        assert READER is not None
+        return READER.key(args, {}, True)
+
+    assert sized(x, 1) == sized(torch.zeros_like(x), 2) != key(x, 1)
+    assert len({sized(x), sized(x.T), sized(x[:1]), sized([x]), sized([x.T])}) == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        assert sized(torch.nested.nested_tensor([x, x])) == 0
+
+
+@natively
 def test_a_gradient_is_part_of_the_key_where_it_can_be_needed(x: torch.Tensor) -> None:
     trained = x.clone().requires_grad_()
     with torch.no_grad():
@@ -390,6 +403,28 @@ def test_another_dtype_is_analysed_of_its_own(x: torch.Tensor) -> None:
         for value in (x, x, x, x.double(), x.double(), x.double(), x[0], x[0], x[0], x):
             module(value)
     assert tool.analyses == 3
+
+
+@natively
+def test_a_tool_that_decides_by_shape_has_a_plan_for_each_and_is_called_natively(x: torch.Tensor) -> None:
+    callers: list[tuple[str, torch.Size]] = []
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "relu":
+            context.insert_after_op(note, expected=context.get_inputs()[0].shape)
+
+    def note(value: torch.Tensor, expected: torch.Size) -> None:
+        assert value.shape == expected
+        callers.append((sys._getframe(1).f_code.co_name, expected))
+
+    tool, module = amanda.Tool(), Program(lambda x: x.relu())
+    tool.add_inst_for_op(analyse, guard="shape")
+    with amanda.apply(tool):
+        for value in (x, x, x, x[:1], x[:1], x[:1], x, x, x[:1]):
+            module(value)
+    names = [name for name, _ in callers]
+    assert names[2] == names[5] == names[7] == names[8] != names[0] == names[1] == names[3]
+    assert [shape for _, shape in callers[-2:]] == [x.shape, x[:1].shape]
 
 
 def test_in_autodiff_enabled_a_known_call_is_differentiable(x: torch.Tensor) -> None:

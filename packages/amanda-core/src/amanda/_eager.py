@@ -187,7 +187,7 @@ class EagerExecution(TensorOps):
         if memo is None or signature not in memo.plans:
             return self._first(call, state, op_id, signature)
         combined = memo.plans[signature]
-        if key and not layer.guards:
+        if key and not layer.by_callables:
             self._learn(memo, key, combined, call)
         return self._execute(combined, call, state, op_id)
 
@@ -394,7 +394,7 @@ class EagerExecution(TensorOps):
             known.plans[key] = combined
             known.forget()
         elif combined.forward or combined.watching or layer.guards:
-            layer.table.set(op_id, interceptor.Memo({key: combined}))
+            layer.table.set(op_id, interceptor.Memo({key: combined}, layer.by_extents))
         else:
             layer.table.set(op_id, None)
 

@@ -68,6 +68,7 @@ class Plan(BackwardPlan):
 class Layer:
     """The tools of one scope, in order, above the layers of the scopes around it.
 
+    by_extents, by_callables: whether the guards ask for shapes, and more than that, of what an op is given.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
     """
@@ -81,6 +82,8 @@ class Layer:
         self.guards: list[Analysis] = [*(parent.guards if parent else ())]
         for routines in self.routines.values():
             self.guards += [one for one in routines if one.guard is not None]
+        self.by_extents = any(one.guard == "shape" for one in self.guards)
+        self.by_callables = any(callable(one.guard) for one in self.guards)
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}

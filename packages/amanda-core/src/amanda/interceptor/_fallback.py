@@ -72,7 +72,7 @@ class Lock:
 class Memo:
     """An op's plans; what calls of it come to is nothing that Python could do faster."""
 
-    def __init__(self, plans: dict[Any, Any]) -> None:
+    def __init__(self, plans: dict[Any, Any], sized: bool = False) -> None:
         self.plans = plans
 
     def learn(self, key: int, program: "Program | None") -> None:
@@ -109,7 +109,7 @@ class Program(_NativeAlone):
 class Reader(_NativeAlone):
     """How native code reads tensors."""
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> int:
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, sized: bool = False) -> int:
         """What decides what a call comes to, in 64 bits; 0 where that cannot be told."""
         raise NotImplementedError
 

@@ -163,7 +163,8 @@ typedef struct {
 
 typedef struct Reader Reader;
 extern PyTypeObject Reader_Type;
-uint64_t reader_key(const Reader *reader, const Arguments *given, int *gradients); /* 0: cannot be told */
+/* 0: cannot be told. sized: extents of tensors decide too. */
+uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int *gradients);
 #define UNVERSIONED ((uint64_t)-1)
 uint64_t reader_version(const Reader *reader, PyObject *value);
 int reader_is_tensor(const Reader *reader, PyObject *value);

@@ -517,13 +517,14 @@ typedef struct {
     PyObject_HEAD
     PyObject *plans; /* owned */
     Map entries;     /* key of a call -> owned Program; None: nothing is to be done */
+    char sized;      /* whether extents of tensors decide too */
 } Memo;
 
 PyObject *memo_run(Thread *thread, Call *call) {
     Memo *memo = (Memo *)call->plan;
     const Reader *reader = call->site->reader;
     int gradients = 0;
-    uint64_t key = reader ? reader_key(reader, call->given, &gradients) : 0;
+    uint64_t key = reader ? reader_key(reader, call->given, memo->sized, &gradients) : 0;
     PyObject *known = key ? map_get(&memo->entries, key) : NULL;
     if (!known) return hand_over(thread, call, key, NULL);
     if (known == Py_None) return call_op(thread, call);
@@ -562,9 +563,12 @@ static PyObject *memo_forget(Memo *self, PyObject *Py_UNUSED(none)) {
 
 static PyObject *memo_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *plans;
-    if (!PyArg_ParseTuple(args, "O", &plans)) return NULL;
+    int sized = 0;
+    if (!PyArg_ParseTuple(args, "O|p", &plans, &sized)) return NULL;
     Memo *self = (Memo *)type->tp_alloc(type, 0);
-    if (self) self->plans = Py_NewRef(plans);
+    if (!self) return NULL;
+    self->plans = Py_NewRef(plans);
+    self->sized = (char)sized;
     return (PyObject *)self;
 }
 
@@ -607,7 +611,8 @@ PyTypeObject Memo_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Memo",
     .tp_basicsize = sizeof(Memo),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Memo(plans): an op's plans, and what calls of it come to; its length is how many are known.",
+    .tp_doc = "Memo(plans, sized=False): an op's plans, and what calls of it come to; its length is how many are known.\n\n"
+              "sized: whether extents of tensors decide too.",
     .tp_new = memo_new,
     .tp_dealloc = (destructor)memo_dealloc,
     .tp_traverse = (traverseproc)memo_traverse,

@@ -16,6 +16,7 @@ struct Reader {
     int tensor_count, plain_count, mode_count;
     Py_ssize_t offset;
     Describe describe[FUNCTION_LIMIT + 1]; /* ends with NULL */
+    PyObject *extents;                     /* owned: name of an attribute */
     struct {
         AskMode ask;
         uint16_t which;
@@ -48,7 +49,25 @@ int reader_is_plain(const Reader *reader, PyObject *value) {
            among(reader->plain, reader->plain_count, type);
 }
 
-static inline int mix_tensor(const Reader *reader, PyObject *value, int gradients, uint64_t *key) {
+/* What a key is made of, and of which. */
+typedef struct {
+    const Reader *reader;
+    int gradients, sized;
+    uint64_t key;
+} Mixed;
+
+/* Extents, as Python sees them: a tensor that has none raises. */
+static int mix_extents(Mixed *mixed, PyObject *value) {
+    PyObject *extents = PyObject_GetAttr(value, mixed->reader->extents);
+    Py_hash_t hash = extents ? PyObject_Hash(extents) : -1;
+    Py_XDECREF(extents);
+    if (hash == -1) PyErr_Clear();
+    mixed->key = mix(mixed->key, (uint64_t)hash);
+    return hash != -1;
+}
+
+static inline int mix_tensor(Mixed *mixed, PyObject *value) {
+    const Reader *reader = mixed->reader;
     const void *tensor = tensor_at(reader, value);
     uint64_t word = 1;
     for (const Describe *describe = reader->describe; *describe; describe++) {
@@ -56,47 +75,48 @@ static inline int mix_tensor(const Reader *reader, PyObject *value, int gradient
         if ((*describe)(tensor, &answer)) return 0;
         word = word * 1021 + (uint64_t)answer;
     }
-    word = word << 1 | (gradients && reader->needs_gradient(*(void *const *)tensor));
-    *key = mix(*key, word);
-    return 1;
+    word = word << 1 | (mixed->gradients && reader->needs_gradient(*(void *const *)tensor));
+    mixed->key = mix(mixed->key, word);
+    return !mixed->sized || mix_extents(mixed, value);
 }
 
-static int mix_value(const Reader *reader, PyObject *value, int gradients, int depth, uint64_t *key) {
+static int mix_value(Mixed *mixed, PyObject *value, int depth) {
+    const Reader *reader = mixed->reader;
     PyTypeObject *type = Py_TYPE(value);
     if (type == reader->tensors[0] || among(reader->tensors, reader->tensor_count, type))
-        return mix_tensor(reader, value, gradients, key);
+        return mix_tensor(mixed, value);
     if (type == &PyBool_Type) {
-        *key = mix(*key, (uintptr_t)value); /* flags decide what an op writes */
+        mixed->key = mix(mixed->key, (uintptr_t)value); /* flags decide what an op writes */
         return 1;
     }
-    *key = mix(*key, (uintptr_t)type);
+    mixed->key = mix(mixed->key, (uintptr_t)type);
     if (reader_is_plain(reader, value)) return 1;
     if (depth == DEPTH_LIMIT) return 0;
     if (type == &PyTuple_Type || type == &PyList_Type) {
         Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
         if (count > LENGTH_LIMIT) return 0;
-        *key = mix(*key, (uint64_t)count);
+        mixed->key = mix(mixed->key, (uint64_t)count);
         for (Py_ssize_t i = 0; i < count; i++)
-            if (!mix_value(reader, PySequence_Fast_GET_ITEM(value, i), gradients, depth + 1, key)) return 0;
+            if (!mix_value(mixed, PySequence_Fast_GET_ITEM(value, i), depth + 1)) return 0;
         return 1;
     }
     if (type == &PySlice_Type) {
         PySliceObject *slice = (PySliceObject *)value;
-        return mix_value(reader, slice->start, gradients, depth + 1, key) &&
-               mix_value(reader, slice->stop, gradients, depth + 1, key) &&
-               mix_value(reader, slice->step, gradients, depth + 1, key);
+        return mix_value(mixed, slice->start, depth + 1) &&
+               mix_value(mixed, slice->stop, depth + 1) &&
+               mix_value(mixed, slice->step, depth + 1);
     }
     return 0;
 }
 
-static int mix_named(const Reader *reader, PyObject *name, PyObject *value, int gradients, uint64_t *key) {
+static int mix_named(Mixed *mixed, PyObject *name, PyObject *value) {
     Py_hash_t hash = PyObject_Hash(name);
     if (hash == -1) {
         PyErr_Clear();
         return 0;
     }
-    *key = mix(*key, (uint64_t)hash);
-    return mix_value(reader, value, gradients, 0, key);
+    mixed->key = mix(mixed->key, (uint64_t)hash);
+    return mix_value(mixed, value, 0);
 }
 
 int reader_is_kept_out(const Reader *reader) {
@@ -106,25 +126,26 @@ int reader_is_kept_out(const Reader *reader) {
 }
 
 /* 64 bits for everything that what a call comes to may depend on: its form, the types of its
-   arguments, and of tensors also what `describe` says, and which of them need a gradient, if
-   gradients are on. 0 where that cannot be told, or a mode is in force that wants Python. */
-uint64_t reader_key(const Reader *reader, const Arguments *given, int *needed) {
+   arguments, and of tensors also what `describe` says, their extents if `sized`, and which of them
+   need a gradient, if gradients are on. 0 where that cannot be told, or a mode is in force that
+   wants Python. */
+uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int *needed) {
     if (reader_is_kept_out(reader)) return 0;
     int gradients = *needed = reader->gradients_on();
-    uint64_t key = mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL));
-    if (given->self && !mix_value(reader, given->self, gradients, 0, &key)) return 0;
+    Mixed start = {reader, gradients, sized, mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL))};
+    Mixed *mixed = &start;
+    if (given->self && !mix_value(mixed, given->self, 0)) return 0;
     for (Py_ssize_t i = 0; i < given->count; i++)
-        if (!mix_value(reader, given->items[i], gradients, 0, &key)) return 0;
+        if (!mix_value(mixed, given->items[i], 0)) return 0;
     for (Py_ssize_t i = 0; given->names && i < PyTuple_GET_SIZE(given->names); i++)
-        if (!mix_named(reader, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i], gradients, &key))
-            return 0;
+        if (!mix_named(mixed, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i])) return 0;
     if (given->dict) {
         PyObject *name, *value;
         Py_ssize_t position = 0;
         while (PyDict_Next(given->dict, &position, &name, &value))
-            if (!mix_named(reader, name, value, gradients, &key)) return 0;
+            if (!mix_named(mixed, name, value)) return 0;
     }
-    return key ? key : 1;
+    return mixed->key ? mixed->key : 1;
 }
 
 uint64_t reader_version(const Reader *reader, PyObject *value) {
@@ -189,18 +210,19 @@ static int read_modes(Reader *reader, PyObject *tuple) {
 }
 
 static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "plain", "offset", "describe", "modes", "autodiff", NULL};
-    PyObject *tensors, *plain, *describe, *modes, *autodiff;
+    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", NULL};
+    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff;
     Py_ssize_t offset;
     int count = 0, described = 0;
     void *functions[FUNCTION_LIMIT];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!O!O!", names, &PyTuple_Type, &tensors, &PyTuple_Type,
-                                     &plain, &offset, &PyTuple_Type, &describe, &PyTuple_Type, &modes,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+                                     &plain, &offset, &PyTuple_Type, &describe, &extents, &PyTuple_Type, &modes,
                                      &PyTuple_Type, &autodiff))
         return NULL;
     Reader *reader = (Reader *)type->tp_alloc(type, 0);
     if (!reader) return NULL;
     reader->offset = offset;
+    reader->extents = Py_NewRef(extents);
     if (read_types(tensors, reader->tensors, &reader->tensor_count) ||
         read_types(plain, reader->plain, &reader->plain_count) || read_modes(reader, modes) ||
         read_addresses(describe, (void **)reader->describe, &described) ||
@@ -225,17 +247,19 @@ failed:
 static void reader_dealloc(Reader *self) {
     for (int i = 0; i < self->tensor_count; i++) Py_DECREF(self->tensors[i]);
     for (int i = 0; i < self->plain_count; i++) Py_DECREF(self->plain[i]);
+    Py_XDECREF(self->extents);
     Py_TYPE(self)->tp_free(self);
 }
 
 static PyObject *reader_key_of(Reader *self, PyObject *args) {
     PyObject *positional, *keywords = NULL;
-    if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &positional, &PyDict_Type, &keywords)) return NULL;
+    int sized = 0;
+    if (!PyArg_ParseTuple(args, "O!|O!p", &PyTuple_Type, &positional, &PyDict_Type, &keywords, &sized)) return NULL;
     Arguments given = {.items = ((PyTupleObject *)positional)->ob_item,
                        .count = PyTuple_GET_SIZE(positional),
                        .dict = keywords};
     int gradients;
-    return PyLong_FromUnsignedLongLong(reader_key(self, &given, &gradients));
+    return PyLong_FromUnsignedLongLong(reader_key(self, &given, sized, &gradients));
 }
 
 static PyObject *reader_version_of(Reader *self, PyObject *value) {
@@ -246,7 +270,7 @@ static PyObject *reader_version_of(Reader *self, PyObject *value) {
 
 static PyMethodDef reader_methods[] = {
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
-     "key(args, kwargs={}): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},
+     "key(args, kwargs={}, sized=False): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},
     {"version", (PyCFunction)reader_version_of, METH_O, "What changes when a tensor, or one of a list, is written."},
     {0}};
 
@@ -254,10 +278,11 @@ PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Reader(tensors, plain, offset, describe, modes, autodiff): how native code reads tensors.\n\n"
+    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff): how native code reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
               "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
+              "extents: name of a tensor's attribute that is hashable and equal for equal extents.\n"
               "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: only Python may act.\n"
               "autodiff: addresses of `bool needs_gradient(handle)`, `bool unversioned(handle *)`,\n"
               "`int64_t version(handle *)`, `bool gradients_on()`, `void set_gradients(bool)`, and\n"

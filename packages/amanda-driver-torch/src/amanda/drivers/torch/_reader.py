@@ -45,6 +45,7 @@ def reader() -> interceptor.Reader | None:
             plain=(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
             offset=_offset(),
             describe=functions.addresses(_DESCRIBE),
+            extents="shape",
             modes=((mode, 0), *((included, int(_native._parse_dispatch_key(key))) for key in _KEYS)),
             autodiff=functions.addresses(_AUTODIFF),
         )
@@ -98,6 +99,9 @@ def _reads(found: interceptor.Reader) -> bool:
         key = found.key((one, 1))
         same = key and key == found.key((torch.ones(4, 5), 2))
         apart = all(found.key((other, 1)) not in (0, key) for other in different)
+        sized = found.key((one, 1), {}, True)
+        apart = apart and sized == found.key((torch.ones(2, 3), 2), {}, True) != 0
+        apart = apart and sized != found.key((torch.ones(3, 2), 1), {}, True)
         before = found.version(one)
         one.zero_()
         written = before == 0 and found.version(one) == 1

@@ -1,0 +1,140 @@
+"""What whole tools cost on models: their own routines and the framework apart, with the cache and without.
+
+A tool's own part is the time in its routines, which a clock around each takes. What the framework adds is
+taken on a model's narrow twin, where the same operators have little to compute: what the tool adds to
+the twin's step, less the time in its routines there.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from _measure import (
+    BARE,
+    Variant,
+    controls,
+    interleaved,
+    pin_to_one_core,
+    processor_seconds,
+    progress,
+    script,
+)
+from _models import PASSES, models
+
+import amanda
+from amanda._order import in_order
+from amanda.action import Routine, has_run, marks
+
+TOOLS: dict[str, Callable[[], amanda.Tool]] = {
+    "trace": lambda: amanda.load_tool("trace"),
+    "flops": lambda: amanda.load_tool("flops"),
+    "stats": lambda: amanda.load_tool("stats"),
+    # "effective path": lambda: amanda.load_tool("effective_path"),
+    # "prune": lambda: amanda.load_tool("prune", sparsity=0.5),
+    # "prune, 2:4": lambda: amanda.load_tool("prune", pattern="2:4"),
+    "quantize, dynamic": lambda: amanda.load_tool("quantize", method="dynamic"),
+    "quantize, qat": lambda: amanda.load_tool("quantize", method="qat"),
+}
+SECONDS = {"wide": 60.0, "twin": 20.0}
+ON, OFF = "cache on", "cache off"
+
+
+class Clock:
+    """The time in the routines of a tool and of those that it depends on."""
+
+    def __init__(self, tool: amanda.Tool) -> None:
+        self.seconds = 0.0
+        for one in in_order([tool]):
+            one.wrap_routines(self._timed)
+
+    def _timed(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+        def timed(*values: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return routine(*values, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - begun
+
+        def timed_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+            return timed(*values, run=run, **kwargs)
+
+        wrapper: Routine = timed_with_run if has_run(routine) else timed
+        functools.update_wrapper(wrapper, routine, updated=())
+        for mark in marks(routine):
+            wrapper = getattr(amanda, mark)(wrapper)
+        return wrapper
+
+
+def under_tools(step: Callable[[], None], seconds: float, least: int) -> dict[str, Any]:
+    """Seconds of steps, bare and under each tool; and, of clocked steps, seconds in the routines."""
+    found: dict[str, Variant] = controls()
+    for name, make in TOOLS.items():
+        found[name] = functools.partial(amanda.apply, make())
+    clocks = {}
+    for name, make in TOOLS.items():
+        tool = make()
+        clocks[f"{name}, clocked"] = Clock(tool)
+        found[f"{name}, clocked"] = functools.partial(amanda.apply, tool)
+    inside: dict[str, list[float]] = {name: [] for name in TOOLS}
+
+    def measure(name: str) -> float:
+        clock = clocks.get(name)
+        before = clock.seconds if clock else 0.0
+        taken = processor_seconds(step)
+        if clock:
+            inside[name.removesuffix(", clocked")].append(clock.seconds - before)
+        return taken
+
+    whole = interleaved(found, measure, seconds, least, most=40)
+    rounds = len(whole[BARE])
+    return {
+        "whole": {name: taken for name, taken in whole.items() if name not in clocks},
+        "inside": {name: taken[-rounds:] for name, taken in inside.items()},
+    }
+
+
+def with_and_without_cache(step: Callable[[], None], least: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of steps under each tool with the cache on and off."""
+    found = {}
+    for name, make in TOOLS.items():
+        tool = make()
+
+        @contextmanager
+        def off(tool: amanda.Tool = tool) -> Any:
+            with amanda.apply(tool), amanda.cache_disabled():
+                yield
+
+        def on(tool: amanda.Tool = tool) -> AbstractContextManager[Any]:
+            return amanda.apply(tool)
+
+        found[name] = interleaved({ON: on, OFF: off}, lambda _: processor_seconds(step), 0.0, least)
+    return found
+
+
+def benchmark(quick: bool) -> dict[str, Any]:
+    """Model -> pass -> "wide", "twin" and "cache" -> seconds of steps, one value a round."""
+    pin_to_one_core()
+    found: dict[str, Any] = {}
+    for name, pair in models().items():
+        if name.startswith("GPT") or (quick and found):
+            continue
+        found[name] = {"example": pair.example, "passes": {title: {} for title in PASSES}}
+        for kind in ("twin",) if quick else ("wide", "twin"):
+            model, example = getattr(pair, kind)()
+            for title, passes in PASSES.items():
+                progress(f"  {name}, {title}{', narrow twin' if kind == 'twin' else ''}")
+                step, results = passes(model, example), found[name]["passes"][title]
+                results[kind] = under_tools(step, 0.0 if quick else SECONDS[kind], 1 if quick else 5)
+                if kind == "wide" or quick:
+                    results["cache"] = with_and_without_cache(step, 1 if quick else 3)
+                if quick:
+                    results["wide"] = results["twin"]
+    return {"models": found}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    script(benchmark, __doc__)
