@@ -32,9 +32,6 @@ TOOLS: dict[str, Callable[[], amanda.Tool]] = {
     "trace": lambda: amanda.load_tool("trace"),
     "flops": lambda: amanda.load_tool("flops"),
     "stats": lambda: amanda.load_tool("stats"),
-    # "effective path": lambda: amanda.load_tool("effective_path"),
-    # "prune": lambda: amanda.load_tool("prune", sparsity=0.5),
-    # "prune, 2:4": lambda: amanda.load_tool("prune", pattern="2:4"),
     "quantize, dynamic": lambda: amanda.load_tool("quantize", method="dynamic"),
     "quantize, qat": lambda: amanda.load_tool("quantize", method="qat"),
 }
