@@ -125,6 +125,10 @@ class EagerExecution(TensorOps):
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Which of the inputs need a gradient; None where autodiff records nothing."""
 
+    def variable_of(self, value: Any) -> Any:
+        """What holds an input's value from one execution to the next; None where nothing does."""
+        return None
+
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the innermost enclosing call's object within the outermost's."""
         return ""
@@ -245,7 +249,7 @@ class EagerExecution(TensorOps):
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
-            parameters=call.parameters(),
+            parameters=call.parameters(), variable_of=self.variable_of,
         )  # fmt: skip
         fresh: list[tuple[Layer, Hashable, Plan]] = []
         pairs: list[tuple[Layer, Plan]] = []

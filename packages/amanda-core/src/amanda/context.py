@@ -45,6 +45,7 @@ class OpFacts:
     parameters: Sequence[int] = ()
     graph: Hashable = None
     read_variables: Callable[[], Hashable] = field(default=lambda: None)
+    variable_of: Callable[[Any], Any] = field(default=lambda value: None)
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -57,7 +58,7 @@ class OpFacts:
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
             read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
-            read_variables=self.read_variables,
+            read_variables=self.read_variables, variable_of=self.variable_of,
         )  # fmt: skip
 
     @property
@@ -164,9 +165,15 @@ class OpContext(dict[str, Any]):
 
     def get_value(self, index: int | str) -> Any:
         """The present value of an input, also where `get_inputs` is symbolic."""
-        inputs = self.get_inputs()
-        (position,) = self._positions((index,), "get_value", len(inputs)) or (0,)
-        return self._facts.read_value(inputs[position])
+        return self._facts.read_value(self._input(index, "get_value"))
+
+    def get_variable(self, index: int | str) -> Any:
+        """What holds an input's value from one execution to the next; None where nothing does.
+
+        PyTorch: the parameter, or the leaf, that the input is or is a view of.  TensorFlow: the handle of the
+        variable that it was read of (`variable.handle`), in a session's graph the tensor that makes it.
+        """
+        return self._facts.variable_of(self._input(index, "get_variable"))
 
     def is_forward(self) -> bool:
         """Whether this is the context of a forward op."""
@@ -227,6 +234,11 @@ class OpContext(dict[str, Any]):
         return tuple(self._actions[first:])
 
     # ---- what recording leans on ----
+
+    def _input(self, index: int | str, method: str) -> Any:
+        inputs = self.get_inputs()
+        (position,) = self._positions((index,), method, len(inputs)) or (0,)
+        return inputs[position]
 
     def _present(self, values: list[Any] | None, what: str) -> list[Any]:
         if values is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
@@ -211,8 +212,12 @@ class Tool:
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Run `model` once on an example, so that this tool's state is made; the model's result."""
-        with apply(self):
+        with self.preparing(), apply(self):
             return model(*example, **kwargs)
+
+    def preparing(self) -> AbstractContextManager[Any]:
+        """Context around the run of `prepare`, for a tool to which it is more than any other run."""
+        return nullcontext()
 
 
 def _ordinal(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:

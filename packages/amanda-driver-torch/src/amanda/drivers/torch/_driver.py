@@ -199,6 +199,14 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return "a graph by make_fx", RECORDED
         return None
 
+    def variable_of(self, value: Any) -> Any:
+        """The parameter, or the leaf, that a tensor is or is a view of."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        base = value if value._base is None else value._base
+        is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
+        return base if is_held else None
+
     def scope_name(self, subjects: Any) -> str:
         """Path of the calling module in the model."""
         return module_path(subjects)

@@ -67,6 +67,13 @@ class Steps(amanda.Tool):
         self._explicit = True
         self._turn(self.number + 1)
 
+    def restart(self) -> None:
+        """Count from 0 again: the next step that begins is the first."""
+        self._leader = None
+        for one in self._candidates.values():
+            one.executions = 0
+        self._turn(-1 if self._explicit else 0)
+
     def on_step(self, listener: Listener) -> None:
         """Call `listener(number)` at the beginning of each step, ahead of its routines, and now."""
         self._listeners.append(listener)

@@ -34,7 +34,7 @@ from ._replicas import follow_replicas
 from ._schema import flattened
 from ._state import Made, Mark
 from ._tape import Tape
-from ._variables import Variable
+from ._variables import Variable, variables
 
 
 class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
@@ -106,6 +106,11 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
     def identities(self, call: Call) -> list[Any]:
         """The variables that a call was given."""
         return list(call.identities) if isinstance(call, EagerCall) else []
+
+    def variable_of(self, value: Any) -> Any:
+        """The handle of the variable that a tensor is or was read of."""
+        known = variables.known(value) if isinstance(value, EagerTensor) else None
+        return None if known is None else known.handle
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """An op's result as a list of outputs, and how to put such a list back into its form."""

@@ -19,6 +19,11 @@ class Variable:
     def __init__(self, handle: Any, forget: Callable[[Any], None]) -> None:
         self._handle = weakref.ref(handle, forget)
 
+    @property
+    def handle(self) -> Any:
+        """Its handle, as long as that lives."""
+        return self._handle()
+
 
 class Variables:
     """The variables whose handles were met.

@@ -29,7 +29,7 @@ from ._functions import NUMBER, Function, body_of, copy_of, function_named, func
 from ._generators import callees, draws
 from ._rewrite import rewrite
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
-from ._values import GraphTensors
+from ._values import GraphTensors, variable_of
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -52,4 +52,5 @@ __all__ = [
     "function_of",
     "records",
     "rewrite",
+    "variable_of",
 ]

@@ -34,6 +34,7 @@ class Body:
     captured: of a placeholder's output, the forward graph's tensor that it stands for; None for others.
     node_name: the name in `nodes`, or the argument, of an operation.
     read_value: the present value of a symbolic tensor.
+    variable_of: what holds the variable that a symbolic tensor was read of; None for others.
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
     number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
     on whether routines are ahead of it.
@@ -65,6 +66,7 @@ class Body:
     guessed: bool = False
     order_of: Callable[[tf.Operation], int] = lambda op: 1
     tells_rounds: Callable[[tf.Operation], bool] = lambda op: True
+    variable_of: Callable[[Any], Any] = lambda tensor: None
 
 
 @dataclass

@@ -51,6 +51,14 @@ def rewrite_calls(
         given = list(op.inputs)
         return body.read_value(given[position + offset]) if position + offset < len(given) else None
 
+    def argument_variable(position: int) -> Any:
+        given = list(op.inputs)
+        if position + offset >= len(given):
+            return None
+        outer = given[position + offset]
+        # What goes round in a loop is what the variable held in its first round alone.
+        return None if kind == "While" and outer.dtype != tf.resource else body.variable_of(outer)
+
     found = []
     for place, reference in callees:
         function = body.functions(reference.name)
@@ -62,7 +70,7 @@ def rewrite_calls(
         inner = body_of(
             function, identity, read_argument, rewriting, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
-            depth=body.depth + (kind == "While"),
+            depth=body.depth + (kind == "While"), argument_variable=argument_variable,
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))

@@ -13,6 +13,7 @@ from tensorflow.python.framework import dtypes, tensor_util
 
 from .._operation import Operation
 from ._syntax import input_sizes, op_def, output_sizes
+from ._values import PASSING, VARIABLES
 
 _SITE = Path(tf.__file__).parent.parent
 _FRAMEWORK = (
@@ -30,10 +31,11 @@ def facts_of(
     read_value: Callable[[Any], Any],
     node: Any = None,
     graph: Hashable = None,
+    variable_of: Callable[[Any], Any] = lambda tensor: None,
 ) -> tuple[OpFacts, list[Any]]:
     """Facts of an operation with its symbolic inputs, and its outputs.
 
-    graph: the identity of its body.
+    graph: the identity of its body.  variable_of: what holds the variable that an input was read of.
     node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
     functions that it differentiates.
     """
@@ -45,23 +47,18 @@ def facts_of(
         grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node), scope=scope,
         source=source(op), read_value=read_value, op_type=op.type, graph=graph,
         read_variables=partial(variables_of, op, read_value),
+        variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
     )  # fmt: skip
     return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
-
-
-_PASSING = frozenset(
-    {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch", "Reshape", "Transpose"}
-)
-_VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
 
 def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
     """The variables that an operation reads: the ids of their handles, or their names in a graph."""
     found = []
     for tensor in op.inputs:
-        while tensor.op.type in _PASSING:
+        while tensor.op.type in PASSING:
             tensor = tensor.op.inputs[0]
-        if tensor.op.type in _VARIABLES:
+        if tensor.op.type in VARIABLES:
             found.append(tensor.op.name)
         elif tensor.dtype == tf.resource:
             found.append(getattr(read_value(tensor), "_id", None))

@@ -18,6 +18,7 @@ from ._body import Body, Rewriting, Rewritten
 from ._rounds import captured_by, next_round
 from ._slots import INT64
 from ._syntax import FunctionSyntax, op_def
+from ._values import variable_of
 
 NUMBER = "amanda_number"
 
@@ -129,6 +130,7 @@ def body_of(
     forward_call: tf.Operation | None = None,
     backward: bool = False,
     depth: int = 0,
+    argument_variable: Callable[[int], Any] | None = None,
 ) -> Body:
     """The nodes of a function that run.
 
@@ -137,6 +139,7 @@ def body_of(
     backward: whether this is the backward function of another.
     forward_call: where this is called for the gradients of a call, that one.
     depth: how many loops are around it.
+    argument_variable: what holds the variable that an argument is the handle of; the argument by default.
     """
     definition, graph = function.definition, function.graph
     run = executed(definition)
@@ -166,6 +169,7 @@ def body_of(
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
         order_of=forward.order, guessed=bool(forward.guessed),
+        variable_of=_Holding(graph, argument_variable or read_argument),
     )  # fmt: skip
 
 
@@ -231,6 +235,22 @@ class _Reading:
             return tf.reshape(value, form) if op.type == "Reshape" else tf.transpose(value, form)
         value = tensor_util.constant_value(tensor)
         return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
+
+
+class _Holding:
+    """What holds the variables that a function's symbols were read of."""
+
+    def __init__(self, graph: Any, argument_variable: Callable[[int], Any]) -> None:
+        self._argument_variable = argument_variable
+        self._positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
+
+    def __call__(self, tensor: Any) -> Any:
+        return variable_of(tensor, self._argument)
+
+    def _argument(self, placeholder: Any) -> Any:
+        position = self._positions.get(placeholder.op.name)
+        held = None if position is None else self._argument_variable(position)
+        return None if isinstance(held, ops.EagerTensor) and held.dtype != tf.resource else held
 
 
 def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0) -> Any:

@@ -110,7 +110,7 @@ class _Rewriter:
         identity = op_id(self.body, op.name)
         body = self.body
         facts, outputs = facts_of(
-            op, identity, self.rewriting.namespace, body.read_value, node, body.identity
+            op, identity, self.rewriting.namespace, body.read_value, node, body.identity, body.variable_of
         )
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
@@ -234,7 +234,9 @@ class _Rewriter:
     def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
         identity = op_id(self.body, op.name)
-        facts, outputs = facts_of(op, identity, self.rewriting.namespace, self.body.read_value)
+        facts, outputs = facts_of(
+            op, identity, self.rewriting.namespace, self.body.read_value, variable_of=self.body.variable_of
+        )  # fmt: skip
         self.rewriting.analysis.absent(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
         return identity, facts

@@ -1,6 +1,6 @@
 """Tensors as routines meet them: symbols at analysis, eager tensors while a graph runs."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +48,25 @@ class GraphTensors(TensorOps):
     def copied(self, value: Any) -> Any:
         """The value, which nothing writes into."""
         return value
+
+
+PASSING = frozenset(
+    {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch", "Reshape", "Transpose"}
+)
+"""Operations whose result is what their first input holds, in another form maybe."""
+VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+
+
+def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder: None) -> Any:
+    """What holds the variable that a symbol was read of: its handle, or the variable's own tensor; or None.
+
+    argument: the same of what is given for a placeholder.
+    """
+    while tensor.op.type in PASSING:
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type in VARIABLES:
+        return tensor
+    return argument(tensor) if tensor.op.type == "Placeholder" else None
 
 
 def fitting(original: Any, value: Any) -> Any:

@@ -24,6 +24,7 @@ from ..graph import (
     draws,
     function_named,
     rewrite,
+    variable_of,
 )
 from ._cone import Endpoint, Request, after_forward, cone
 from ._draws import Draw, SessionExecution, can_draw, drawing
@@ -158,6 +159,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         forward_of=lambda op: forward.of.get(op.name),
         outputs=[Edge(*one) for one in request.fetches if one not in request.feeds],
         read_value=Reading(session),
+        variable_of=variable_of,
         functions=lambda name: function_named(name, reference()),
         number_at=lambda op, ahead: frames.number_at(op, ahead, NUMBER),
         alone=frames.alone,

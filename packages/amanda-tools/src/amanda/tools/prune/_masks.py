@@ -1,0 +1,186 @@
+"""Which elements of a weight are kept: functions of magnitudes, and masks of weights by them.
+
+Weights are arrays of NumPy, tensors of PyTorch, or eager tensors of TensorFlow; a mask is of the weight's
+kind, shape and type, 1 where it is kept and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+from autoray import do, shape
+
+from amanda.tools.prune._errors import PruneError, ShapeError
+from amanda.tools.prune._framework import Array, framework_of, on_arrays
+
+
+@on_arrays
+def element_mask(weight: Any, sparsity: float = 0.5) -> Any:
+    """Drop the round(sparsity * elements) smallest magnitudes.
+
+    weight: of any shape.  Raises PruneError for a sparsity outside [0, 1].
+    Source: Han et al. 2015, "Learning both weights and connections"; equals torch.nn.utils.prune's
+    `l1_unstructured`.
+    """
+    (kept,) = elements_kept([abs(weight)], sparsity)
+    return kept
+
+
+@on_arrays
+def n_m_mask(weight: Any, n: int = 2, m: int = 4) -> Any:
+    """Keep the n largest magnitudes of every m consecutive values along the last axis.
+
+    weight: (..., k), k divisible by m.  Raises ShapeError otherwise, and for n above m.
+    Source: Mishra et al. 2021, "Accelerating sparse deep neural networks" (2:4); Zhou et al. 2021, sec. 3.1.
+    """
+    return n_m_kept(abs(weight), n, m)
+
+
+@on_arrays
+def tile_mask(weight: Any, sparsity: float = 0.5, granularity: int = 128) -> Any:
+    """Drop columns, and of each tile of `granularity` columns that are left rows.
+
+    weight: (k, n), the second factor of a product: k is summed over, n are outputs.  Columns and rows are
+    dropped in equal shares, 1 - sqrt(1 - sparsity) of each, by the root of the mean of their squares.
+    Raises ShapeError for a weight that is no matrix.
+    Source: Guo et al. 2020, "Accelerating sparse DNN models without hardware-support via tile-wise sparsity".
+    """
+    (kept,) = tiles_kept([abs(weight)], sparsity, granularity)
+    return kept
+
+
+@on_arrays
+def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 0) -> Any:
+    """Drop the round(sparsity * channels) channels of the smallest norm.
+
+    weight: channels along `axis`.  norm: 1 or 2.
+    Source: Li et al. 2017, "Pruning filters for efficient ConvNets" (L1); equals torch.nn.utils.prune's
+    `ln_structured`.
+    """
+    (kept,) = channels_kept([do("moveaxis", abs(weight), axis, 0)], sparsity, norm)
+    return do("moveaxis", kept, 0, axis)
+
+
+# ---- of several weights together: magnitudes, -1 where a weight is dropped already ----
+
+
+def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
+    """What is kept of weights of any shapes when the smallest of all their elements are dropped."""
+    check_sparsity(sparsity)
+    framework = framework_of(magnitudes[0])
+    row = framework.row(magnitudes)
+    return split(framework.lowest_dropped(row, round(sparsity * size(row))), magnitudes)
+
+
+def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
+    """What is kept of one weight (..., k) when n of each m along the last axis are."""
+    *outer, k = shape(magnitudes)
+    if not 0 < n <= m or k % m:
+        raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
+    groups = do("reshape", magnitudes, (*outer, k // m, m))
+    return do("reshape", framework_of(groups).ranks(groups) >= m - n, (*outer, k))
+
+
+def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
+    """What is kept of matrices (k, n) by columns and by rows of tiles, ranked over all of them."""
+    check_sparsity(sparsity)
+    if granularity < 1:
+        raise PruneError(f"granularity is {granularity}; a tile has one column at least")
+    for one in magnitudes:
+        if len(shape(one)) != 2:
+            raise ShapeError(f"tiles are of a matrix (k, n), not of a weight of shape {shape(one)}")
+    share = 1 - sqrt(1 - sparsity)
+    framework = framework_of(magnitudes[0])
+    squares = [np.square(np.maximum(framework.numbers(one), 0)) for one in magnitudes]
+    columns = lowest_units_dropped([(_scores(one, 0), len(one)) for one in squares], share)
+    tiles = [_tiles(kept, granularity) for kept in columns]
+    segments = [
+        (_scores(one[:, tile], 1), len(tile)) for one, own in zip(squares, tiles, strict=True) for tile in own
+    ]
+    rows = iter(lowest_units_dropped(segments, share) if segments else [])
+    found = []
+    for one, own in zip(squares, tiles, strict=True):
+        kept = np.zeros(one.shape, bool)
+        for tile in own:
+            kept[:, tile] = next(rows)[:, None]
+        found.append(kept)
+    return [framework.like(kept, one) for kept, one in zip(found, magnitudes, strict=True)]
+
+
+def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -> list[Array]:
+    """What is kept of weights (channels, ...) when the channels of the smallest norms are dropped.
+
+    Channels of several weights are compared by their norm over the one that all ones would have.
+    """
+    check_sparsity(sparsity)
+    if norm not in (1, 2):
+        raise PruneError(f"norm is {norm!r}; channels are told by their norm 1 or 2")
+    framework = framework_of(magnitudes[0])
+    units = []
+    for one in magnitudes:
+        rows = do("reshape", one, (shape(one)[0], -1))
+        alive = framework.numbers((rows >= 0).sum(1)) > 0
+        powers = framework.numbers(((rows * (rows >= 0)) ** norm).sum(1))
+        length = shape(rows)[1]
+        units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
+    kept = lowest_units_dropped(units, sparsity)
+    return [_spread(framework.like(unit, one), one) for unit, one in zip(kept, magnitudes, strict=True)]
+
+
+def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> list[Any]:
+    """Of scores, each with the elements that its units have, false for the lowest units of all.
+
+    As many are dropped as come nearest to that share of all elements.
+    """
+    scores = np.concatenate([one for one, _ in units])
+    sizes = np.concatenate([np.full(len(one), count) for one, count in units])
+    if len(set(sizes.tolist())) <= 1:
+        count = round(sparsity * len(scores))
+    else:
+        dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
+        count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
+    kept = framework_of(scores).lowest_dropped(scores, count)
+    return np.split(kept, np.cumsum([len(one) for one, _ in units])[:-1])
+
+
+# ---- what these lean on ----
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Raise PruneError for a share that is none."""
+    if not 0 <= sparsity <= 1:
+        raise PruneError(f"sparsity is {sparsity!r}; it is the share that is dropped, from 0 to 1")
+
+
+def size(array: Array) -> int:
+    """How many elements it has."""
+    return prod(shape(array))
+
+
+def split(row: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Parts of a row in the shapes of arrays, whose elements it has one after another."""
+    parts, first = [], 0
+    for array in arrays:
+        parts.append(do("reshape", row[first : first + size(array)], shape(array)))
+        first += size(array)
+    return parts
+
+
+def _scores(squares: Any, axis: int) -> Any:
+    """Root of the mean of squares."""
+    return np.sqrt(squares.mean(axis))
+
+
+def _tiles(columns: Any, granularity: int) -> list[Any]:
+    """Positions of the columns of each tile, of those that are kept."""
+    left = np.flatnonzero(columns)
+    return [left[first : first + granularity] for first in range(0, len(left), granularity)]
+
+
+def _spread(units: Array, other: Array) -> Array:
+    """What is kept of the first axis, for every element."""
+    ones = do("reshape", units, (-1, *[1] * (len(shape(other)) - 1)))
+    return do("broadcast_to", ones, shape(other))

@@ -1,0 +1,67 @@
+"""A permutation of input channels under which N:M sparsity keeps more of a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.prune._errors import ShapeError
+
+_Floats = NDArray[np.float64]
+
+
+def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -> NDArray[np.intp]:
+    """An order of the channels along the last axis, by swaps of two as long as one keeps more magnitude.
+
+    weight: an array (..., k), k divisible by m.  Returns k positions: of `weight[..., permutation]` an n:m
+    mask keeps at least as much as of `weight`.  Each round swaps the pairs that gain most, none of them in
+    the same group of m as another; no swap gains after the last, or `rounds` are over.
+    Raises ShapeError as `n_m_mask` does.
+    Source: Pool & Yu 2021, "Channel permutations for N:M sparsity" (greedy channel swaps).
+    """
+    channels = np.abs(np.asarray(weight, np.float64)).reshape(-1, np.shape(weight)[-1]).T.copy()
+    k = len(channels)
+    if not 0 < n <= m or k % m:
+        raise ShapeError(f"{n}:{m} does not fit {k} channels: their number is a multiple of {m}")
+    order = np.arange(k)
+    if n == m:
+        return order
+    group = order // m
+    without, joining = np.empty(k), np.empty((k, k))
+    changed = np.arange(k // m)
+    for _ in range(rounds):
+        for one in changed:
+            for i in order[one * m : (one + 1) * m]:
+                others = [j for j in order[one * m : (one + 1) * m] if j != i]
+                without[i], joining[i] = _exchanged(channels, channels[others], n)
+        of_one = without[:, None] + joining - (without + np.diag(joining))[:, None]
+        gains = of_one + of_one.T
+        gains[group[:, None] >= group[None, :]] = 0
+        changed = _swap_best(gains, order, group, 1e-9 * channels.sum())
+        if not len(changed):
+            break
+    return order
+
+
+def _exchanged(channels: _Floats, others: _Floats, n: int) -> tuple[float, _Floats]:
+    """What is kept of a group's m - 1 other channels, and how much more of it with each of all channels."""
+    largest = np.sort(others, 0)[-n:]
+    return float(largest.sum()), np.maximum(channels - largest[0], 0).sum(1)
+
+
+def _swap_best(
+    gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], least: float
+) -> NDArray[np.intp]:
+    """Swap pairs in order of what they gain, no group twice; the groups that changed."""
+    place = np.argsort(order)
+    left, right = np.nonzero(gains > least)
+    touched: set[int] = set()
+    for best in np.argsort(-gains[left, right], kind="stable"):
+        i, j = left[best], right[best]
+        if not {group[i], group[j]} & touched:
+            touched |= {group[i], group[j]}
+            order[[place[i], place[j]]] = j, i
+            group[[i, j]] = group[[j, i]]
+    return np.array(sorted(touched), np.intp)

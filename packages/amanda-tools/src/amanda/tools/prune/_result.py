@@ -1,0 +1,68 @@
+"""What is pruned: a row for each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.tools.prune._weight import Weight
+from amanda.tools.results import Column, Result, shortened
+
+
+class PruneResult(Result):
+    """The weights with the share of their elements that is dropped.
+
+    left: weights that were selected and are not pruned, by module and type, and why.
+    """
+
+    name: ClassVar[str] = "prune"
+    title = "Pruned weights"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
+        Column("source", show=partial(shortened, width=32)), Column("shape"), Column("layout"),
+        Column("weights", show="{:,}".format, total=True), Column("zeros", show="{:,}".format, total=True),
+        Column("sparsity", show="{:.4f}".format, number=True, unit="share"), Column("pattern"),
+    )  # fmt: skip
+
+    def __init__(self, weights: Iterable[Weight], pattern: str, left: Mapping[str, str]) -> None:
+        self._rows = [
+            ("forward", one.type, one.module, one.source, "x".join(map(str, one.extents)), one.layout or "",
+             one.size, one.zeros, one.zeros / max(one.size, 1), pattern)
+            for one in weights
+        ]  # fmt: skip
+        self.left = dict(left)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of all elements that is dropped."""
+        return self.zeros / max(self.elements, 1)
+
+    @property
+    def elements(self) -> int:
+        """How many elements the weights have."""
+        return sum(row[6] for row in self._rows)
+
+    @property
+    def zeros(self) -> int:
+        """How many of them are dropped."""
+        return sum(row[7] for row in self._rows)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each weight, in the order of first use."""
+        return self._rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Totals, and what was left."""
+        return {
+            "tensors": len(self._rows), "elements": self.elements, "zeros": self.zeros,
+            "sparsity": self.sparsity, "left": self.left,
+        }  # fmt: skip
+
+    def notes(self) -> Sequence[str]:
+        """Totals, and what was left."""
+        count = len(self._rows)
+        notes = [
+            f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements, sparsity {self.sparsity:.4f}."
+        ]
+        return notes + [f"{place} is left as it is: {why}." for place, why in self.left.items()]

@@ -1,0 +1,81 @@
+"""When masks are made, and how sparse they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Literal, get_args
+
+from amanda.tools.prune._errors import PruneError
+from amanda.tools.prune._masks import check_sparsity
+
+Kind = Literal["constant", "cubic"]
+
+
+def cubic_sparsity(step: int, begin: int, end: int, initial: float, final: float) -> float:
+    """The sparsity at a step between begin and end: fast at first, slower and slower.
+
+    Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
+    """
+    left = 1 - min(max((step - begin) / (end - begin), 0.0), 1.0)
+    return final + (initial - final) * left**3
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps at which masks are made: `begin`, then each `frequency`th, and `end`.
+
+    kind: "constant", or "cubic" from `initial` at begin to `sparsity` at end.
+    end: None for masks that are made at begin alone, or with a frequency for ever.
+    Raises PruneError for what does not go together.
+    """
+
+    sparsity: float = 0.5
+    kind: Kind = "constant"
+    initial: float = 0.0
+    begin: int = 0
+    end: int | None = None
+    frequency: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity)
+        check_sparsity(self.initial)
+        if self.kind not in get_args(Kind):
+            raise PruneError(f"schedule is {self.kind!r}; it is one of {', '.join(get_args(Kind))}")
+        if self.begin < 0:
+            raise PruneError(f"begin is {self.begin}; steps count from 0")
+        if self.frequency is not None and self.frequency < 1:
+            raise PruneError(f"frequency is {self.frequency}; it is a number of steps, 1 at least")
+        if self.end is not None and self.end <= self.begin:
+            raise PruneError(f"end is {self.end}, begin {self.begin}: the end comes after the beginning")
+        if self.kind == "cubic" and self.end is None:
+            raise PruneError("a cubic schedule has an end: the step from which the sparsity stays")
+
+    def latest(self, step: int) -> int | None:
+        """The last step up to this one at which masks are made; None before the first."""
+        if step < self.begin:
+            return None
+        if self.end is not None and step >= self.end:
+            return self.end if self.goes_on else self.begin
+        if not self.goes_on:
+            return self.begin
+        frequency = self.frequency or 1
+        return step - (step - self.begin) % frequency
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether masks are made again after the first time."""
+        return self.kind == "cubic" or self.frequency is not None
+
+    def at(self, step: int) -> float:
+        """The sparsity of masks that are made at a step."""
+        if self.kind == "constant" or self.end is None:
+            return self.sparsity
+        return cubic_sparsity(step, self.begin, self.end, self.initial, self.sparsity)
+
+    def regrown(self, step: int, fraction: float) -> float:
+        """The share of what is kept that is exchanged at a step: annealed to 0 where there is an end.
+
+        Source: Evci et al. 2020, "Rigging the lottery" (RigL), eq. 1.
+        """
+        return fraction if self.end is None else fraction / 2 * (1 + cos(pi * min(step / self.end, 1.0)))

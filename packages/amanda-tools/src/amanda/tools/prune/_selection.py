@@ -1,0 +1,54 @@
+"""Which weights are pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import amanda
+from amanda.tools.prune._errors import PruneError
+
+TYPES = frozenset(
+    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+     "depthwise_conv2d", "depthwise_conv3d", "linear", "matmul", "addmm", "baddbmm", "bilinear"}
+)  # fmt: skip
+"""Convolutions and products; not embeddings and normalisations."""
+
+Globs = list[str] | str | None
+
+
+class Selection:
+    """Ops by globs of their words or the framework's names, and of module paths.
+
+    A path selects what lies in the module too.  Raises PruneError for what is no list of names.
+    """
+
+    def __init__(self, type: Globs, module: Globs, exclude: Globs) -> None:
+        self._types = _listed("type", type)
+        self._modules = _listed("module", module)
+        self._exclude = _listed("exclude", exclude) or ()
+
+    def __call__(self, context: amanda.OpContext) -> bool:
+        """Whether the weight of an op is pruned."""
+        names = (context["type"], context.get_op_type())
+        if self._types is None:
+            typed = context["type"] in TYPES
+        else:
+            typed = any(fnmatchcase(name, glob) for name in names for glob in self._types)
+        path = context.get_scope().replace("/", ".")
+        inside = self._modules is None or _matches(path, self._modules)
+        return typed and inside and not _matches(path, self._exclude)
+
+
+def _matches(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*") for glob in globs)
+
+
+def _listed(option: str, given: Globs) -> Sequence[str] | None:
+    if given is None:
+        return None
+    listed = [given] if isinstance(given, str) else list(given)
+    for one in listed:
+        if not isinstance(one, str) or not one:
+            raise PruneError(f"{option} has {one!r}; give names, or patterns with * and ?")
+    return [one.replace("/", ".") for one in listed]

@@ -1,0 +1,345 @@
+"""The tool: weights are masked before each op that reads them, and their gradients behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+import amanda
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.prune._errors import PruneError
+from amanda.tools.prune._framework import framework_of
+from amanda.tools.prune._layout import canonical_extents
+from amanda.tools.prune._patterns import Elements, Vectors, pattern_of
+from amanda.tools.prune._permutation import input_permutation
+from amanda.tools.prune._regrowth import regrown_kept
+from amanda.tools.prune._result import PruneResult
+from amanda.tools.prune._schedule import Kind, Schedule
+from amanda.tools.prune._selection import Selection
+from amanda.tools.prune._weight import NEVER, Weight
+from amanda.tools.steps import Steps
+
+Budget = Literal["op", "global"]
+Regrow = Literal["magnitude", "gradient", "random"]
+
+_numbers = count()
+
+
+class PruneTool(amanda.Tool):
+    """Prunes the weights of convolutions and products; `result` tells which, `finalize` writes it into them.
+
+    sparsity: the share that is dropped, of each weight (scope "op") or of all together ("global").
+    pattern: "element"; "2:4" and its like, of consecutive input channels, whatever the sparsity; "tile";
+        "channel", output filters by their norm.
+    schedule: "constant", or "cubic" from `initial_sparsity` at step `begin` to `sparsity` at step `end`.
+    begin, end, frequency: masks are made at step begin, each `frequency`th after it, and end; with a constant
+        schedule and no frequency at begin alone.  A step is a call of the model, or what `step()` says.
+    regrow: whether what is dropped may come back when masks are made again: "magnitude" ranks all anew,
+        "gradient" (RigL) and "random" (SET) exchange the share `regrow_fraction` of what is kept.
+    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    norm: of channels, 1 or 2.  granularity: columns of a tile.  permute: look for the order of the input
+        channels in which n:m keeps most.  mask_gradients: also mask weights' gradients.  seed: of "random".
+
+    Raises PruneError for options that do not go together.
+    """
+
+    def __init__(
+        self,
+        sparsity: float = 0.5,
+        pattern: str = "element",
+        scope: Budget = "op",
+        schedule: Kind = "constant",
+        begin: int = 0,
+        end: int | None = None,
+        frequency: int | None = None,
+        initial_sparsity: float = 0.0,
+        regrow: Regrow | None = None,
+        regrow_fraction: float = 0.3,
+        type: list[str] | str | None = None,
+        module: list[str] | str | None = None,
+        exclude: list[str] | str | None = None,
+        norm: int = 2,
+        granularity: int = 128,
+        permute: bool = False,
+        mask_gradients: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._schedule = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
+        self._pattern, self._pattern_name = pattern_of(pattern, granularity, norm), pattern
+        self._global, self._permute, self._regrow = scope == "global", permute, regrow
+        self._fraction, self._mask_gradients, self._seed = regrow_fraction, mask_gradients, seed
+        self._check(scope)
+        self._selects = Selection(type, module, exclude)
+        self._weights: dict[Hashable, Weight] = {}
+        self._left: set[Hashable] = set()
+        self._reasons: dict[str, str] = {}
+        self._key = f"pruned by {next(_numbers)}"
+        self._preparing = self._stepped = False
+        self._first, self.step_number = 0, 0
+        self._steps = Steps()
+        self._steps.on_step(self._turn)
+        self.depends_on(StandardMapping())
+        if self._global or begin or self._schedule.goes_on:
+            self.depends_on(self._steps)
+        self.add_inst_for_op(self._forward)
+        if mask_gradients or regrow == "gradient":
+            self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
+
+    def _check(self, scope: str) -> None:
+        vectors = isinstance(self._pattern, Vectors)
+        if scope not in get_args(Budget):
+            raise PruneError(f'scope is {scope!r}; it is "op" or "global"')
+        if self._regrow not in (None, *get_args(Regrow)):
+            raise PruneError(
+                f"regrow is {self._regrow!r}; it is one of {', '.join(get_args(Regrow))}, or None"
+            )
+        if vectors and (self._global or self._schedule.kind != "constant"):
+            raise PruneError(
+                f"pattern {self._pattern_name} drops the same of each weight at any time: it has no global "
+                "budget and no other schedule than the constant one"
+            )
+        if self._permute and not vectors:
+            raise PruneError(f"permute is for patterns such as 2:4, not for {self._pattern_name}")
+        if self._regrow in ("gradient", "random") and not isinstance(self._pattern, Elements):
+            raise PruneError(
+                f"regrow={self._regrow!r} exchanges single elements, which {self._pattern_name} has not"
+            )
+        if self._regrow and not self._schedule.goes_on:
+            raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
+        if not 0 <= self._fraction <= 1:
+            raise PruneError(f"regrow_fraction is {self._fraction}; it is a share, from 0 to 1")
+
+    # ---- for the user ----
+
+    @property
+    def result(self) -> PruneResult:
+        """The weights that were met, and what is dropped of them."""
+        return PruneResult(self._weights.values(), self._pattern_name, self._reasons)
+
+    def clear(self) -> None:
+        """Forget masks and steps: the next step is the first."""
+        self.load_state_dict({})
+
+    def step(self) -> None:
+        """Begin a step here, and at no call of a model any more."""
+        self._steps.step()
+
+    def finalize(self, model: Any) -> PruneResult:
+        """Write the masks into the weights of a model, which then computes alone what it did with the tool.
+
+        model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
+        of a session's graph within `with session.as_default()`.
+        Raises PruneError where a weight is computed, so that nothing holds it, and where the model has no
+        weight that the tool has met.
+        """
+        met = [one for one in self._weights.values() if one.is_masked]
+        computed = [one.module or one.source for one in met if one.holder is None]
+        if computed:
+            raise PruneError(
+                f"the weights of {', '.join(computed)} are computed at each call: make them parameters first "
+                "(torch.nn.utils.parametrize.remove_parametrizations), or exclude them"
+            )
+        written = 0
+        with amanda.disabled():
+            for framework in {one.framework for one in met}:
+                for holder, change in framework.variables(model):
+                    for one in met:
+                        if one.framework is framework and one.holder == holder:
+                            change(one.part, one.finalized)
+                            written += 1
+        if not written:
+            raise PruneError(
+                f"none of the {len(met)} weights that the tool has pruned is of this {type(model).__name__}; "
+                "call it in a scope of the tool, or tool.prepare(model, example)"
+            )
+        return self.result
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Around `prepare`, which makes the masks of the first step; it is none itself."""
+        self._preparing = True
+        try:
+            yield
+            self._make_gathered(self._next_update)
+        finally:
+            self._preparing = False
+            self._steps.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks by "module path/op/name", what else belongs to them, and "step", the next one."""
+        return {**super().state_dict(), "step": self.step_number + 1 if self._stepped else self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, also in another process; the steps go on."""
+        kept = dict(state)
+        self._first, self._stepped = int(kept.pop("step", 0)), False
+        super().load_state_dict(kept)
+        self._weights.clear()
+        self._left.clear()
+        self._reasons.clear()
+        self._steps.restart()
+
+    # ---- analysis ----
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        index = context["weight_index"]
+        if index is None or context["phase"] != "forward":
+            return
+        weight = self._weight(context, index)
+        if weight is not None:
+            context[self._key] = weight
+            context.insert_before_op(self._mask, inputs=[index], weight=weight)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        index = context["weight_grad_index"]
+        if self._key in context and index is not None:
+            context.insert_after_backward_op(
+                self._mask_gradient, grad_inputs=[index], weight=context[self._key]
+            )
+
+    def _weight(self, context: amanda.OpContext, index: int) -> Weight | None:
+        """The weight of an op; None of one that is not pruned, here or where it was met first."""
+        value, holder = context.get_inputs()[index], context.get_variable(index)
+        framework = framework_of(value)
+        part = None if holder is None else framework.part(holder, value)
+        identity = None if holder is None else framework.identity(holder)
+        key: Hashable = self.place(context) if holder is None else (identity, part)
+        if key not in self._weights and key not in self._left:
+            extents = context["shape"](value)
+            if not self._selects(context) or not self._fits(context, extents, value):
+                self._left.add(key)
+            else:
+                self._weights[key] = self._made(context, framework, identity, part, extents, value)
+        return self._weights.get(key)
+
+    def _fits(self, context: amanda.OpContext, extents: Any, value: Any) -> bool:
+        layout = context["weight_layout"]
+        if extents is None or None in extents or len(extents) < 2:
+            reason: str | None = f"its shape is {extents}"
+        elif "float" not in str(context["dtype"](value)):
+            reason = f"its type is {context['dtype'](value)}"
+        else:
+            reason = self._pattern.misfit(canonical_extents(extents, layout), layout is not None)
+        if reason is not None:
+            self._reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
+        return reason is None
+
+    def _made(
+        self, context: amanda.OpContext, framework: Any, holder: Any, part: Any, extents: Any, value: Any
+    ) -> Weight:
+        layout = context["weight_layout"]
+        kept = self._state(context, framework, "mask", np.ones(extents, bool))
+        updated = self._state(context, framework, "updated", np.full(1, NEVER))
+        grown = permutation = None
+        if self._regrow in ("gradient", "random"):
+            start = np.zeros(extents, "float64" if context["dtype"](value) == "float64" else "float32")
+            grown = self._state(context, framework, "grown", start)
+        if self._permute:
+            channels = np.arange(canonical_extents(extents, layout)[1])
+            permutation = self._state(context, framework, "permutation", channels)
+        if tuple(kept.shape) != tuple(extents):
+            raise PruneError(
+                f"the mask that was loaded for {context.get_scope()} is of shape {tuple(kept.shape)}, "
+                f"its weight of shape {tuple(extents)}"
+            )
+        return Weight(
+            context.get_scope(), context["type"], context.get_source(), tuple(extents), layout, framework,
+            holder, part, kept, updated, grown, permutation,
+        )  # fmt: skip
+
+    def _state(self, context: amanda.OpContext, framework: Any, name: str, start: Any) -> Any:
+        return self.keep(context, name, lambda: framework.stored(start))
+
+    # ---- execution ----
+
+    def _mask(self, value: Any, weight: Weight) -> Any:
+        self._stepped = self._stepped or not self._preparing
+        revive = self._regrow == "magnitude"
+        if self._is_made_at_once(weight):
+            update = self._schedule.latest(self.step_number)
+            if weight.precedes(update):
+                weight.magnitudes = weight.gathered(value, revive)
+                self._make([weight], update or 0)
+        elif weight.magnitudes is None and weight.precedes(self._next_update):
+            self._check_prepared()
+            weight.magnitudes = weight.gathered(value, revive)
+        return weight.masked(value)
+
+    def _check_prepared(self) -> None:
+        begun = self._schedule.latest(self.step_number) is not None and not self._preparing
+        if begun and not any(one.is_masked for one in self._weights.values()):
+            raise PruneError(
+                'scope="global" ranks the weights of the whole model, and the first masks are due before they '
+                "are known: call tool.prepare(model, example), or give begin=1, so that step 0 is dense"
+            )
+
+    def _mask_gradient(self, gradient: Any, weight: Weight) -> Any:
+        if self._regrow == "gradient" and weight.magnitudes is not None:
+            own = weight.canonical(gradient) * 1
+            weight.gradient = own if weight.gradient is None else weight.gradient + own
+        return weight.masked_gradient(gradient) if self._mask_gradients else None
+
+    def _is_made_at_once(self, weight: Weight) -> bool:
+        """Whether a mask needs no more than the weight's own present value."""
+        return not self._global and not (self._regrow == "gradient" and weight.is_masked)
+
+    @property
+    def _next_update(self) -> int | None:
+        """The update for which this step gathers; a step of preparation for itself, another for the next."""
+        return self._schedule.latest(self.step_number + (not self._preparing))
+
+    def _turn(self, number: int) -> None:
+        self._make_gathered(self._next_update)
+        self.step_number = self._first + number
+
+    def _make_gathered(self, update: int | None) -> None:
+        """Make the masks for which the step has gathered what they need."""
+        waiting = [one for one in self._weights.values() if one.magnitudes is not None]
+        if self._regrow == "gradient":
+            for one in waiting:
+                if one.is_masked and one.gradient is None:
+                    one.magnitudes = None
+            waiting = [one for one in waiting if one.magnitudes is not None]
+        if update is None or not waiting:
+            return
+        for group in [waiting] if self._global else [[one] for one in waiting]:
+            self._make(group, update)
+
+    def _make(self, weights: Sequence[Weight], update: int) -> None:
+        """Make the masks of weights that share a budget."""
+        for one in weights:
+            if one.permutation is not None and not one.is_masked:
+                self._find_permutation(one)
+        magnitudes = [one.magnitudes for one in weights]
+        sparsity = self._schedule.at(update)
+        if self._regrow in ("gradient", "random") and all(one.is_masked for one in weights):
+            growth = [self._growth(one, update) for one in weights]
+            fraction = self._schedule.regrown(update, self._fraction)
+            kept = regrown_kept(magnitudes, growth, sparsity, fraction)
+        else:
+            kept = self._pattern.kept(magnitudes, sparsity)
+        for one, own in zip(weights, kept, strict=True):
+            dropped_stays = self._regrow is None and one.is_masked
+            one.keep(own & one.kept_like(own) if dropped_stays else own, update)
+
+    def _growth(self, weight: Weight, update: int) -> Any:
+        """How much each element of a weight deserves to come back."""
+        if self._regrow == "gradient":
+            return abs(weight.gradient)  # type: ignore[arg-type]
+        number = list(self._weights.values()).index(weight)
+        shape = tuple(weight.magnitudes.shape)  # type: ignore[union-attr]
+        random = np.random.Generator(np.random.Philox([self._seed, number, update]))
+        return weight.framework.like(random.random(shape, np.float32), weight.magnitudes)
+
+    def _find_permutation(self, weight: Weight) -> None:
+        assert isinstance(self._pattern, Vectors)
+        assert weight.permutation is not None
+        outputs_last = np.moveaxis(weight.framework.numbers(weight.magnitudes), 1, -1)
+        found = input_permutation(outputs_last, self._pattern.n, self._pattern.m)
+        weight.permutation[...] = weight.framework.like(found, weight.permutation)
+        weight.magnitudes = weight.magnitudes[:, weight.permutation]  # type: ignore[index]

@@ -1,0 +1,136 @@
+"""One weight that is pruned: its mask, and what the next one is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from autoray import do, get_dtype_name
+
+from amanda.tools.prune._framework import Array, Framework, framework_of
+from amanda.tools.prune._layout import canonical, restored
+
+NEVER = -1
+
+
+@dataclass(eq=False)
+class Weight:
+    """A weight of the model, which one or more ops read.
+
+    holder: identity of the parameter or variable that holds it; None for a weight that is computed.
+    part: which part of that it is.
+    kept: true where it is kept, in the weight's own layout.  updated: the step for which that was made,
+    `NEVER` while nothing is dropped.  grown: what elements that came back had then, from which they are
+    counted; None where none does.  permutation: the order of the input channels; or None.
+    These four are written in place: they are the tool's state.
+    magnitudes, gradient: what a step has gathered for the next mask, outputs and inputs first.
+    """
+
+    module: str
+    type: str
+    source: str
+    extents: tuple[int, ...]
+    layout: str | None
+    framework: Framework
+    holder: Any
+    part: Any
+    kept: Array
+    updated: Array
+    grown: Array | None = None
+    permutation: Array | None = None
+    magnitudes: Array | None = None
+    gradient: Array | None = None
+    _fresh: Array | None = None
+    _tensors: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return prod(self.extents)
+
+    @property
+    def zeros(self) -> int:
+        """How many of them are dropped."""
+        return self.size - int(self.kept.sum())
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether it has a mask yet."""
+        return bool(self.updated[0] != NEVER)
+
+    def precedes(self, update: int | None) -> bool:
+        """Whether its mask was made for an earlier step than this one."""
+        return update is not None and int(self.updated[0]) < update
+
+    # ---- what ops read ----
+
+    def masked(self, value: Any) -> Any:
+        """The weight as an op shall read it; None for no change."""
+        if not self.is_masked:
+            return None
+        if self._fresh is not None:
+            self._begin_at(value)
+        mask, grown = self._tensors_like(value)
+        return value * mask if grown is None else (value - grown) * mask
+
+    def masked_gradient(self, gradient: Any) -> Any:
+        """The gradient where the weight is kept; None for no change."""
+        return gradient * self._tensors_like(gradient)[0] if self.is_masked else None
+
+    def finalized(self, values: Array) -> Array:
+        """What the holder's values become: from now on elements that had come back are counted from 0."""
+        made = self.masked(values)
+        if self.grown is not None:
+            self.grown[...] = 0
+            self._tensors.clear()
+        return values if made is None else made
+
+    def _tensors_like(self, value: Any) -> tuple[Any, Any]:
+        """Mask and beginnings in the type of a tensor, where it is."""
+        framework = framework_of(value)
+        key = framework, get_dtype_name(value), str(getattr(value, "device", ""))
+        if key not in self._tensors:
+            grown = None if self.grown is None else framework.as_mask(self.grown, value)
+            self._tensors[key] = framework.as_mask(self.kept, value), grown
+        return self._tensors[key]
+
+    def _begin_at(self, value: Any) -> None:
+        """Let the elements that have just come back be counted from this value, so that they begin at 0."""
+        start = self.framework.plain(value)
+        assert self.grown is not None
+        here = [self.framework.like(one, start) for one in (self._fresh, self.grown)]
+        self.grown[...] = do("where", here[0], start, here[1])
+        self._fresh = None
+        self._tensors.clear()
+
+    # ---- what masks are made of ----
+
+    def canonical(self, value: Any) -> Array:
+        """A value as masks are made of it: outputs and inputs first, inputs in the order of the pattern."""
+        turned = canonical(self.framework.plain(value), self.layout)
+        return turned if self.permutation is None else turned[:, self.permutation]
+
+    def gathered(self, value: Any, revive: bool) -> Array:
+        """The magnitudes of a value of the weight; -1 where it is dropped, unless those are to count too."""
+        if revive or not self.is_masked:
+            return abs(self.canonical(value))
+        effective = abs(self.canonical(self.masked(value)))
+        return do("where", self.kept_like(effective), effective, -do("ones_like", effective))
+
+    def kept_like(self, other: Array) -> Array:
+        """What is kept, in the order of `canonical`, where another array is."""
+        turned = canonical(self.framework.like(self.kept, other), self.layout)
+        return turned if self.permutation is None else turned[:, self.permutation]
+
+    def keep(self, kept: Array, update: int) -> None:
+        """Take another mask, in the order of `canonical`, made for a step."""
+        if self.permutation is not None:
+            kept = kept[:, self.permutation.argsort()]
+        made = restored(kept, self.layout, self.extents)
+        if self.grown is not None and self.is_masked:
+            self._fresh = made & ~self.framework.like(self.kept, made)
+        self.kept[...] = made
+        self.updated[...] = update
+        self.magnitudes = self.gradient = None
+        self._tensors.clear()

@@ -1,0 +1,430 @@
+"""Pruning on PyTorch: which weights, which masks, training, and what outlives a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import amanda
+from amanda.tools.prune import PruneError, PruneTool, element_mask, n_m_mask
+from amanda.tools.select import select
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4)
+    )
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.rand(6, 4, 8, 8, generator=generator), torch.randint(4, (6,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+X = batches(1)[0][0]
+
+
+def weights(model: nn.Module) -> list[nn.Parameter]:
+    return [one.weight for one in model.modules() if isinstance(one, (nn.Conv2d, nn.Linear))]
+
+
+def masks(tool: PruneTool) -> list[Tensor]:
+    return [value for name, value in tool.state_dict().items() if name.endswith("/mask")]
+
+
+def test_weights_are_read_and_gradients_are_given_through_the_mask() -> None:
+    model, tool = network(), PruneTool(sparsity=0.75)
+    values = [one.clone() for one in weights(model)]
+    with amanda.apply(tool):
+        model(X).square().sum().backward()
+    by_hand = copy.deepcopy(model)
+    for one, value in zip(weights(by_hand), values, strict=True):
+        one.data = value * element_mask(value, 0.75)
+        one.grad = None
+    by_hand(X).square().sum().backward()
+    for one, hand, value in zip(weights(model), weights(by_hand), values, strict=True):
+        assert torch.equal(one, value)  # the parameter itself is as it was
+        assert torch.equal(one.grad, hand.grad * element_mask(value, 0.75))
+    assert [row[2] for row in tool.result.rows()] == ["0", "3", "5"]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda it: torch.optim.SGD(it, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adam": lambda it: torch.optim.Adam(it, 0.01, weight_decay=1e-2),
+    "adamw": lambda it: torch.optim.AdamW(it, 0.01, amsgrad=True),
+}
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[int], None], steps: int = 12
+) -> Any:
+    losses = []
+    for step, (x, y) in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        after(step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_momentum_does_not_revive_what_is_dropped(name: str) -> None:
+    """Dense for five steps, so that momentum is there; then the curve of masking weights after each step."""
+    model = network()
+    by_hand, tool = copy.deepcopy(model), PruneTool(sparsity=0.6, begin=5)
+    with amanda.apply(tool):
+        losses = train(model, OPTIMIZERS[name](model.parameters()), lambda step: None)
+    found: list[Tensor] = []
+
+    def project() -> None:
+        for one, mask in zip(weights(by_hand), found, strict=True):
+            one.data *= mask
+
+    optimizer = OPTIMIZERS[name](by_hand.parameters())
+    hand_losses = []
+    for step, (x, y) in enumerate(batches(12)):
+        if step == 5:
+            found += [element_mask(one, 0.6) for one in weights(by_hand)]
+        if found:
+            project()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(by_hand(x), y)
+        loss.backward()
+        for one, mask in zip(weights(by_hand), found, strict=False):
+            assert one.grad is not None
+            one.grad *= mask
+        optimizer.step()
+        hand_losses.append(loss.item())
+    project()
+    assert losses == hand_losses
+    assert any((one * ~mask).any() for one, mask in zip(weights(model), masks(tool), strict=True))
+    tool.finalize(model)
+    for one, hand in zip(weights(model), weights(by_hand), strict=True):
+        assert torch.equal(one, hand)
+
+
+def test_a_model_computes_without_the_tool_what_it_did_with_it() -> None:
+    for options in ({}, {"pattern": "2:4"}, {"pattern": "channel", "sparsity": 0.3}, {"pattern": "tile"}):
+        model, tool = network().eval(), PruneTool(**options)  # type: ignore[arg-type]
+        with amanda.apply(tool):
+            y = model(X)
+        assert not torch.equal(model(X), y)
+        result = tool.finalize(model)
+        assert torch.equal(model(X), y)
+        zeros = sum(int((one == 0).sum()) for one in weights(model))
+        assert zeros == result.zeros > 0
+        with amanda.apply(tool):
+            assert torch.equal(model(X), y)
+
+
+def test_the_schedule_goes_by_steps_and_never_back() -> None:
+    model = network()
+    tool = PruneTool(0.9, schedule="cubic", begin=2, end=8, frequency=3)
+    seen: list[float] = []
+    before: list[Tensor] = []
+
+    def look(step: int) -> None:
+        nonlocal before
+        seen.append(round(tool.result.sparsity, 2))
+        assert all((old | ~new).all() for old, new in zip(before, masks(tool), strict=False))
+        before = [one.clone() for one in masks(tool)]
+
+    with amanda.apply(tool):
+        train(model, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9), look)
+    assert seen == [0, 0, 0, 0, 0, 0.79, 0.79, 0.79, *[0.9] * 4]
+
+
+def test_a_global_budget_uses_the_weights_of_the_step_before() -> None:
+    model, tool = network(), PruneTool(0.7, scope="global", begin=3)
+    values: list[list[Tensor]] = []
+    with amanda.apply(tool):
+        train(
+            model, torch.optim.SGD(model.parameters(), 0.5),
+            lambda step: values.append([one.detach().clone() for one in weights(model)]), 4,
+        )  # fmt: skip
+    threshold = torch.cat([one.abs().flatten() for one in values[2]]).sort().values
+    dropped = round(0.7 * len(threshold))
+    for mask, value in zip(masks(tool), values[2], strict=True):
+        assert torch.equal(mask, value.abs() >= threshold[dropped])
+
+
+@pytest.mark.parametrize("regrow", ["gradient", "random", "magnitude"])
+def test_what_comes_back_begins_at_nothing_and_the_sparsity_stays(regrow: Any) -> None:
+    model = network()
+    tool = PruneTool(0.8, regrow=regrow, frequency=3, end=9, regrow_fraction=0.4)
+    history: list[list[Tensor]] = []
+    read: list[Tensor] = []
+    seen = amanda.Tool()
+
+    def note(weight: Tensor) -> None:
+        read.append(weight.clone())
+
+    seen.add_inst_for_op(
+        lambda context: (
+            context.get_op_type() == "linear" and context.insert_before_op(note, inputs=["weight"])
+        )
+    )
+    with amanda.apply(tool, seen):
+        train(
+            model, torch.optim.SGD(model.parameters(), 0.3),
+            lambda step: history.append([one.clone() for one in masks(tool)]),
+        )  # fmt: skip
+    for kept in history:
+        assert abs(sum(int(one.sum()) for one in kept) / 1376 - 0.2) < 0.01
+    changes = [
+        any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for one, other in pairwise(history)
+    ]
+    assert all(not changed for i, changed in enumerate(changes) if i + 1 not in (3, 6, 9))
+    assert changes[2]
+    if regrow != "magnitude":
+        came = history[3][2] & ~history[2][2]
+        assert came.any()
+        assert not read[3][came].any()
+        assert read[4][came].any()
+    tool.finalize(model)
+    assert torch.allclose(model[5].weight, tool._weights[list(tool._weights)[2]].masked(model[5].weight))
+
+
+def test_gradients_decide_what_comes_back() -> None:
+    model = nn.Linear(30, 1, bias=False)
+    tool = PruneTool(0.5, regrow="gradient", frequency=1, regrow_fraction=0.2)
+    x = torch.arange(30.0)[None] + 1  # the gradient of a weight is its number
+    with amanda.apply(tool):
+        for _ in range(12):
+            model(x).sum().backward()
+    assert masks(tool)[0][0, -3:].all()
+
+
+class Tied(nn.Module):
+    """An embedding whose weight the head has too, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.layer = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layer(self.embedding(tokens))
+        return self.head(self.layer(x.relu()))
+
+
+def test_a_weight_is_one_however_many_ops_read_it() -> None:
+    model, tokens = Tied(), torch.arange(6)[None]
+    tool = PruneTool(0.5, scope="global")
+    tool.prepare(model, tokens)
+    assert [row[2] for row in tool.result.rows()] == ["layer"]
+    assert tool.result.elements == 256
+    with amanda.apply(tool):
+        y = model(tokens)
+        y.sum().backward()
+    tool.finalize(model)
+    assert torch.equal(model(tokens), y)
+    assert (model.layer.weight.grad == 0).sum() >= 128
+
+
+def test_views_of_one_parameter_are_weights_of_their_own() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True, bias=False).train()
+    q, k = torch.rand(2, 5, 16), torch.rand(2, 3, 16)
+    tool = PruneTool(pattern="2:4")
+    with amanda.apply(tool):
+        y = attention(q, k, k)[0]
+    assert sum(row[6] for row in tool.result.rows()) == 4 * 16 * 16
+    tool.finalize(attention)
+    assert torch.equal(attention(q, k, k)[0], y)
+    assert torch.equal(n_m_mask(attention.in_proj_weight) > 0, attention.in_proj_weight != 0)
+
+
+def test_products_of_any_spelling_are_pruned_along_their_inputs() -> None:
+    weight = nn.Parameter(torch.randn(8, 6))
+    x = torch.rand(3, 8)
+    for program in (
+        lambda: x @ weight,
+        lambda: torch.addmm(torch.zeros(6), x, weight),
+        lambda: F.linear(x, weight.T),
+    ):
+        tool = PruneTool(pattern="2:4")
+        with amanda.apply(tool):
+            y = program()
+        assert torch.allclose(y, x @ (weight * n_m_mask(weight.T).T))
+
+
+def test_types_and_modules_say_which_weights_are_pruned() -> None:
+    def met(**options: Any) -> list[str]:
+        tool = PruneTool(**options)
+        with amanda.apply(tool):
+            network()(X)
+        return [row[2] for row in tool.result.rows()]
+
+    assert met(type="conv*") == ["0", "3"]
+    assert met(type=["linear"]) == ["5"]
+    assert met(module=["3", "5"]) == ["3", "5"]
+    assert met(exclude="5") == ["0", "3"]
+    tool = PruneTool(pattern="1:16")
+    with amanda.apply(tool):
+        network()(X)
+    assert [row[2] for row in tool.result.rows()] == ["5"]
+    assert "conv2d of 0 is left as it is: its 4 input channels are no multiple of 16." in str(tool.result)
+    tool = PruneTool()
+    with amanda.apply(select(tool, module="0")):
+        network()(X)
+    assert len(tool.result.rows()) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scope": "global", "begin": 2}, {"regrow": "gradient", "frequency": 2, "end": 20},
+     {"pattern": "2:4", "permute": True}],
+    ids=str,
+)  # fmt: skip
+def test_masks_and_steps_outlive_the_process(options: dict[str, Any], tmp_path: Any) -> None:
+    def trained(model: nn.Module, tool: PruneTool, data: Any) -> None:
+        with amanda.apply(tool):
+            for x, y in data:
+                loss = F.cross_entropy(model(x), y)
+                for parameter, grad in zip(
+                    model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+                ):
+                    parameter.data -= 0.1 * grad
+
+    data = batches(9)
+    whole, tool = network(), PruneTool(0.6, **options)
+    trained(whole, tool, data)
+    first, begun = network(), PruneTool(0.6, **options)
+    trained(first, begun, data[:4])
+    torch.save((first.state_dict(), begun.state_dict()), tmp_path / "checkpoint.pt")
+    weights_of, state = torch.load(tmp_path / "checkpoint.pt")
+    second, again = network(), PruneTool(0.6, **options)
+    second.load_state_dict(weights_of)
+    again.load_state_dict(state)
+    trained(second, again, data[4:])
+    if options.get("regrow") != "gradient":  # what step 3 had gathered for step 4 is lost with it
+        assert all(torch.equal(one, other) for one, other in zip(masks(tool), masks(again), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(whole.parameters(), second.parameters(), strict=True))
+    assert again.state_dict()["step"] == 9 or not tool._schedule.goes_on
+    assert again.result.sparsity == pytest.approx(tool.result.sparsity)
+    again.clear()
+    assert again.state_dict() == {"step": 0}
+
+
+def test_a_loaded_mask_is_used_and_one_of_another_shape_is_an_error() -> None:
+    tool = PruneTool(0.5)
+    tool.prepare(network(), X)
+    state = tool.state_dict()
+    again = PruneTool(0.5)
+    again.load_state_dict(state)
+    with amanda.apply(again):
+        nn.Sequential(*[copy.deepcopy(one) for one in network()])(X)
+    assert all(torch.equal(one, other) for one, other in zip(masks(tool), masks(again), strict=True))
+    again.load_state_dict({"0/conv2d/mask": torch.ones(2, 2)})
+    with pytest.raises(PruneError, match=r"\(2, 2\).*\(8, 4, 3, 3\)"), amanda.apply(again):
+        network()(X)
+
+
+def test_half_precision_and_autocast_are_pruned_alike() -> None:
+    model, tool = network().bfloat16(), PruneTool(pattern="2:4")
+    with amanda.apply(tool):
+        model(X.bfloat16()).sum().backward()
+    assert torch.equal(masks(tool)[2], n_m_mask(model[5].weight) > 0)
+    assert all((one.grad[~mask] == 0).all() for one, mask in zip(weights(model), masks(tool), strict=True))
+    model, tool = network(), PruneTool()
+    with amanda.apply(tool), torch.autocast("cpu", torch.bfloat16):
+        y = model.eval()(X)
+    tool.finalize(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(X), y)
+
+
+def test_weights_of_inference_are_weights_of_training() -> None:
+    model, tool = network(), PruneTool(frequency=1, regrow="magnitude")
+    with amanda.apply(tool):
+        with torch.inference_mode():
+            model(X)
+        model(X).sum().backward()
+    assert len(tool.result.rows()) == 3
+    assert all((one.grad[~mask] == 0).all() for one, mask in zip(weights(model), masks(tool), strict=True))
+
+
+def test_a_computed_weight_is_masked_but_cannot_be_finalized() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 4)))
+    x, tool = torch.rand(2, 8), PruneTool(0.5)
+    with amanda.apply(tool):
+        y = model(x)
+    dense = model[0].weight
+    assert torch.equal(y, F.linear(x, dense * element_mask(dense), model[0].bias))
+    with pytest.raises(PruneError, match=r"0 are computed at each call.*remove_parametrizations"):
+        tool.finalize(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pattern": "block"}, ["'block'", "2:4", "tile", "channel"]),
+        ({"pattern": "5:4"}, ["5:4"]),
+        ({"scope": "layer"}, ["'layer'", '"global"']),
+        ({"sparsity": 1.5}, ["1.5"]),
+        ({"pattern": "2:4", "scope": "global"}, ["2:4", "global"]),
+        ({"permute": True}, ["permute", "element"]),
+        ({"regrow": "gradient"}, ["frequency"]),
+        ({"regrow": "hope", "frequency": 2}, ["'hope'", "gradient"]),
+        ({"regrow": "random", "frequency": 2, "pattern": "channel"}, ["random", "channel"]),
+        ({"regrow": "random", "frequency": 2, "regrow_fraction": 2}, ["regrow_fraction is 2"]),
+        ({"type": [3]}, ["type", "3"]),
+        ({"norm": 3}, ["norm 3"]),
+    ],
+)
+def test_options_that_make_no_sense_are_said(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(PruneError) as raised:
+        PruneTool(**options)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_what_is_missing_is_said_when_it_is_needed() -> None:
+    model, tool = network(), PruneTool(scope="global")
+    with (
+        pytest.raises(PruneError, match=r"tool.prepare\(model, example\).*begin=1") as raised,
+        amanda.apply(tool),
+    ):
+        model(X)
+    assert "PruneTool" in str(raised.value.__notes__)  # type: ignore[attr-defined]
+    tool = PruneTool()
+    with pytest.raises(PruneError, match="none of the 0 weights"):
+        tool.finalize(model)
+    tool.prepare(model, X)
+    with pytest.raises(PruneError, match="none of the 3 weights"):
+        tool.finalize(network())
+    with pytest.raises(PruneError, match="int has no parameters"):
+        tool.finalize(3)
+    tool.finalize(list(model.parameters()))
+    assert sum(int((one == 0).sum()) for one in weights(model)) == 688
+
+
+def test_the_result_is_a_table_and_a_file() -> None:
+    tool = PruneTool(0.25, pattern="channel")
+    tool.prepare(network(), X)
+    found = tool.result.to_dict()
+    assert (found["schema"], found["version"], found["tensors"]) == ("amanda.prune", 1, 3)
+    row = found["rows"][1]
+    assert (row["phase"], row["type"], row["module"]) == ("forward", "conv2d", "3")
+    assert row["source"].startswith(__file__)
+    assert (row["shape"], row["layout"], row["weights"], row["zeros"]) == ("8x8x3x3", "OIHW", 576, 144)
+    assert (row["sparsity"], row["pattern"]) == (0.25, "channel")
+    assert "3 weights of 1,376 elements, sparsity 0.2500." in str(tool.result)
+    assert np.allclose(tool.result.to_pandas()["sparsity"], 0.25)
