@@ -275,7 +275,7 @@ class PruneTool(amanda.Tool):
         if begun and not any(one.is_masked for one in self._weights.values()):
             raise PruneError(
                 'scope="global" ranks the weights of the whole model, and the first masks are due before they '
-                "are known: call tool.prepare(model, example), or give begin=1, so that step 0 is dense"
+                "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
             )
 
     def _mask_gradient(self, gradient: Any, weight: Weight) -> Any:
