@@ -117,6 +117,20 @@ def test_no_smaller_set_of_contributions_reaches_the_share() -> None:
         assert terms[mine].sum() >= 0.6 * of if reached else np.array_equal(mine, terms > 0)
 
 
+def test_of_many_equal_contributions_the_first_are_taken() -> None:
+    contributions = np.random.default_rng(0).normal(size=(60, 300)).round(1)
+    value = np.linspace(0.5, 90, 60)
+    chosen = leading(contributions, value, 0.9)
+    for terms, of, mine in zip(contributions, value, chosen, strict=True):
+        total, wanted = 0.0, set()
+        for i in sorted(range(300), key=lambda i: (-terms[i], i)):
+            if total >= 0.9 * of - 1e-9 or terms[i] <= 0:
+                break
+            total += terms[i]
+            wanted.add(i)
+        assert set(np.flatnonzero(mine)) == wanted
+
+
 def test_an_absolute_threshold_takes_every_contribution_that_is_as_large() -> None:
     contributions = np.array([[0.5, 0.2, -0.9, 0.3]])
     assert leading(contributions, np.ones(1), 0.3, "absolute").tolist() == [[True, False, False, True]]

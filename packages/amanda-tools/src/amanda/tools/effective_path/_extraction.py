@@ -13,7 +13,7 @@ from amanda.tools.effective_path._path import EffectivePath, Layer
 from amanda.tools.effective_path._terms import Indices, Mode, Rule, Step, Terms, Where, leading
 from amanda.tools.trace import Graph
 
-CHUNK = 1 << 22
+CHUNK = 1 << 18
 """So many terms are looked at at once."""
 
 Keys = list[Indices]

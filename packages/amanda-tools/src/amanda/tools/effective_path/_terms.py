@@ -84,12 +84,31 @@ def leading(
     if mode == "absolute":
         return positive & (contributions >= theta)
     value = np.where(np.isnan(value), np.where(positive, contributions, 0).sum(1), value)
+    enough = theta * value
+    if contributions.shape[1] <= 4 * _LARGEST:
+        return _ranked(contributions, enough)
+    # Most sums are reached by a few of many terms, which need not all be sorted.
+    order = np.argpartition(-contributions, _LARGEST, axis=1)[:, : _LARGEST + 1]
+    order.sort(axis=1)
+    few = _ranked(np.take_along_axis(contributions, order, 1), enough)
+    chosen = np.zeros_like(positive)
+    np.put_along_axis(chosen, order, few, 1)
+    least = np.take_along_axis(contributions, order, 1).min(1)
+    left = np.where(chosen, contributions, np.inf).min(1) <= least
+    chosen[left] = _ranked(contributions[left], enough[left])
+    return chosen
+
+
+_LARGEST = 32
+
+
+def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
+    """The largest positive ones, until their sum is enough."""
     order = np.argsort(-contributions, axis=1, kind="stable")
     ranked = np.take_along_axis(contributions, order, 1)
     before = np.cumsum(ranked, axis=1) - ranked
-    needed = (before < (theta * value)[:, None]) & (ranked > 0)
-    chosen = np.zeros_like(positive)
-    np.put_along_axis(chosen, order, needed, 1)
+    chosen = np.zeros(contributions.shape, bool)
+    np.put_along_axis(chosen, order, (before < enough[:, None]) & (ranked > 0), 1)
     return chosen
 
 
