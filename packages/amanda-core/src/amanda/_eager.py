@@ -41,6 +41,10 @@ class Call(ABC):
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op itself on these inputs."""
 
+    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+        """Runs the op itself on inputs like this call's, none of which it holds; None where nothing can."""
+        return None
+
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Those of the user's tensors that the op has written and gives back."""
         return spread(inputs[i] for i in self.targets)
@@ -249,7 +253,7 @@ class EagerExecution(TensorOps):
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
-            parameters=call.parameters(), variable_of=self.variable_of,
+            parameters=call.parameters(), variable_of=self.variable_of, compute=call.computation(),
         )  # fmt: skip
         fresh: list[tuple[Layer, Hashable, Plan]] = []
         pairs: list[tuple[Layer, Plan]] = []

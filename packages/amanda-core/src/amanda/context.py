@@ -46,6 +46,7 @@ class OpFacts:
     graph: Hashable = None
     read_variables: Callable[[], Hashable] = field(default=lambda: None)
     variable_of: Callable[[Any], Any] = field(default=lambda value: None)
+    compute: Callable[[Sequence[Any]], Any] | None = None
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -58,7 +59,7 @@ class OpFacts:
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
             read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
-            read_variables=self.read_variables, variable_of=self.variable_of,
+            read_variables=self.read_variables, variable_of=self.variable_of, compute=self.compute,
         )  # fmt: skip
 
     @property
@@ -162,6 +163,16 @@ class OpContext(dict[str, Any]):
         TensorFlow's eager mode gives an op the tensor that a variable held; PyTorch gives the parameter.
         """
         return tuple(self._facts.parameters)
+
+    def get_computation(self) -> Callable[[Sequence[Any]], Any]:
+        """A function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
+
+        It holds none of the values.  In a routine, where instrumentation is off, its calls are seen by no
+        tool.  Raises AmandaError where there is no such function, as in a graph.
+        """
+        if self._facts.compute is None:
+            raise AmandaError(f"{self._facts.name} cannot be called on other inputs in {self.namespace}")
+        return self._facts.compute
 
     def get_value(self, index: int | str) -> Any:
         """The present value of an input, also where `get_inputs` is symbolic."""

@@ -1,6 +1,6 @@
 """Calls of torch's ops: the inputs in schema order, and how to make the call with others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ class TorchCall(Call):
         else:
             args, kwargs = self._binding.call_arguments(inputs)
         return self._site.invoke((*self._head, *args), kwargs)
+
+    def computation(self) -> Callable[[Sequence[Any]], Any]:
+        """Runs the op on inputs like this call's."""
+        op, head, binding = self._site.op, self._head, self._binding
+
+        def compute(inputs: Sequence[Any]) -> Any:
+            args, kwargs = binding.call_arguments(inputs)
+            return op(*head, *args, **kwargs)
+
+        return compute
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Of an autograd.Function: those that it marked dirty, which alone it gives back themselves."""

@@ -1,0 +1,77 @@
+"""What the budget came to: evictions and ops that ran again, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.tools.remat._operation import Place
+from amanda.tools.results import Column, Result, amount, shortened
+
+
+class RematResult(Result):
+    """A row for each op of which something was evicted or that was run again, the most seconds first.
+
+    budget: bytes, None for no bound.  peak: the most bytes that were alive at once.
+    short: the most bytes by which an op exceeded the budget, 0 where it was held.
+    """
+
+    name: ClassVar[str] = "remat"
+    title = "Rematerialisation"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"),
+        Column("type"),
+        Column("module", show=partial(shortened, width=40)),
+        Column("source", show=partial(shortened, width=40)),
+        Column("evictions", show="{:,}".format, total=True),
+        Column("evicted", show=partial(amount, unit="B"), total=True, unit="B"),
+        Column("rematerialisations", show="{:,}".format, total=True),
+        Column("seconds", show="{:.4f}".format, total=True, unit="s"),
+    )
+
+    def __init__(self, places: Sequence[Place], budget: int | None, peak: int, short: int) -> None:
+        self._places = sorted(
+            (one for one in places if one.evictions or one.rematerialisations),
+            key=lambda one: (-one.seconds, -one.evicted_bytes),
+        )
+        self.budget = budget
+        self.peak = peak
+        self.short = short
+
+    @property
+    def evictions(self) -> int:
+        """How often a storage was evicted."""
+        return sum(one.evictions for one in self._places)
+
+    @property
+    def rematerialisations(self) -> int:
+        """How often an op was run again."""
+        return sum(one.rematerialisations for one in self._places)
+
+    @property
+    def seconds(self) -> float:
+        """Spent on running ops again."""
+        return sum(one.seconds for one in self._places)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """A row for each op."""
+        return [
+            ("forward", one.type, one.module, one.source, one.evictions, one.evicted_bytes,
+             one.rematerialisations, one.seconds)
+            for one in self._places
+        ]  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """The budget, and the peak against it."""
+        return {"budget": self.budget, "peak": self.peak, "short": self.short}
+
+    def notes(self) -> Sequence[str]:
+        """Whether the budget was held."""
+        peak = f"At most {self.peak:,} bytes of storages that ops had made were alive"
+        if self.budget is None:
+            return [f"{peak}; there was no budget."]
+        notes = [f"{peak}; the budget was {self.budget:,}."]
+        if self.short:
+            notes.append(f"The budget was exceeded by up to {self.short:,} bytes that could not be evicted.")
+        return notes

@@ -1,0 +1,210 @@
+"""The tool: lets each op of autograd's graph run under hooks that keep what it saves within a budget."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.remat import _pytorch
+from amanda.tools.remat._heuristics import HEURISTICS
+from amanda.tools.remat._operation import Operation, Place
+from amanda.tools.remat._result import RematResult
+from amanda.tools.remat._store import Store
+
+logger = logging.getLogger("amanda")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(eq=False)
+class _Site:
+    """One op."""
+
+    kind: _pytorch.Kind
+    place: Place
+    compute: Any
+
+
+class RematTool(amanda.Tool):
+    """Keeps what PyTorch's autograd saves within a budget, and computes again what it evicted.
+
+    budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
+    heuristic: which storage goes first, a name in `HEURISTICS`.
+    cost: of an op, the "time" that it took or, for runs that repeat, "count" (each op is 1).
+    strict: raise BudgetError where the budget cannot be held, instead of going on and saying so.
+    `result` tells, `clear` starts anew.  Raises ToolError for options that are none of these.
+
+    Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        heuristic: str = "h_dtr_eq",
+        cost: Literal["time", "count"] = "time",
+        strict: bool = False,
+    ) -> None:
+        super().__init__()
+        if heuristic not in HEURISTICS:
+            raise ToolError(f"heuristic is one of {', '.join(HEURISTICS)}, not {heuristic!r}")
+        if cost not in ("time", "count"):
+            raise ToolError(f'cost is "time" or "count", not {cost!r}')
+        self._budget = _bytes(budget)
+        self._heuristic = HEURISTICS[heuristic]
+        self._unit = cost == "count"
+        self._strict = strict
+        self._places: dict[int, Place] = {}
+        self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
+        self._store: Store | None = None
+        self._peak = self._short = 0
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._analyse)
+
+    @property
+    def result(self) -> RematResult:
+        """What was evicted and run again so far."""
+        store = self._store
+        peak = max(self._peak, store.ledger.peak if store else 0)
+        short = max(self._short, store.short if store else 0)
+        return RematResult(list(self._places.values()), self._budget, peak, short)
+
+    def clear(self) -> None:
+        """Forget what was counted; what is evicted stays so."""
+        for place in self._places.values():
+            place.evictions = place.evicted_bytes = place.rematerialisations = 0
+            place.seconds = 0.0
+        self._peak = self._short = 0
+        if self._store is not None:
+            self._store.ledger.peak, self._store.short = self._store.ledger.bytes, 0
+
+    def scope_left(self) -> None:
+        """Bring back all that is evicted."""
+        store, self._store = self._store, None
+        if store is not None:
+            self._peak = max(self._peak, store.ledger.peak)
+            self._short = max(self._short, store.short)
+            store.restore()
+
+    # ---- analysis ----
+
+    def _analyse(self, context: amanda.OpContext) -> None:
+        if not context.namespace.matches("pytorch/*/eager"):
+            logger.warning("remat is for PyTorch's eager mode; ops of %s run as they are", context.namespace)
+            return
+        kind = _pytorch.kind(context)
+        if not kind.pure:
+            if kind.written is None or kind.written:
+                context.insert_before_op(self._before_write, inputs=kind.written)
+            return
+        if context["phase"] != "forward":
+            return
+        place = self._places.setdefault(
+            context.get_op_id(), Place(context["type"], context.get_scope(), context.get_source())
+        )
+        context.replace_op(self._run, site=_Site(kind, place, context.get_computation()))
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = Store(self._budget, self._heuristic, self._strict)
+        return self._store
+
+    # ---- execution ----
+
+    def _before_write(self, *values: Any) -> None:
+        if self._store is not None:
+            self._store.before_write(self._store.torch.tensors(values))
+
+    def _run(self, *inputs: Any, site: _Site) -> Any:
+        """The op itself, remembered; NotImplemented where it leaves nothing for a backward pass."""
+        store = self._opened()
+        if not store.torch.records(inputs):
+            return NotImplemented
+        kind, key = site.kind, (site.place.type, _signature(inputs))
+        store.before_write(store.torch.tensors([inputs[i] for i in kind.scratch]))
+        with store.lock:
+            operation = store.begin(site.place, site.compute, inputs, kind.scratch)
+            self._make_room(store, site, key, inputs)
+        states = store.torch.random_states(inputs) if kind.random else []
+        versions = [one._version for one in store.torch.tensors(inputs)]
+        begin = perf_counter()
+        try:
+            with _Saving(store, operation):
+                result = site.compute(inputs)
+        except Exception:
+            store.forget(operation)
+            return NotImplemented  # it raises as it does by itself
+        seconds = perf_counter() - begin
+        pure = versions == [one._version for one in store.torch.tensors(inputs)]
+        if kind.random:
+            pure = pure and store.torch.are_equal(states, store.torch.random_states(inputs))
+        with store.lock:
+            operation.cost = 1.0 if self._unit else seconds
+            store.finish(operation, result, pure)
+            self._sizes[key] = operation.size
+            store.make_room(0, site.place)
+        return result
+
+    def _make_room(self, store: Store, site: _Site, key: Hashable, inputs: tuple[Any, ...]) -> None:
+        if store.budget is None:
+            return
+        need = self._sizes.get(key)
+        if need is not None:
+            store.make_room(need, site.place)
+        else:
+            guess = store.torch.expected(site.compute, inputs) or 0
+            store.make_room(guess, site.place, certain=False)
+
+
+class _Saving:
+    """Context in which autograd keeps handles of what an op saves."""
+
+    def __init__(self, store: Store, operation: Operation) -> None:
+        self._store = store
+        self._operation: Operation | None = operation
+        self._index = -1
+        self._hooks = store.torch.saving(self._pack, store.unpack)
+
+    def __enter__(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        hooks, self._hooks = self._hooks, None
+        self._operation = None  # the graph keeps the hooks, and these must not keep what the op was given
+        if hooks is not None:
+            hooks.__exit__(*raised)
+
+    def _pack(self, tensor: Any) -> Any:
+        assert self._operation is not None
+        self._index += 1
+        with self._store.lock:
+            return self._store.save(self._operation, tensor, self._index)
+
+
+def _signature(value: Any) -> Hashable:
+    """What the bytes that an op makes depend on."""
+    if type(value) in (list, tuple):
+        return tuple(map(_signature, value))
+    if hasattr(value, "requires_grad"):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
+
+
+def _bytes(budget: int | str | None) -> int | None:
+    """A budget as a number of bytes."""
+    if isinstance(budget, str) and (found := _AMOUNT.fullmatch(budget)) is not None:
+        unit = found[2].lower()
+        if unit in _UNITS:
+            return int(float(found[1]) * _UNITS[unit])
+    if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0):
+        return budget
+    raise ToolError(f'budget is a number of bytes, or a text such as "2GiB" or "512 MB", not {budget!r}')

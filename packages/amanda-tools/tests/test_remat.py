@@ -1,0 +1,136 @@
+"""remat: gradients are those of the bare run to the bit, and the budget is held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.flops import FlopsTool
+from amanda.tools.remat import HEURISTICS, BudgetError, RematTool
+
+Run = Callable[[], Tensor]
+
+
+class Chain(nn.Module):
+    """n times a linear layer and tanh."""
+
+    def __init__(self, n: int = 12, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.fixture(scope="module")
+def chain() -> tuple[nn.Module, Run]:
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(64, 32)
+    return model, lambda: model(x).square().sum()
+
+
+def step(model: nn.Module, run: Run, tool: amanda.Tool | None = None, *more: amanda.Tool) -> list[Tensor]:
+    """Loss, gradients and buffers of one step, from the same state of the random generator."""
+    torch.manual_seed(1)
+    buffers = {name: one.clone() for name, one in model.named_buffers()}
+    model.zero_grad()
+    if tool is None:
+        loss = run()
+        loss.backward()
+    else:
+        with amanda.apply(tool, *more):
+            loss = run()
+            loss.backward()
+    found = [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    found += [one.clone() for one in model.buffers()]
+    with torch.no_grad():
+        for name, one in model.named_buffers():
+            one.copy_(buffers[name])
+    return found
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.fixture(scope="module")
+def peak(chain: tuple[nn.Module, Run]) -> int:
+    """Bytes that the chain needs without a budget."""
+    tool = RematTool()
+    assert equal(step(*chain), step(*chain, tool))
+    assert tool.result.evictions == tool.result.rematerialisations == 0
+    return tool.result.peak
+
+
+@pytest.mark.parametrize("heuristic", HEURISTICS)
+def test_every_heuristic_holds_the_budget_with_the_gradients_of_the_bare_run(
+    chain: tuple[nn.Module, Run], peak: int, heuristic: str
+) -> None:
+    for share in (0.5, 0.25):
+        tool = RematTool(budget=int(share * peak), heuristic=heuristic, strict=True)
+        assert equal(step(*chain, tool), step(*chain))
+        assert 0 < tool.result.peak <= share * peak
+        assert tool.result.short == 0
+        assert tool.result.evictions > 0
+        assert tool.result.rematerialisations > 0
+
+
+def test_a_budget_that_fits_evicts_nothing(chain: tuple[nn.Module, Run], peak: int) -> None:
+    tool = RematTool(budget=peak)
+    assert equal(step(*chain, tool), step(*chain))
+    assert tool.result.peak == peak
+    assert tool.result.rows() == []
+
+
+def test_a_budget_that_cannot_be_held_is_said_or_an_error(
+    chain: tuple[nn.Module, Run], peak: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = RematTool(budget=peak // 20)
+    with caplog.at_level(logging.WARNING, "amanda"):
+        assert equal(step(*chain, tool), step(*chain))
+    assert tool.result.short == tool.result.peak - peak // 20 > 0
+    assert [one.message[:32] for one in caplog.records] == ["the budget of memory is exceeded"]
+    assert "was exceeded by up to" in str(tool.result)
+    with pytest.raises(
+        BudgetError, match=r"(linear|tanh) at .*test_remat.py:\d+ needs 0 bytes more than the 8,192 that"
+    ):
+        step(*chain, RematTool(budget=peak // 20, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("budget", "wanted"),
+    [(3, 3), ("2GiB", 2 << 30), ("512 MB", 512_000_000), ("1.5k", 1500), ("7", 7), (None, None)],
+)
+def test_budgets_are_numbers_or_texts_with_a_unit(budget: Any, wanted: int | None) -> None:
+    assert RematTool(budget=budget).result.budget == wanted
+
+
+@pytest.mark.parametrize("budget", ["much", "2 Gib of", "-1", -1, 1.5, True, "3ib"])
+def test_other_budgets_are_an_error(budget: Any) -> None:
+    with pytest.raises(ToolError, match="budget is a number of bytes"):
+        RematTool(budget=budget)
+
+
+def test_an_unknown_heuristic_or_cost_is_an_error() -> None:
+    with pytest.raises(ToolError, match=r"h_dtr_eq.*not 'h_dtrr'"):
+        RematTool(heuristic="h_dtrr")
+    with pytest.raises(ToolError, match="not 'flops'"):
+        RematTool(cost="flops")  # type: ignore[arg-type]
+
+
+def test_ops_that_run_again_are_no_ops_of_the_model(chain: tuple[nn.Module, Run], peak: int) -> None:
+    plain = FlopsTool()
+    step(*chain, plain)
+    flops, tool = FlopsTool(), RematTool(budget=peak // 4)
+    assert equal(step(*chain, flops, tool), step(*chain))
+    assert tool.result.rematerialisations > 20
+    assert flops.result.rows() == plain.result.rows()
