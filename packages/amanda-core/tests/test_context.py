@@ -281,3 +281,9 @@ def test_a_namespace_is_pickled_and_printed() -> None:
     assert pickle.loads(pickle.dumps(op)) == op
     assert str(op) == "pytorch/2.13.0/eager"
     assert tuple(op) == ("pytorch", "2.13.0", "eager")
+
+
+def test_an_op_without_a_computation_says_so() -> None:
+    with pytest.raises(AmandaError, match="relu cannot be called on other inputs in fake"):
+        OpContext(facts(), lambda *_: None).get_computation()
+    assert OpContext(facts(compute=relu), lambda *_: None).get_computation() is relu

@@ -1,6 +1,7 @@
 """The forward actions: what a routine is given, and what becomes of what it returns."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -57,6 +58,26 @@ def test_inputs_are_in_the_order_of_the_schema(case: str, acting: Act, applied: 
             assert one is other or type(one) is type(other)
             if not isinstance(one, Tensor | list):
                 assert one == other
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_an_op_can_be_run_on_other_inputs_which_no_tool_sees(case: str) -> None:
+    program, op, _ = CALLS[case]
+    computed: list[Any] = []
+    seen: list[str] = []
+
+    def analyse(context: amanda.OpContext) -> None:
+        seen.append(context.get_op().__name__)
+        if seen[-1] == op:
+            compute = context.get_computation()
+            context.insert_before_op(lambda *inputs: computed.append(compute(deepcopy(inputs))))
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analyse)
+    with amanda.apply(tool):
+        result = program()
+    same(computed, [result])
+    assert seen == [op]
 
 
 @pytest.mark.parametrize("select", [[1], 1, "dim", ["dim"], [-1]])

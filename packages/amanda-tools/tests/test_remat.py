@@ -128,9 +128,15 @@ def test_an_unknown_heuristic_or_cost_is_an_error() -> None:
 
 
 def test_ops_that_run_again_are_no_ops_of_the_model(chain: tuple[nn.Module, Run], peak: int) -> None:
-    plain = FlopsTool()
-    step(*chain, plain)
-    flops, tool = FlopsTool(), RematTool(budget=peak // 4)
-    assert equal(step(*chain, flops, tool), step(*chain))
-    assert tool.result.rematerialisations > 20
-    assert flops.result.rows() == plain.result.rows()
+    def steps(*tools: amanda.Tool) -> None:
+        with amanda.apply(*tools):
+            for _ in range(2):  # in the first step, FlopsTool's analysis of the backward pass keeps values
+                remat.clear()
+                chain[1]().backward()
+
+    plain, flops, remat = FlopsTool(), FlopsTool(), RematTool(budget=peak // 4)
+    steps(plain)
+    steps(flops, remat)
+    assert remat.result.peak <= peak // 4
+    assert remat.result.rematerialisations > 20
+    assert sorted(flops.result.rows()) == sorted(plain.result.rows())

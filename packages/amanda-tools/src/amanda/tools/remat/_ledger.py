@@ -13,11 +13,21 @@ from amanda.tools.remat._operation import Storage
 
 @dataclass(slots=True)
 class Entry:
-    """Memory that is alive.  size: bytes that count.  record: what is known; None once written."""
+    """Memory that is alive.
+
+    size: bytes that count.  record: what it holds, by a weak reference where the record holds the memory;
+    None after it was written.
+    """
 
     memory: weakref.ref[Any]
     size: int
-    record: Storage | None
+    record: Storage | weakref.ref[Storage] | None
+
+    @property
+    def storage(self) -> Storage | None:
+        """What it holds; None where that is not known, or no longer of use."""
+        record = self.record
+        return record if record is None or isinstance(record, Storage) else record()
 
 
 class Ledger:
@@ -64,26 +74,29 @@ class Ledger:
             if entry is not None and entry.memory is reference:
                 del self._entries[address]
                 self.bytes -= entry.size
-                if entry.record is not None:
-                    entry.record.memory = None
-                    self._on_death(entry.record)
+                storage = entry.storage
+                if storage is not None:
+                    storage.memory = None
+                    self._on_death(storage)
 
     def written(self, memory: Any) -> Storage | None:
         """Hear that memory is written: what it held is no longer there; what that was."""
         entry = self.find(memory)
-        if entry is None or entry.record is None:
-            return None
-        record, entry.record = entry.record, None
-        record.memory = None
-        return record
+        storage = None if entry is None else entry.storage
+        if entry is not None and storage is not None:
+            entry.record = storage.memory = None
+        return storage
+
+    def loosen(self, storage: Storage) -> None:
+        """Hear that a storage holds its memory by itself now, and not the other way round."""
+        entry = self._entries.get(storage.address)
+        if entry is not None and entry.record is storage:
+            entry.record = weakref.ref(storage)
 
     def records(self) -> list[Storage]:
         """What is alive and could be made again."""
-        return [
-            entry.record
-            for entry in list(self._entries.values())
-            if entry.record is not None and entry.record.maker is not None
-        ]
+        found = [entry.storage for entry in list(self._entries.values())]
+        return [one for one in found if one is not None and one.maker is not None]
 
     def clear(self) -> None:
         """Follow nothing any more."""

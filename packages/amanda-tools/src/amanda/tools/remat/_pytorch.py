@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import amanda
@@ -233,23 +234,34 @@ class Torch:
             yield
 
     def expected(self, compute: Compute, inputs: Sequence[Any]) -> int | None:
-        """Bytes that an op is going to make, by a run without numbers; None where it has no such run."""
-        torch = self.torch
-        made: dict[int, Any] = {}
+        """Bytes that an op is going to make, by a run without numbers; None where it has no such run.
+
+        On a thread of its own: there autograd counts its nodes apart, and nothing of the user's is in force.
+        """
         given = [self._meta(one) for one in inputs]
-        own = {self.memory(one)._cdata for one in self.tensors(given)}
+        found: list[int] = []
+
+        def run() -> None:
+            with suppress(Exception):  # what is raised, if anything is, is for the op itself to raise
+                found.append(self._bytes_made(compute, given))
+
+        thread = threading.Thread(target=run, name="amanda-remat")
+        thread.start()
+        thread.join()
+        return found[0] if found else None
+
+    def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
+        made: dict[int, Any] = {}
+        given = {self.memory(one)._cdata for one in self.tensors(inputs)}
 
         def pack(tensor: Any) -> Any:
             made[self.memory(tensor)._cdata] = self.memory(tensor)
             return tensor.detach()
 
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
-                results = self.tensors(self.results(compute(given)))
-        except Exception:  # what is raised, if anything is, is for the op itself to raise
-            return None
+        with self.torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+            results = self.tensors(self.results(compute(inputs)))
         made.update({self.memory(one)._cdata: self.memory(one) for one in results})
-        return sum(int(memory.nbytes()) for address, memory in made.items() if address not in own)
+        return sum(int(memory.nbytes()) for address, memory in made.items() if address not in given)
 
     def _meta(self, value: Any) -> Any:
         torch = self.torch

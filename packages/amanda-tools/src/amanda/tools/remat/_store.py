@@ -61,11 +61,11 @@ class Store:
         if entry is None:
             storage = Storage(memory.nbytes())
             self.ledger.add(memory, storage, counts=False)
-        elif entry.record is None:
+        elif (known := entry.storage) is None:
             storage = entry.record = Storage(memory.nbytes())
             storage.address, storage.memory = memory._cdata, entry.memory
         else:
-            storage = entry.record
+            storage = known
             if storage.maker is not None and not tensor.requires_grad:
                 self._settle(storage)
         storage.touched = self.clock
@@ -95,12 +95,10 @@ class Store:
             return Handle(tensor.detach(), version, None, None)
         memory = self.torch.memory(tensor)
         entry = self.ledger.find(memory)
-        if entry is not None and entry.record is not None:
-            storage = entry.record
-        elif entry is not None:
-            storage = self.meet(tensor)
-        else:
+        if entry is None:
             storage = self._made(operation, memory, Slot(True, index))
+        else:
+            storage = entry.storage or self.meet(tensor)
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
         storage.handles.add(handle)
         self._handles.add(handle)
@@ -170,8 +168,8 @@ class Store:
         assert self.budget is not None
         short = self.ledger.bytes + need - self.budget
         message = (
-            f"{place.type} at {place.source} needs {need:,} bytes more than the {self.ledger.bytes:,} that are "
-            f"alive with it and cannot be evicted; the budget is {self.budget:,}"
+            f"{place.type} at {place.source} needs {need:,} bytes more than the {self.ledger.bytes:,} that "
+            f"are alive with it and cannot be evicted; the budget is {self.budget:,}"
         )
         if self.strict:
             raise BudgetError(message)
@@ -247,9 +245,13 @@ class Store:
         storage = ref.storage
         tensor = ref.tensor()
         if tensor is not None and tensor._version == ref.version:
-            storage.hold(tensor.detach())
+            self._keep(storage, tensor.detach())
         else:
-            storage.hold(self.torch.whole(storage.alive))
+            self._keep(storage, self.torch.whole(storage.alive))
+
+    def _keep(self, storage: Storage, tensor: Any) -> None:
+        storage.hold(tensor)
+        self.ledger.loosen(storage)
 
     def _fill(self, handle: Handle, memory: Any) -> None:
         handle.tensor = self.torch.view(memory, handle.geometry)
@@ -259,7 +261,7 @@ class Store:
         """Make no more of a storage than what it is: its history is cut, as autograd's was."""
         maker, storage.maker = storage.maker, None
         if maker is not None and maker.committed == self._generation and storage.copy is None:
-            storage.hold(self.torch.whole(storage.alive))
+            self._keep(storage, self.torch.whole(storage.alive))
 
     # ---- return ----
 
@@ -351,9 +353,9 @@ class Store:
             )
         leave_neighbours(storage)
         self._evicted.discard(storage)
-        storage.hold(self.torch.whole(memory))
         storage.touched = self.clock
         self.ledger.add(memory, storage, counts=True)
+        self._keep(storage, self.torch.whole(memory))
 
     def _input(self, value: Any) -> Any:
         if type(value) in (list, tuple):

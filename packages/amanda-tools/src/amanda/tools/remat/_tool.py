@@ -84,6 +84,7 @@ class RematTool(amanda.Tool):
             place.seconds = 0.0
         self._peak = self._short = 0
         if self._store is not None:
+            self._store.ledger.drain()
             self._store.ledger.peak, self._store.short = self._store.ledger.bytes, 0
 
     def scope_left(self) -> None:
@@ -101,11 +102,9 @@ class RematTool(amanda.Tool):
             logger.warning("remat is for PyTorch's eager mode; ops of %s run as they are", context.namespace)
             return
         kind = _pytorch.kind(context)
-        if not kind.pure:
-            if kind.written is None or kind.written:
-                context.insert_before_op(self._before_write, inputs=kind.written)
-            return
-        if context["phase"] != "forward":
+        if kind.written != ():
+            context.insert_before_op(self._before_write, inputs=kind.written)
+        if not kind.pure or context["phase"] != "forward":
             return
         place = self._places.setdefault(
             context.get_op_id(), Place(context["type"], context.get_scope(), context.get_source())
@@ -129,7 +128,6 @@ class RematTool(amanda.Tool):
         if not store.torch.records(inputs):
             return NotImplemented
         kind, key = site.kind, (site.place.type, _signature(inputs))
-        store.before_write(store.torch.tensors([inputs[i] for i in kind.scratch]))
         with store.lock:
             operation = store.begin(site.place, site.compute, inputs, kind.scratch)
             self._make_room(store, site, key, inputs)
