@@ -513,32 +513,3 @@ def test_a_scope_may_be_left_while_a_switch_of_it_is_open() -> None:
     relu()
     assert count.relus == 0
     assert interceptor.active() is None
-
-
-class Leaves(Tool):
-    """Notes that a scope with it has closed."""
-
-    def __init__(self, name: str, left: list[str], error: Exception | None = None) -> None:
-        self.name, self.left, self.error = name, left, error
-
-    def scope_left(self) -> None:
-        assert current_state().layer is None
-        self.left.append(self.name)
-        if self.error is not None:
-            raise self.error
-
-
-def test_tools_hear_that_their_scope_has_closed_each_also_when_another_raises() -> None:
-    left: list[str] = []
-    with amanda.apply(Leaves("only", left)):
-        assert left == []
-    assert left == ["only"]
-    dependency = Leaves("dependency", left)
-    tool = Leaves("tool", left, ValueError("of the tool"))
-    tool.depends_on(dependency)
-    with pytest.raises(ValueError, match="of the tool"), amanda.apply(tool):
-        left.clear()
-    assert sorted(left) == ["dependency", "tool"]
-    with pytest.raises(KeyError), amanda.apply(dependency):
-        raise KeyError
-    assert left[2:] == ["dependency"]
