@@ -7,8 +7,7 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
-from autoray import infer_backend
-
+from amanda.tools.mapping import backend_of
 from amanda.tools.quantize import _numpy, _pytorch, _tensorflow
 
 _MODULES: dict[str, ModuleType] = {"torch": _pytorch, "tensorflow": _tensorflow}
@@ -16,7 +15,7 @@ _MODULES: dict[str, ModuleType] = {"torch": _pytorch, "tensorflow": _tensorflow}
 
 def arithmetic(x: Any) -> Any:
     """The module whose functions take a tensor of this type; numpy's for what is an array or a number."""
-    return _MODULES.get(infer_backend(x), _numpy)
+    return _MODULES.get(backend_of(x), _numpy)
 
 
 def other_axes(x: Any, axes: Sequence[int]) -> tuple[int, ...]:

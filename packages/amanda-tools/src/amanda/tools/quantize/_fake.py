@@ -25,7 +25,19 @@ def fake_quantize(
     rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
     C's round does.
     """
-    return _values(x, scale, zero_point, grid, axes, rounding)[0]
+    xp = arithmetic(x)
+    if rounding == "half_even" and xp.has_kernel(x, axes):
+        return xp.kernel(x, scale, zero_point, grid.low, grid.high, axes)
+    wide, s, z = _spread(x, scale, zero_point, axes)
+    if rounding == "half_up":
+        least, most = (grid.low - z) * s, (grid.high - z) * s
+        # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
+        inverse = xp.like(s, grid.high - grid.low) / (most - least)
+        shifted = xp.maximum(xp.minimum(wide, most), least) - least
+        steps = shifted * inverse if axes else shifted / s
+        return xp.like(x, xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s)
+    integers = _rounded(wide * (1 / s), rounding) + z
+    return xp.like(x, (xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s)
 
 
 def fake_quantize_gradient(
@@ -42,38 +54,24 @@ def fake_quantize_gradient(
     What rounds to an integer of the grid was not clipped, as in PyTorch; with "half_up" what lies between
     the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
     """
-    passes = _values(x, scale, zero_point, grid, axes, rounding)[1]
+    wide, s, z = _spread(x, scale, zero_point, axes)
+    if rounding == "half_up":
+        passes = (wide >= (grid.low - z) * s) & (wide <= (grid.high - z) * s)
+    else:
+        integers = _rounded(wide * (1 / s), rounding) + z
+        passes = (integers >= grid.low) & (integers <= grid.high)
     return arithmetic(gradient).where(passes, gradient, gradient * 0)
 
 
-def _values(
-    x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: Rounding
-) -> tuple[Any, Any]:
-    """The values, and where they were not clipped."""
-    xp = arithmetic(x)
-    given, x = x, xp.wide(x)
-    s, z = (xp.like(x, spread(one, x, axes)) for one in (scale, zero_point))
-    if rounding == "half_up":
-        result, passes = _as_tensorflow(x, s, z, grid, bool(axes))
-    else:
-        scaled = x * (1 / s)
-        if rounding == "half_even":
-            whole = xp.rint(scaled)
-        else:
-            whole = xp.floor(xp.absolute(scaled) + 0.5)
-            whole = xp.where(scaled < 0, -whole, whole)
-        integers = whole + z
-        clipped = xp.minimum(xp.maximum(integers, grid.low), grid.high)
-        result, passes = (clipped - z) * s, clipped == integers
-    return xp.like(given, result), passes
+def _spread(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+    """All three in float32 or wider, in shapes that broadcast."""
+    wide = arithmetic(x).wide(x)
+    return wide, *(arithmetic(x).like(wide, spread(one, x, axes)) for one in (scale, zero_point))
 
 
-def _as_tensorflow(x: Any, s: Any, z: Any, grid: Grid, per_channel: bool) -> tuple[Any, Any]:
+def _rounded(x: Any, rounding: Rounding) -> Any:
     xp = arithmetic(x)
-    least, most = (grid.low - z) * s, (grid.high - z) * s
-    inverse = xp.like(s, grid.high - grid.low) / (most - least)  # a number over a tensor, torch multiplies
-    zero = xp.floor(-least * inverse + 0.5)
-    clipped = xp.maximum(xp.minimum(x, most), least)
-    shifted = clipped - least
-    steps = (shifted * inverse if per_channel else shifted / s) - zero
-    return xp.floor(steps + 0.5) * s, clipped == x
+    if rounding == "half_even":
+        return xp.rint(x)
+    magnitude = xp.floor(xp.absolute(x) + 0.5)
+    return xp.where(x < 0, -magnitude, magnitude)

@@ -41,3 +41,8 @@ def as_array(x: Any) -> NDArray[Any]:
 def constant(x: Any) -> Any:
     """The array."""
     return x
+
+
+def has_kernel(x: Any, axes: Sequence[int]) -> bool:
+    """Whether `kernel` takes such an array: there is none."""
+    return False

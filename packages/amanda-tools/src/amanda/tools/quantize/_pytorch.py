@@ -55,6 +55,9 @@ def extent(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     if len(axes) == x.dim():
         least, most = x.aminmax()
         return least, most
+    if 0 not in axes and len(axes) == x.dim() - 1:
+        least, most = x.flatten(1).aminmax(dim=1)
+        return least, most
     return x.amin(dim=tuple(axes)), x.amax(dim=tuple(axes))
 
 
@@ -83,6 +86,32 @@ def as_array(x: Tensor) -> NDArray[Any]:
 def constant(x: Tensor) -> Tensor:
     """The tensor, outside of autograd."""
     return x.detach()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether there is anything to quantise in a tensor: it has elements, and stores each of them."""
+    import torch
+
+    return x.layout is torch.strided and not x.is_nested and x.numel() > 0
+
+
+def has_kernel(x: Tensor, axes: Sequence[int]) -> bool:
+    """Whether `kernel` takes such a tensor."""
+    import torch
+
+    return x.dtype == torch.float32 and len(axes) < 2
+
+
+def kernel(
+    x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axes: Sequence[int] = ()
+) -> Tensor:
+    """PyTorch's own fake quantisation, in one pass, which autograd knows."""
+    import torch
+
+    integers = zero_point.detach().to(torch.int32)
+    if axes:
+        return torch.fake_quantize_per_channel_affine(x, scale.detach(), integers, axes[0], low, high)
+    return torch.fake_quantize_per_tensor_affine(x, scale.detach(), integers, low, high)
 
 
 # ---- state ----

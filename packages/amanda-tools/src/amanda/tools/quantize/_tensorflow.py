@@ -78,6 +78,16 @@ def constant(x: Any) -> Any:
     return _tf().stop_gradient(x)
 
 
+def is_plain(x: Any) -> bool:
+    """Whether there is anything to quantise in a tensor: it has elements."""
+    return all(x.shape)
+
+
+def has_kernel(x: Any, axes: Sequence[int]) -> bool:
+    """Whether `kernel` takes such a tensor: TensorFlow's own rounds otherwise."""
+    return False
+
+
 # ---- state ----
 
 

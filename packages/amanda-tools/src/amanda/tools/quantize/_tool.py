@@ -146,7 +146,7 @@ class QuantizeTool(amanda.Tool):
         return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
 
     def load(self, path: str | Path) -> None:
-        """Take the scales of a file that `save` wrote, also under another framework's tensors.
+        """Take the scales of a file that `save` wrote; ops are analysed anew.
 
         Raises QuantizeError for a file of a tool whose options ask for other scales.
         """
@@ -256,6 +256,8 @@ class QuantizeTool(amanda.Tool):
         results = dict(given)
         for (position, item), quantizer in place.quantizers.items():
             value = given[position] if item is None else given[position][item]
+            if not quantizer.xp.is_plain(value):
+                continue
             if calibrates:
                 quantizer.observe(value)
                 continue
