@@ -369,6 +369,9 @@ def test_noise_is_measured_against_the_same_inputs_unquantised(model: Network, b
     decibels = 10 * torch.log10(x.double().square().sum() / noise.double().square().sum())
     assert row.sqnr == pytest.approx(decibels.item(), abs=0.01)
     assert "SQNR" in str(tool.result)
+    ratios = {kind: ratio for _, kind, ratio in tool.result.worst()}
+    assert ratios["scaled_dot_product_attention"] == found["scaled_dot_product_attention"].output_sqnr
+    assert list(ratios.values()) == sorted(ratios.values())
 
 
 def test_more_bits_leave_less_noise(model: Network, batches: list[Tensor]) -> None:
@@ -427,3 +430,56 @@ def test_what_optimizers_compute_is_not_quantised() -> None:
         layer(torch.randn(2, 3)).sum().backward()
         optimizer.step()
     assert {one.type for one in tool.result} == {"linear"}
+
+
+def test_tensors_without_elements_or_with_some_alone_are_left_as_they_are() -> None:
+    layer, tool = nn.Linear(3, 2), QuantizeTool("dynamic")
+    sparse = torch.eye(3).to_sparse()
+    with amanda.apply(tool):
+        assert layer(torch.empty(0, 3)).shape == (0, 2)
+        found = torch.sparse.mm(sparse, torch.ones(3, 2)), sparse @ torch.ones(3, 2)
+    assert all(torch.equal(one, torch.ones(3, 2)) for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("method", ["static", "dynamic", "qat", "lsq", "lsq+"])
+def test_models_of_other_types_stay_of_their_type(method: Any, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)).to(dtype)
+    x = torch.randn(5, 4, dtype=dtype)
+    tool = calibrated(model, [x], method=method)
+    with amanda.apply(tool):
+        y = model(x)
+        y.sum().backward()
+    assert y.dtype == dtype
+    assert {one.dtype for one in tool.state_dict().values()} == {torch.float32}
+    assert all(one.grad is not None and one.grad.dtype == dtype for one in model.parameters())
+    assert (y - model(x)).abs().max() < 1
+
+
+def test_tensors_in_a_list_are_quantised_each() -> None:
+    torch.manual_seed(0)
+    a, b, tool = torch.randn(2, 3, 4), torch.randn(2, 5, 4), QuantizeTool("dynamic", types=["einsum"])
+    with amanda.apply(tool):
+        found = torch.einsum("bij,bkj->bik", a, b)
+    grid = Grid.of(8, symmetric=False)
+    a, b = (fake_quantize(one, *choose_qparams(*one.aminmax(), grid), grid) for one in (a, b))
+    assert torch.equal(found, torch.einsum("bij,bkj->bik", a, b))
+
+
+PROGRAM_UNDER_THE_COMMAND = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+for _ in range(3):
+    model(torch.randn(16, 4))
+"""
+
+
+def test_the_command_quantises_a_program(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM_UNDER_THE_COMMAND)
+    tool = "quantize:weight_bits=4,types=linear,calibration=2,sqnr=true"
+    command = [sys.executable, "-m", "amanda", "run", "-t", tool, "--", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "Quantised tensors" in done.stdout + done.stderr

@@ -12,8 +12,8 @@ from amanda.tools.flops._formulas import STEPS
 
 def roles(context: amanda.OpContext) -> None:
     """Write `parameters` and `backward_macs` in PyTorch's terms."""
-    if context.is_backward():
-        return
+    if context.is_backward() or context["backward_macs"] is _backward_macs:
+        return  # what takes a parameter's place later, as its mask has it, is none
     from torch.nn import Parameter
 
     inputs = [

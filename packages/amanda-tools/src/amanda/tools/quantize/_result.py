@@ -67,6 +67,12 @@ class QuantizeResult(Result):
             for one in self.tensors
         ]  # fmt: skip
 
+    def worst(self, count: int | None = None) -> list[tuple[str, str, float]]:
+        """Module, type and SQNR of the outputs, in dB, of ops where it was measured: the least first."""
+        ops = dict.fromkeys((one.module, one.type, one.source, one.output_sqnr) for one in self.tensors)
+        measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
+        return sorted(measured, key=lambda one: one[2])[:count]
+
     def notes(self) -> Sequence[str]:
         """What the columns say."""
         notes = ["Of a tensor with a scale for each channel, the largest; least and most can be represented."]
