@@ -7,7 +7,7 @@ the twin's step, less the time in its routines there.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,13 +28,19 @@ import amanda
 from amanda._order import in_order
 from amanda.action import Routine, has_run, marks
 
-TOOLS: dict[str, Callable[[], amanda.Tool]] = {
+Tools = Mapping[str, Callable[[], amanda.Tool]]
+
+TOOLS: Tools = {
     "trace": lambda: amanda.load_tool("trace"),
     "flops": lambda: amanda.load_tool("flops"),
     "stats": lambda: amanda.load_tool("stats"),
+    "effective path": lambda: amanda.load_tool("effective_path"),
+    "prune": lambda: amanda.load_tool("prune", sparsity=0.5),
+    "prune, 2:4": lambda: amanda.load_tool("prune", pattern="2:4"),
     "quantize, dynamic": lambda: amanda.load_tool("quantize", method="dynamic"),
     "quantize, qat": lambda: amanda.load_tool("quantize", method="qat"),
 }
+QUICK = ("trace", "prune", "quantize, qat")
 SECONDS = {"wide": 60.0, "twin": 20.0}
 ON, OFF = "cache on", "cache off"
 
@@ -65,17 +71,17 @@ class Clock:
         return wrapper
 
 
-def under_tools(step: Callable[[], None], seconds: float, least: int) -> dict[str, Any]:
+def under_tools(step: Callable[[], None], tools: Tools, seconds: float, least: int) -> dict[str, Any]:
     """Seconds of steps, bare and under each tool; and, of clocked steps, seconds in the routines."""
     found: dict[str, Variant] = controls()
-    for name, make in TOOLS.items():
+    for name, make in tools.items():
         found[name] = functools.partial(amanda.apply, make())
     clocks = {}
-    for name, make in TOOLS.items():
+    for name, make in tools.items():
         tool = make()
         clocks[f"{name}, clocked"] = Clock(tool)
         found[f"{name}, clocked"] = functools.partial(amanda.apply, tool)
-    inside: dict[str, list[float]] = {name: [] for name in TOOLS}
+    inside: dict[str, list[float]] = {name: [] for name in tools}
 
     def measure(name: str) -> float:
         clock = clocks.get(name)
@@ -93,10 +99,12 @@ def under_tools(step: Callable[[], None], seconds: float, least: int) -> dict[st
     }
 
 
-def with_and_without_cache(step: Callable[[], None], least: int) -> dict[str, dict[str, list[float]]]:
+def with_and_without_cache(
+    step: Callable[[], None], tools: Tools, least: int
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of steps under each tool with the cache on and off."""
     found = {}
-    for name, make in TOOLS.items():
+    for name, make in tools.items():
         tool = make()
 
         @contextmanager
@@ -114,6 +122,7 @@ def with_and_without_cache(step: Callable[[], None], least: int) -> dict[str, di
 def benchmark(quick: bool) -> dict[str, Any]:
     """Model -> pass -> "wide", "twin" and "cache" -> seconds of steps, one value a round."""
     pin_to_one_core()
+    tools = {name: make for name, make in TOOLS.items() if not quick or name in QUICK}
     found: dict[str, Any] = {}
     for name, pair in models().items():
         if name.startswith("GPT") or (quick and found):
@@ -124,9 +133,9 @@ def benchmark(quick: bool) -> dict[str, Any]:
             for title, passes in PASSES.items():
                 progress(f"  {name}, {title}{', narrow twin' if kind == 'twin' else ''}")
                 step, results = passes(model, example), found[name]["passes"][title]
-                results[kind] = under_tools(step, 0.0 if quick else SECONDS[kind], 1 if quick else 5)
+                results[kind] = under_tools(step, tools, 0.0 if quick else SECONDS[kind], 1 if quick else 5)
                 if kind == "wide" or quick:
-                    results["cache"] = with_and_without_cache(step, 1 if quick else 3)
+                    results["cache"] = with_and_without_cache(step, tools, 1 if quick else 3)
                 if quick:
                     results["wide"] = results["twin"]
     return {"models": found}

@@ -47,6 +47,19 @@ def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "benchmarks-ops.svg").read_text().count("<svg") == 1
 
 
+def test_a_quick_run_of_whole_tools_tells_their_routines_from_the_framework(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "tools", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["tools"]
+    step = found["models"]["ResNet-50"]["passes"]["forward + backward"]
+    assert step["twin"]["inside"].keys() == step["cache"].keys() == {"trace", "prune", "quantize, qat"}
+    assert all(min(seconds) > 0 for seconds in step["twin"]["inside"].values())
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "the framework's part of whole tools" in text
+    assert "| quantize, qat |" in text
+
+
 def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "profiling", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
