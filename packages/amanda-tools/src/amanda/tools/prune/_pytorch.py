@@ -76,11 +76,11 @@ def identity(holder: Tensor) -> int:
     return interceptor.ordinal(holder)
 
 
-def part(holder: Tensor, weight: Tensor) -> Part:
-    """Which part of a parameter a weight is that is it, or a view of it."""
+def held(holder: Tensor, weight: Tensor) -> tuple[int, Part]:
+    """What names the parameter that a weight is or is a view of, and which part it is."""
     whole = (tuple(holder.shape), holder.stride(), int(holder.storage_offset()))
     own = (tuple(weight.shape), weight.stride(), int(weight.storage_offset()))
-    return None if own == whole else own
+    return identity(holder), None if own == whole else own
 
 
 def variables(model: Any) -> Iterator[tuple[int, Callable[[Part, Callable[[Any], Any]], None]]]:

@@ -14,6 +14,9 @@ TYPES = frozenset(
 )  # fmt: skip
 """Convolutions and products; not embeddings and normalisations."""
 
+LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
+"""What reads rows of a weight: one that a product shares is left as it is."""
+
 Globs = list[str] | str | None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,12 @@ from amanda import interceptor
 from amanda.tools.prune import _numpy
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._numpy import Array
+
+Part = tuple[Sequence[int], Sequence[int]] | None
+"""The order of a variable's axes, and the shape that it is given then; None for the variable as it is."""
+
+_FORMING = frozenset({"Reshape", "Transpose"})
+_PASSING = _FORMING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
 
 plain, row, lowest_dropped, ranks = _numpy.plain, _numpy.row, _numpy.lowest_dropped, _numpy.ranks
 like, numbers, stored = _numpy.like, _numpy.numbers, _numpy.stored
@@ -30,11 +37,53 @@ def identity(holder: Any) -> Any:
     return interceptor.ordinal(holder) if op is None else (interceptor.ordinal(op.graph), op.name)
 
 
-def part(holder: Any, weight: Any) -> None:
-    """Which part of a variable a weight is: all of it."""
+def held(holder: Any, weight: Any) -> tuple[Any, Part] | None:
+    """What names the variable that a weight was read of, and in which form; None where that is not known."""
+    is_symbol = getattr(weight, "op", None) is not None
+    form = _form_in_graph(weight) if is_symbol else _form_of_value(holder, weight)
+    return None if form is NotImplemented else (identity(holder), form)
 
 
-def variables(model: Any) -> Iterator[tuple[Any, Callable[[None, Callable[[Array], Array]], None]]]:
+def _form_in_graph(weight: Any) -> Any:
+    """What the operations between a variable and its symbol come to."""
+    import tensorflow as tf
+
+    steps, tensor = [], weight
+    while tensor.op.type in _PASSING:
+        if tensor.op.type in _FORMING:
+            given = tf.get_static_value(tensor.op.inputs[1])
+            steps.append((tensor.op.type, tensor.shape.as_list() if given is None else given))
+            start = tensor.op.inputs[0].shape
+        tensor = tensor.op.inputs[0]
+    if not steps:
+        return None
+    numbered = np.arange(start.num_elements()).reshape(start)
+    made = numbered
+    for kind, form in reversed(steps):
+        made = made.reshape(form) if kind == "Reshape" else made.transpose(form)
+    return _form(numbered, made)
+
+
+def _form_of_value(holder: Any, weight: Any) -> Any:
+    """What turns the present value of a variable into that of a weight."""
+    import tensorflow as tf
+
+    dtype = holder._handle_data.shape_and_type[0].dtype
+    value = tf.cast(tf.raw_ops.ReadVariableOp(resource=holder, dtype=dtype), weight.dtype)
+    return _form(value.numpy(), weight.numpy())
+
+
+def _form(value: Array, wanted: Array) -> Any:
+    """The order of axes in which a value reshaped is what is wanted; None where it is that already."""
+    if value.shape == wanted.shape and np.array_equal(value, wanted):
+        return None
+    for axes in permutations(range(value.ndim)):
+        if np.array_equal(value.transpose(axes).reshape(wanted.shape), wanted):
+            return axes, wanted.shape
+    return NotImplemented
+
+
+def variables(model: Any) -> Iterator[tuple[Any, Callable[[Part, Callable[[Array], Array]], None]]]:
     """The identities of a model's or a list's variables, each with what changes its value.
 
     Raises PruneError where there are none.
@@ -47,8 +96,11 @@ def variables(model: Any) -> Iterator[tuple[Any, Callable[[None, Callable[[Array
             f"{type(model).__name__} has no variables; give a model, a layer, or a list of variables"
         ) from error
     for variable in listed:
-        holder = variable.handle if hasattr(variable, "handle") else variable.op.outputs[0]
-        yield identity(holder), _changing(variable)
+        yield identity(_holder(variable)), _changing(variable)
+
+
+def _holder(variable: Any) -> Any:
+    return variable.handle if hasattr(variable, "handle") else variable.op.outputs[0]
 
 
 def _variable(given: Any) -> Any:
@@ -57,18 +109,27 @@ def _variable(given: Any) -> Any:
     return given if value is None or callable(value) else value
 
 
-def _changing(variable: Any) -> Callable[[None, Callable[[Array], Array]], None]:
-    def change(part: None, changed: Callable[[Array], Array]) -> None:
+def _changing(variable: Any) -> Callable[[Part, Callable[[Array], Array]], None]:
+    def change(part: Part, changed: Callable[[Array], Array]) -> None:
         import tensorflow as tf
 
-        if hasattr(variable, "numpy") and tf.executing_eagerly():
-            variable.assign(changed(variable.numpy()))
+        def turned(value: Array) -> Array:
+            if part is None:
+                return changed(value)
+            axes, extents = part
+            moved = value.transpose(axes)
+            made: Array = changed(moved.reshape(extents)).reshape(moved.shape).transpose(np.argsort(axes))
+            return made
+
+        if getattr(_holder(variable), "op", None) is None:
+            variable.assign(turned(variable.numpy()))
             return
         session = tf.compat.v1.get_default_session()
         if session is None:
             raise PruneError(
                 f"{variable.name} belongs to a session's graph; finalize within `with session.as_default():`"
             )
-        variable.load(changed(session.run(variable)), session)
+        assign = variable.initializer  # as Variable.load does, which wants its graph to be the default
+        session.run(assign, {assign.inputs[1]: turned(session.run(variable))})
 
     return change

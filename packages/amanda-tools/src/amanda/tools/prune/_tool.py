@@ -19,7 +19,7 @@ from amanda.tools.prune._permutation import input_permutation
 from amanda.tools.prune._regrowth import regrown_kept
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
-from amanda.tools.prune._selection import Selection
+from amanda.tools.prune._selection import LOOKUPS, Selection
 from amanda.tools.prune._weight import NEVER, Weight
 from amanda.tools.steps import Steps
 
@@ -188,6 +188,8 @@ class PruneTool(amanda.Tool):
 
     def _forward(self, context: amanda.OpContext) -> None:
         index = context["weight_index"]
+        if context["type"] in LOOKUPS and (holder := context.get_variable(0)) is not None:
+            self._left.add((framework_of(holder).identity(holder), None))
         if index is None or context["phase"] != "forward":
             return
         weight = self._weight(context, index)
@@ -206,15 +208,14 @@ class PruneTool(amanda.Tool):
         """The weight of an op; None of one that is not pruned, here or where it was met first."""
         value, holder = context.get_inputs()[index], context.get_variable(index)
         framework = framework_of(value)
-        part = None if holder is None else framework.part(holder, value)
-        identity = None if holder is None else framework.identity(holder)
-        key: Hashable = self.place(context) if holder is None else (identity, part)
+        held = None if holder is None else framework.held(holder, value)
+        key: Hashable = self.place(context) if held is None else held
         if key not in self._weights and key not in self._left:
             extents = context["shape"](value)
             if not self._selects(context) or not self._fits(context, extents, value):
                 self._left.add(key)
             else:
-                self._weights[key] = self._made(context, framework, identity, part, extents, value)
+                self._weights[key] = self._made(context, framework, held, extents, value)
         return self._weights.get(key)
 
     def _fits(self, context: amanda.OpContext, extents: Any, value: Any) -> bool:
@@ -229,13 +230,12 @@ class PruneTool(amanda.Tool):
             self._reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
         return reason is None
 
-    def _made(
-        self, context: amanda.OpContext, framework: Any, holder: Any, part: Any, extents: Any, value: Any
-    ) -> Weight:
+    def _made(self, context: amanda.OpContext, framework: Any, held: Any, extents: Any, value: Any) -> Weight:
         layout = context["weight_layout"]
         kept = self._state(context, framework, "mask", np.ones(extents, bool))
         updated = self._state(context, framework, "updated", np.full(1, NEVER))
         grown = permutation = None
+        holder, part = held or (None, None)
         if self._regrow in ("gradient", "random"):
             start = np.zeros(extents, "float64" if context["dtype"](value) == "float64" else "float32")
             grown = self._state(context, framework, "grown", start)
@@ -274,7 +274,7 @@ class PruneTool(amanda.Tool):
         begun = self._schedule.latest(self.step_number) is not None and not self._preparing
         if begun and not any(one.is_masked for one in self._weights.values()):
             raise PruneError(
-                'scope="global" ranks the weights of the whole model, and the first masks are due before they '
+                'scope="global" ranks all weights of the model, and the first masks are due before they '
                 "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
             )
 

@@ -1,0 +1,326 @@
+"""Pruning on TensorFlow: in every mode as on PyTorch, with equal masks on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import amanda
+from amanda.tools.prune import PruneError, PruneTool, element_mask
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Keras warns of is not ours
+
+Array = NDArray[Any]
+layers = keras.layers
+
+
+def twins() -> tuple[nn.Module, Any]:
+    """A network of PyTorch and one of Keras with the same weights: convolution, depthwise one, product."""
+    torch.manual_seed(0)
+    keras.utils.set_random_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 4),
+    )
+    other = keras.Sequential(
+        [
+            layers.Input((8, 8, 4)), layers.Conv2D(8, 3), layers.ReLU(), layers.DepthwiseConv2D(3),
+            layers.ReLU(), layers.Permute((3, 1, 2)), layers.Flatten(), layers.Dense(4),
+        ]
+    )  # fmt: skip
+    conv, depthwise, linear = (model[i] for i in (0, 2, 5))
+    for layer, one, axes in (
+        (other.layers[0], conv, (2, 3, 1, 0)), (other.layers[2], depthwise, (2, 3, 0, 1)),
+        (other.layers[-1], linear, (1, 0)),
+    ):  # fmt: skip
+        layer.set_weights([one.weight.detach().numpy().transpose(axes), one.bias.detach().numpy()])
+    return model, other
+
+
+X = np.random.default_rng(0).random((6, 4, 8, 8), np.float32)
+LABELS = np.arange(6) % 4
+MODES: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "eager": lambda model: model,
+    "function": lambda model: tf.function(lambda x: model(x)),
+    "predict": lambda model: lambda x: model.predict(x, verbose=0),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {"sparsity": 0.6}, {"pattern": "2:4"}, {"pattern": "2:4", "permute": True},
+    {"pattern": "tile", "granularity": 4}, {"pattern": "channel"}, {"scope": "global", "sparsity": 0.7},
+]  # fmt: skip
+
+
+def masks(tool: PruneTool) -> list[Array]:
+    """Masks with outputs and inputs first."""
+    return [np.asarray(one.kept_like(one.kept)) for one in tool._weights.values()]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_masks_are_those_of_pytorch_in_every_mode(options: dict[str, Any]) -> None:
+    model, _ = twins()
+    reference = PruneTool(**options)
+    reference.prepare(model, torch.tensor(X))
+    with amanda.apply(reference), torch.no_grad():
+        wanted = model(torch.tensor(X)).numpy()
+    for name, mode in MODES.items():
+        _, other = twins()
+        tool, run = PruneTool(**options), mode(other)
+        x = tf.constant(X.transpose(0, 2, 3, 1))
+        tool.prepare(run, x)
+        with amanda.apply(tool):
+            y = np.asarray(run(x))
+        assert len(masks(tool)) == len(masks(reference)) > 1, name
+        for one, mask in zip(masks(tool), masks(reference), strict=True):
+            assert np.array_equal(one, mask), name
+        assert np.allclose(y, wanted, atol=1e-5)
+        tool.finalize(other)
+        assert np.array_equal(np.asarray(run(x)), y)
+
+
+def trained(model: Any, tool: PruneTool | None, way: str, steps: int = 6) -> list[float]:
+    """Losses of a training with momentum, in one of three ways."""
+    x, y = tf.constant(X.transpose(0, 2, 3, 1)), tf.constant(LABELS)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if way == "fit":
+        model.compile(optimizer, loss)
+        with amanda.apply(*[tool] if tool else []):
+            history = model.fit(x, y, batch_size=6, epochs=steps, verbose=0, shuffle=False)
+        return [float(one) for one in history.history["loss"]]
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x))
+        grads = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return value
+
+    optimizer.build(model.trainable_variables)
+    run = tf.function(step) if way == "function" else step
+    with amanda.apply(*[tool] if tool else []):
+        return [float(run()) for _ in range(steps)]
+
+
+def by_hand(model: Any, begin: int, sparsity: float, steps: int = 6) -> tuple[list[float], list[Array]]:
+    """The same with weights and gradients masked by hand."""
+    x, y = tf.constant(X.transpose(0, 2, 3, 1)), tf.constant(LABELS)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found: dict[int, Any] = {}
+    losses = []
+    for number in range(steps):
+        for i, variable in enumerate(model.trainable_variables):
+            if number == begin and len(variable.shape) > 1:
+                found[i] = element_mask(tf.constant(variable.numpy()), sparsity)
+            if i in found:
+                variable.assign(variable * found[i])
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x))
+        grads = tape.gradient(value, model.trainable_variables)
+        grads = [grad * found[i] if i in found else grad for i, grad in enumerate(grads)]
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        losses.append(float(value))
+    for i, mask in found.items():
+        model.trainable_variables[i].assign(model.trainable_variables[i] * mask)
+    return losses, [one.numpy() for one in model.trainable_variables]
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_training_is_that_of_masking_by_hand_in_every_mode(begin: int) -> None:
+    """From step 3 on there is momentum when the masks are made, and it revives nothing."""
+    _, model = twins()
+    wanted, weights = by_hand(model, begin, 0.6)
+    for way in ("eager", "function", "fit"):
+        _, model = twins()
+        tool = PruneTool(0.6, begin=begin)
+        assert np.allclose(trained(model, tool, way), wanted, atol=1e-6), way
+        tool.finalize(model)
+        for one, hand in zip(model.trainable_variables, weights, strict=True):
+            assert np.allclose(one.numpy(), hand, atol=1e-6), way
+            assert np.array_equal(one.numpy() == 0, hand == 0) or len(one.shape) < 2, way
+
+
+@pytest.mark.parametrize("regrow", ["gradient", "random"])
+def test_masks_that_change_are_those_of_pytorch(regrow: Any) -> None:
+    options: dict[str, Any] = {
+        "sparsity": 0.7, "schedule": "cubic", "end": 5, "frequency": 2, "regrow": regrow,
+        "type": ["conv2d", "matmul", "linear"],
+    }  # fmt: skip
+    model, _ = twins()
+    model[2].weight.data.abs_()
+    reference = PruneTool(**options, exclude="2")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with amanda.apply(reference):
+        for _ in range(7):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.tensor(X)), torch.tensor(LABELS)).backward()
+            optimizer.step()
+    for way in ("eager", "function", "fit"):
+        _, other = twins()
+        depthwise = other.layers[2].trainable_variables[0]
+        depthwise.assign(np.abs(depthwise.numpy()))
+        tool = PruneTool(**options)
+        trained(other, tool, way, 7)
+        assert tool.result.sparsity == pytest.approx(reference.result.sparsity)
+        same = [np.mean(one == mask) for one, mask in zip(masks(tool), masks(reference), strict=True)]
+        assert min(same) > 0.99, way  # the last bits of gradients differ
+
+
+class Session:
+    """The network as a graph of TensorFlow 1, with its training."""
+
+    def __init__(self, resource: bool) -> None:
+        model, _ = twins()
+        v1 = tf.compat.v1
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            self.kernel = v1.Variable(
+                model[0].weight.detach().numpy().transpose(2, 3, 1, 0), use_resource=resource, name="kernel"
+            )
+            self.matrix = v1.Variable(
+                np.random.default_rng(2).random((288, 4), np.float32) - 0.5,
+                use_resource=resource,
+                name="matrix",
+            )
+            self.x = v1.placeholder(tf.float32, (None, 8, 8, 4))
+            hidden = tf.nn.relu(tf.nn.conv2d(self.x, self.kernel, 1, "VALID"))
+            self.logits = tf.matmul(tf.reshape(hidden, (-1, 288)), self.matrix)
+            labels = tf.constant(LABELS)
+            self.loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, self.logits))
+            self.train = v1.train.MomentumOptimizer(0.1, 0.9).minimize(self.loss)
+            self.session = v1.Session(graph=self.graph)
+            self.session.run(v1.global_variables_initializer())
+        self.feed = {self.x: X.transpose(0, 2, 3, 1)}
+
+    def step(self) -> Any:
+        return self.session.run([self.loss, self.train], self.feed)[0]
+
+
+@pytest.mark.parametrize("resource", [True, False])
+def test_a_session_is_pruned_and_its_variables_are_finalized(resource: bool) -> None:
+    graph, tool = Session(resource), PruneTool(0.5, begin=2, scope="global")
+    with amanda.apply(tool):
+        losses = [graph.step() for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert [(row[1], row[2]) for row in tool.result.rows()] == [("conv2d", ""), ("matmul", "")]
+    assert tool.result.sparsity == 0.5
+    with amanda.apply(tool):
+        pruned = graph.session.run(graph.logits, graph.feed)
+    nodes = len(graph.graph.get_operations())
+    with pytest.raises(PruneError, match="as_default"):
+        tool.finalize([graph.kernel, graph.matrix])
+    with graph.session.as_default():
+        tool.finalize([graph.kernel, graph.matrix])
+    assert len(graph.graph.get_operations()) == nodes
+    assert np.array_equal(graph.session.run(graph.logits, graph.feed), pruned)
+    values = np.concatenate([one.ravel() for one in graph.session.run([graph.kernel, graph.matrix])])
+    assert np.mean(values == 0) == 0.5
+
+
+def test_training_in_a_session_is_that_of_masking_by_hand() -> None:
+    graph, hand = Session(True), Session(True)
+    tool = PruneTool(0.5, begin=2)
+    with amanda.apply(tool):
+        losses = [graph.step() for _ in range(6)]
+    wanted, found = [], {}
+    for number in range(6):
+        for variable in (hand.kernel, hand.matrix):
+            value = hand.session.run(variable)
+            if number == 2:
+                found[variable.name] = element_mask(value)
+            if variable.name in found:
+                assign = variable.initializer
+                hand.session.run(assign, {assign.inputs[1]: value * found[variable.name]})
+        wanted.append(hand.step())
+    assert np.allclose(losses, wanted, atol=1e-6)
+
+
+def test_keras_attention_and_dense_on_sequences_are_pruned() -> None:
+    """Their weights are reshaped before the product."""
+    inputs = layers.Input((5, 8))
+    attended = layers.MultiHeadAttention(2, 4)(inputs, inputs)
+    model = keras.Model(inputs, layers.EinsumDense("abc,cd->abd", (5, 4))(layers.Dense(8)(attended)))
+    x = np.random.default_rng(0).random((2, 5, 8), np.float32)
+    found = {}
+    for name, mode in MODES.items():
+        run, tool = mode(model), PruneTool(pattern="2:4")
+        with amanda.apply(tool):
+            y = np.asarray(run(tf.constant(x)))
+        weights = model.get_weights()
+        tool.finalize(model)
+        assert np.allclose(np.asarray(run(tf.constant(x))), y, atol=1e-6), name
+        kernels = [one.numpy() for one in model.weights if one.name == "kernel"]
+        assert sum(int((one == 0).sum()) for one in kernels) == tool.result.zeros
+        found[name] = sorted(row[6] for row in tool.result.rows())
+        model.set_weights(weights)
+    assert found["eager"] == found["function"] == found["predict"] == [32, 64, 64, 64, 64, 64]
+
+
+def test_an_embedding_that_a_product_shares_is_left() -> None:
+    table, matrix = tf.Variable(tf.random.normal((10, 8))), tf.Variable(tf.random.normal((8, 8)))
+
+    def logits(tokens: Any) -> Any:
+        return tf.matmul(tf.matmul(tf.gather(table, tokens), matrix), table, transpose_b=True)
+
+    tokens = tf.constant([1, 2])
+    for program in (logits, tf.function(logits)):
+        tool = PruneTool()
+        with amanda.apply(tool):
+            y = program(tokens)
+        assert [row[4] for row in tool.result.rows()] == ["8x8"]
+        before = matrix.numpy()
+        tool.finalize([table, matrix])
+        assert np.array_equal(logits(tokens), y)
+        matrix.assign(before)
+
+
+def test_masks_outlive_the_process(tmp_path: Any) -> None:
+    _, model = twins()
+    tool = PruneTool(0.6, schedule="cubic", end=6, frequency=2)
+    trained(model, tool, "function", 4)
+    np.savez(tmp_path / "masks.npz", **tool.state_dict())
+    again = PruneTool(0.6, schedule="cubic", end=6, frequency=2)
+    again.load_state_dict(dict(np.load(tmp_path / "masks.npz")))
+    trained(model, again, "function", 1)
+    for one, other in zip(masks(tool), masks(again), strict=True):
+        assert not (other & ~one).any()
+    assert again.state_dict()["step"] == 5
+
+
+def test_mixed_precision_is_pruned() -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layers.Input((8,)), layers.Dense(4, dtype="mixed_float16")])
+    for mode in ("eager", "function"):
+        tool, run = PruneTool(pattern="2:4"), MODES[mode](model)
+        x = tf.random.normal((3, 8))
+        with amanda.apply(tool):
+            y = run(x)
+        kernel = model.get_weights()
+        tool.finalize(model)
+        assert np.array_equal(run(x), y)
+        assert int((model.get_weights()[0] == 0).sum()) == 16
+        model.set_weights(kernel)
+
+
+def test_a_model_that_is_none_is_said() -> None:
+    tool = PruneTool()
+    weight = tf.Variable(tf.ones((2, 2)))
+    with amanda.apply(tool):
+        tf.matmul(tf.ones((1, 2)), weight)
+    with pytest.raises(PruneError, match="int has no variables"):
+        tool.finalize(3)
+    with pytest.raises(PruneError, match="none of the 1 weights"):
+        tool.finalize([tf.Variable(tf.ones((2, 2)))])
