@@ -86,8 +86,8 @@ class ActivationPruneTool(DynamicPruneTool):
         super().__init__(seed)
         self._budget, self._strength = checked_share("budget", budget), strength
         self._temperature = temperature
-        self._convolutions: dict[int, _Convolution] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._convolutions: dict[str, _Convolution] = {}
+        self._blocks: dict[str, _Block] = {}
         self.add_inst_for_op(self._look)
         self.add_inst_for_op(self._note, require_outputs=True)
 
@@ -130,22 +130,22 @@ class ActivationPruneTool(DynamicPruneTool):
             self._flow.made(context["node"], context.get_outputs() or [])
 
     def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
-        if context.get_op_id() not in self._convolutions:
+        if self.place(context) not in self._convolutions:
             shape = context["shape"](context.get_inputs()[context["weight_index"]])
             extents = dict(zip(context["weight_layout"], shape, strict=True))
             form = geometry(context.get_attrs(), context["layout"], (extents["H"], extents["W"]))
             if form is None:
                 return None
-            self._convolutions[context.get_op_id()] = _Convolution(
+            self._convolutions[self.place(context)] = _Convolution(
                 Pruned(context["type"], context.get_scope(), context.get_source(), "positions"),
                 context["layout"], prod(extents.values()), form,
             )  # fmt: skip
-        return self._convolutions[context.get_op_id()]
+        return self._convolutions[self.place(context)]
 
     def _block(self, context: amanda.OpContext, inner: Sequence[tuple[_Convolution, int]]) -> _Block:
-        if context.get_op_id() not in self._blocks:
+        if self.place(context) not in self._blocks:
             like, channels = context.get_inputs()[0], inner[0][1]
-            block = self._blocks[context.get_op_id()] = _Block(
+            block = self._blocks[self.place(context)] = _Block(
                 [one for one, _ in inner],
                 self._trainable(context, "mask.kernel", like, lambda: self._uniform(9, (3, 3, channels))),
                 self._trainable(context, "mask.weight", like, lambda: self._uniform(1, (channels, 1))),
@@ -153,7 +153,7 @@ class ActivationPruneTool(DynamicPruneTool):
             )
             for one, _ in inner:
                 one.block = block
-        return self._blocks[context.get_op_id()]
+        return self._blocks[self.place(context)]
 
     def _uniform(self, window: int, shape: tuple[int, ...]) -> Any:
         bound = (window * shape[-1 if window > 1 else 0]) ** -0.5

@@ -99,7 +99,7 @@ class AttentionPruneTool(DynamicPruneTool):
         self._size, self._learned = (block if unit == "block" else 1), by == "learned"
         self._keep, self._protect = checked_share("keep", keep), protect
         self._strength, self._hidden = strength, hidden
-        self._attentions: dict[int, _Attention] = {}
+        self._attentions: dict[str, _Attention] = {}
         self._fused: set[str] = set()
         self.add_inst_for_op(self._look)
         self.add_inst_for_op(self._note, require_outputs=True)
@@ -156,7 +156,7 @@ class AttentionPruneTool(DynamicPruneTool):
             self._flow.made(context["node"], context.get_outputs() or [])
 
     def _attention(self, context: amanda.OpContext, node: Node, product: Node) -> _Attention:
-        if context.get_op_id() not in self._attentions:
+        if self.place(context) not in self._attentions:
             scores, given = node.shapes[0] or (), product.shapes[0] or ()
             heads = _heads(self._flow, product, scores) if node is not product and len(scores) == 3 else None
             count = heads or (scores[1] if len(scores) == 4 else 1) or 1
@@ -166,8 +166,8 @@ class AttentionPruneTool(DynamicPruneTool):
                 node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
                 self._skim(context, count) if self._learned else (),
             )  # fmt: skip
-            self._attentions[context.get_op_id()] = one
-        one = node.notes["attention"] = self._attentions[context.get_op_id()]
+            self._attentions[self.place(context)] = one
+        one = node.notes["attention"] = self._attentions[self.place(context)]
         one.node = node
         return one
 

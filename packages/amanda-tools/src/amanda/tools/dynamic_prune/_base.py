@@ -61,7 +61,11 @@ class DynamicPruneTool(amanda.Tool):
 
     def _trainable(self, context: amanda.OpContext, name: str, like: Any, make: Callable[[], Array]) -> Any:
         """A predictor's parameter at an op, on the device of `like`."""
-        return self.keep(context, name, lambda: framework(like).parameter(make(), like))
+
+        def trainable(value: Any) -> Any:
+            return framework(like).parameter(value, like)
+
+        return self.keep(context, name, lambda: trainable(make()), load=trainable)
 
     def _noise(self, like: Any) -> Any:
         """Logistic noise for the logits of a gate in training."""

@@ -59,7 +59,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def __init__(self, density: float = 0.5, penalty: float = 1e-8, seed: int = 0) -> None:
         super().__init__(seed)
         self._density, self._penalty = checked_share("density", density), penalty
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[str, _Layer] = {}
         self.add_inst_for_op(self._look)
         self.add_inst_for_op(self._note, require_outputs=True)
 
@@ -112,20 +112,20 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             context.insert_before_op(self._prune, inputs=[position], layer=layer)
 
     def _layer(self, context: amanda.OpContext) -> _Layer:
-        if context.get_op_id() not in self._layers:
+        if self.place(context) not in self._layers:
             index, layout = context["weight_index"], context["layout"]
             x, kernel = context.get_inputs()[0], context.get_inputs()[index]
             extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
             given = context["shape"](x)[layout.index("C")]
             made = extents["O"] if "O" in extents else extents["I"] * extents["M"]
-            self._layers[context.get_op_id()] = _Layer(
+            self._layers[self.place(context)] = _Layer(
                 Pruned(context["type"], context.get_scope(), context.get_source(), "channels"),
                 layout,
                 self._trainable(context, "saliency.weight", x, lambda: self._weight(given, made)),
                 self._trainable(context, "saliency.bias", x, lambda: np.ones(made, np.float32)),
                 prod(extents.values()),
             )
-        return self._layers[context.get_op_id()]
+        return self._layers[self.place(context)]
 
     def _weight(self, given: int, made: int) -> Any:
         """A tenth of what He et al. 2015 initialise with.

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def parameter(array: NDArray[Any], like: Tensor) -> Tensor:
-    """A trainable tensor where `like` is; of half precision it would not train."""
+def parameter(value: NDArray[Any] | Tensor, like: Tensor) -> Tensor:
+    """A trainable tensor where `like` is, itself if it is one; of half precision it would not train."""
     import torch
 
+    if isinstance(value, torch.nn.Parameter) and value.device == like.device:
+        return value
     dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float32
     with torch.inference_mode(False):
-        return torch.nn.Parameter(torch.as_tensor(array).to(like.device, dtype))
+        return torch.nn.Parameter(torch.as_tensor(value).detach().to(like.device, dtype))
 
 
 def tensor(array: NDArray[Any], like: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def parameter(array: Any, like: Any) -> Any:
-    """A variable, outside of any graph; of half precision it would not train."""
+def parameter(value: Any, like: Any) -> Any:
+    """A variable, itself if it is one, outside of any graph; of half precision it would not train."""
     import tensorflow as tf
 
+    if isinstance(value, tf.Variable):
+        return value
     with tf.init_scope():
-        return tf.Variable(array, dtype=tf.float64 if like.dtype == tf.float64 else tf.float32)
+        return tf.Variable(value, dtype=tf.float64 if like.dtype == tf.float64 else tf.float32)
 
 
 def tensor(array: Any, like: Any) -> Any:
