@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.tools.dynamic_prune import ActivationPruneTool
+from amanda.tools.dynamic_prune._geometry import Geometry, geometry
 
 
 class Block(nn.Module):
@@ -108,3 +109,32 @@ def test_outputs_and_gradients_are_those_of_a_model_that_was_modified(training: 
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-5)
     assert 0 < tool.result.saved < 1
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2, "same", None])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(("kernel", "dilation"), [((3, 3), 1), ((1, 5), 2), ((2, 4), 1), ((1, 1), 1)])
+def test_needed_positions_are_those_that_reach_a_kept_one(
+    kernel: tuple[int, int], dilation: int, stride: int, padding: int | str | None
+) -> None:
+    if padding == "same" and (stride > 1 or kernel[0] == 2):
+        return  # which PyTorch has not, or warns of
+    if padding is None:
+        form, x = Geometry(kernel, (stride, stride), (dilation, dilation), None), torch.ones(2, 1, 11, 9)
+        (top, bottom), (left, right) = form.pads((11, 9))
+        x.requires_grad_()
+        given = F.conv2d(
+            F.pad(x, (left, right, top, bottom)), torch.ones(1, 1, *kernel), None, stride, 0, dilation
+        )
+        assert given.shape[2:] == (-(-11 // stride), -(-9 // stride))  # as TensorFlow says of "SAME"
+    else:
+        attributes = {"stride": [stride, stride], "dilation": dilation, "padding": padding}
+        found = geometry(attributes, "NCHW", kernel)
+        assert found is not None
+        form, x = found, torch.ones(2, 1, 11, 9, requires_grad=True)
+        given = F.conv2d(x, torch.ones(1, 1, *kernel), None, stride, padding, dilation)
+    assert form.given((11, 9)) == given.shape[2:]
+    torch.manual_seed(0)
+    mask = (torch.rand(given[:, 0].shape) > 0.8).float()
+    (reached,) = torch.autograd.grad((given[:, 0] * mask).sum(), x)
+    assert torch.equal(form.needed(mask, (11, 9)), (reached[:, 0] > 0).float())

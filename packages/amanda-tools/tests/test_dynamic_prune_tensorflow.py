@@ -157,7 +157,7 @@ def test_every_mode_gives_what_pytorch_does(name: str) -> None:
     tool.prepare(model, torch.tensor(x))
     for key, value in tool.state_dict().items():
         if key.endswith("skim.weight"):
-            nn.init.normal_(value, std=2.0)
+            nn.init.normal_(value, std=2.0, generator=torch.Generator().manual_seed(3))
     tool.clear()
     with amanda.apply(tool), torch.no_grad():
         wanted = model(torch.tensor(x)).numpy()
@@ -176,3 +176,48 @@ def test_every_mode_gives_what_pytorch_does(name: str) -> None:
         for ours, theirs in rows:
             assert ours[6] == pytest.approx(theirs[6], abs=1e-6)
             assert ours[7] == theirs[7]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predictors_learn_in_eager_mode_as_on_pytorch(name: str) -> None:
+    make, of_pytorch, of_tensorflow, x, arrays = CASES[name]
+    tool, other = make(), make()
+    model, twin = OfPyTorch(of_pytorch, arrays), Model(of_tensorflow, arrays)
+    tool.prepare(model, torch.tensor(x))
+    other.prepare(twin, tf.constant(x))
+    for key, own in zip(tool.state_dict(), other.state_dict().values(), strict=True):
+        value = tool.state_dict()[key]
+        if key.endswith("skim.weight"):
+            nn.init.normal_(value, std=2.0, generator=torch.Generator().manual_seed(3))
+        own.assign(value.detach().numpy())
+    for one in (tool, other):
+        one.train()
+    images = torch.tensor(x, requires_grad=True)
+    with amanda.apply(tool):
+        ((model(images) ** 2).mean() + tool.loss()).backward()
+    with amanda.apply(other), tf.GradientTape() as tape:
+        tape.watch(data := tf.constant(x))
+        loss = tf.reduce_mean(twin(data) ** 2) + other.loss()
+    sources = [data, *other.parameters()]
+    found = tape.gradient(loss, sources)
+    for theirs, ours in zip([images, *tool.parameters()], found, strict=True):
+        if theirs.grad is None:
+            assert ours is None
+        else:
+            np.testing.assert_allclose(ours, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_weights_learn_in_a_function_with_the_masks_of_their_predictors() -> None:
+    model, tool = Model(attention_of_tensorflow, ATTENTION), AttentionPruneTool(keep=0.5)
+
+    def gradients(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        return tape.gradient(loss, model.weights)
+
+    x = tf.constant(TOKENS)
+    with amanda.apply(tool):
+        wanted, found = gradients(x), tf.function(gradients, autograph=False)(x)
+    assert tool.result.rows()[1][6] > 0
+    for name, gradient in wanted.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)

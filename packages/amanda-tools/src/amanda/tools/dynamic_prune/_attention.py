@@ -75,7 +75,7 @@ class AttentionPruneTool(DynamicPruneTool):
     unit: "token", or "block" of `block` tokens in a row.  by: "attention": each attention keeps, of the
     tokens that it was given, the share `keep` that all heads and queries attend to most; "learned": a
     predictor of two layers, from the attention that a token receives and pays to itself in each head, says
-    what is kept; then `keep` is the share of tokens over all layers that `loss()` aims at.
+    what is kept; then `keep` is the mean share of tokens in all attentions that `loss()` aims at.
     protect: so many first tokens stay.  strength: of the loss.  hidden: neurons of the predictor.
 
     A dropped token is no key and no query of later attentions, and residual connections leave its state as
@@ -111,11 +111,11 @@ class AttentionPruneTool(DynamicPruneTool):
         return DynamicPruneResult(self._pruned(), notes)
 
     def loss(self) -> Any:
-        """strength times the squared distance from `keep` of the share of tokens that learned ones leave."""
-        left = [one.later for one in self._attentions.values() if one.later is not None and self._learned]
-        if not left:
+        """strength times the squared distance from `keep` of the mean share of tokens in the attentions."""
+        ran = [one for one in self._attentions.values() if one.later is not None and self._learned]
+        if not ran:
             return 0.0
-        share = sum(do("mean", one) for one in left) / len(left)
+        share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
         return self._strength * (share - self._keep) ** 2
 
     def clear(self) -> None:

@@ -1,0 +1,194 @@
+"""Predictors trained on scikit-learn's digits: targets are reached, and state outlives the tool."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.dynamic_prune import (
+    ActivationPruneTool,
+    AttentionPruneTool,
+    DynamicChannelPruneTool,
+    DynamicPruneTool,
+)
+from amanda.tools.flops import FlopsTool
+from amanda.tools.nan import NanTool
+from amanda.tools.stats import StatsTool
+
+TRAINED = 1500
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.second, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.norm2(self.second(self.norm1(self.first(x)).relu()))).relu()
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Residual(8), Residual(8), nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """Sixteen patches of 2x2, and a token for the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 16, 2, 2)
+        self.places = nn.Parameter(torch.randn(1, 17, 16) * 0.5)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([torch.zeros_like(patches[:, :1]), patches], 1) + self.places
+        y: Tensor = self.head(self.encoder(tokens)[:, 0])
+        return y
+
+
+@pytest.fixture(scope="module")
+def digits() -> Iterator[tuple[Tensor, Tensor]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model is slower with more
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    images, labels = load_digits(return_X_y=True)
+    yield torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    torch.backends.mha.set_fastpath_enabled(fast)
+    torch.set_num_threads(threads)
+
+
+def trained(
+    make: Callable[[], nn.Module], tool: DynamicPruneTool, digits: tuple[Tensor, Tensor], steps: int
+) -> nn.Module:
+    """A model that was trained with a tool, at last with the masks of inference."""
+    torch.manual_seed(0)
+    images, labels = digits
+    model = make()
+    tool.prepare(model, images[:4])
+    optimizer = torch.optim.Adam([*model.parameters(), *tool.parameters()], lr=0.01)
+    with amanda.apply(tool):
+        for step in range(steps):
+            batch = torch.randint(0, TRAINED, (64,))
+            tool.train(step < 0.6 * steps)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch]) + tool.loss()
+            loss.backward()
+            optimizer.step()
+    tool.train(False)
+    tool.clear()
+    return model.eval()
+
+
+def mean_pruned(tool: DynamicPruneTool) -> float:
+    pruned = [row[6] for row in tool.result.rows()]
+    return sum(pruned) / len(pruned)
+
+
+Reached = Callable[[DynamicPruneTool], bool]
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], DynamicPruneTool], Reached]] = {
+    "channels": (
+        convolutional,
+        lambda: DynamicChannelPruneTool(0.5, penalty=1e-4),
+        lambda tool: mean_pruned(tool) >= 0.5 and tool.result.saved > 0.7,
+    ),
+    "positions": (
+        convolutional,
+        lambda: ActivationPruneTool(budget=0.5),
+        lambda tool: abs(tool.result.saved - 0.5) < 0.1,
+    ),
+    "tokens": (
+        Transformer,
+        lambda: AttentionPruneTool(by="learned", keep=0.7, strength=10.0),
+        lambda tool: abs(mean_pruned(tool) - 0.3) < 0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_target_is_reached_on_digits_and_outlives_the_tool(
+    name: str, digits: tuple[Tensor, Tensor]
+) -> None:
+    make, tool_of, reached = CASES[name]
+    tool = tool_of()
+    model = trained(make, tool, digits, 200 if make is Transformer else 120)
+    images, labels = (one[TRAINED:] for one in digits)
+    with torch.no_grad(), amanda.apply(tool):
+        said = model(images)
+    accuracy = (said.argmax(1) == labels).float().mean().item()
+    assert accuracy > 0.75
+    assert reached(tool)
+
+    file = io.BytesIO()
+    torch.save(tool.state_dict(), file)
+    file.seek(0)
+    again = tool_of()
+    again.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        again.prepare(model, images)
+        with amanda.apply(again):
+            assert torch.equal(model(images), said)
+    assert len(list(again.parameters())) == len(list(tool.parameters())) > 0
+
+
+def test_the_same_seed_gives_the_same_training(digits: tuple[Tensor, Tensor]) -> None:
+    runs = []
+    for _ in range(2):
+        tool = AttentionPruneTool(by="learned", seed=7)
+        model = trained(Transformer, tool, digits, 4)
+        runs.append([*model.parameters(), *tool.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_dynamic_tools_run_beside_each_other_and_beside_others(digits: tuple[Tensor, Tensor]) -> None:
+    images = digits[0][:16]
+    torch.manual_seed(1)
+    model = convolutional().eval()
+
+    def run(*tools: amanda.Tool) -> Tensor:
+        with torch.no_grad(), amanda.apply(*tools):
+            y: Tensor = model(images)
+        return y
+
+    channels, positions = DynamicChannelPruneTool(), ActivationPruneTool()
+    for tool in (channels, positions):
+        tool.prepare(model, images)
+    wanted = run(channels, positions)
+    flops, stats, nan = FlopsTool(), StatsTool(), NanTool()
+    assert torch.equal(run(flops, channels, stats, positions, nan), wanted)
+    assert not torch.equal(run(channels), wanted)
+    dense = flops.result.by("type").rows()
+    macs = next(row[2] for row in dense if row[0] == "conv2d")
+    channels.clear()
+    run(channels)
+    assert sum(row[7] for row in channels.result.rows()) == macs
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DynamicChannelPruneTool(density=0), "density is 0"),
+        (lambda: ActivationPruneTool(budget=1.5), "budget is 1.5"),
+        (lambda: AttentionPruneTool(keep=-1), "keep is -1"),
+        (lambda: AttentionPruneTool(unit="word"), "unit is 'word'; it is one of 'token', 'block'"),
+        (lambda: AttentionPruneTool(by="chance"), "by is 'chance'"),
+        (lambda: AttentionPruneTool(block=0), "block is 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(make: Callable[[], DynamicPruneTool], said: str) -> None:
+    with pytest.raises(AmandaError, match=said):
+        make()
