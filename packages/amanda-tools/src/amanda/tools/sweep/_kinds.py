@@ -1,0 +1,67 @@
+"""Sweeps of sparsity and of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
+from amanda.tools.sweep._sweep import Sweep
+
+
+class SparsitySweep(Sweep[float]):
+    """Prunes the weight of each op alone, and all of them, ever more.
+
+    evaluate, metric, progress: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.
+
+    >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="channel", progress=False)
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],
+        sparsities: Sequence[float] = (0.3, 0.5, 0.7, 0.8, 0.9),
+        metric: str = "metric",
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        make = lambda sparsity: PruneTool(sparsity=sparsity, **options)  # noqa: E731
+        super().__init__(evaluate, make, sparsities, None, "sparsity", metric, progress)
+
+
+class BitsSweep(Sweep[int]):
+    """Quantises what each op alone reads, and all of them, to ever fewer bits.
+
+    evaluate, metric, progress: see `Sweep`.  weights, activations: which of the two.  calibrate: runs the
+    model on examples, by which the scales of activations are found; without it they are found at each
+    execution.  options: of `QuantizeTool`, such as types, observer, per_channel.
+
+    Raises QuantizeError where neither weights nor activations are to be quantised.
+
+    >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],
+        bits: Sequence[int] = (8, 6, 5, 4, 3, 2),
+        weights: bool = True,
+        activations: bool = True,
+        calibrate: Callable[[], Any] | None = None,
+        metric: str = "metric",
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        def make(level: int) -> QuantizeTool:
+            return QuantizeTool(
+                method="dynamic" if calibrate is None else "static", weight_bits=level if weights else None,
+                activation_bits=level if activations else None, **options,
+            )  # fmt: skip
+
+        def prepare(tool: QuantizeTool) -> None:
+            if calibrate is not None:
+                with tool.calibrating():
+                    calibrate()
+
+        super().__init__(evaluate, make, bits, prepare, "bits", metric, progress)

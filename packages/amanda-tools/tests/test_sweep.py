@@ -1,0 +1,300 @@
+"""Sweeps of sparsity and bits on PyTorch, against pruning and quantising by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import amanda
+from amanda.errors import OptionError
+from amanda.tools.prune import PruneError
+from amanda.tools.sweep import ALL, BitsSweep, SparsitySweep, Sweep, SweepError, command
+
+Evaluate = Callable[[], Any]
+
+
+class Digits(nn.Module):
+    """A network in which one call is of a function, and one layer is called in another's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.classes = nn.Linear(96, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(images)), 2)
+        scores: Tensor = self.classes(F.relu(self.second(x)).flatten(1))
+        return scores
+
+
+LAYERS = ("first", "second", "classes")
+OPS = ("first/conv2d", "second/conv2d", "classes/linear")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    found = load_digits()
+    return torch.tensor(found.images[:, None] / 16, dtype=torch.float32), torch.tensor(found.target)
+
+
+@pytest.fixture(scope="module")
+def model(digits: tuple[Tensor, Tensor]) -> Digits:
+    torch.manual_seed(0)
+    images, labels = digits[0][:1200], digits[1][:1200]
+    model = Digits()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        for batch in torch.randperm(len(images)).split(100):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def loss(model: nn.Module, digits: tuple[Tensor, Tensor]) -> float:
+    """A number that tells any two sets of masks apart."""
+    with torch.no_grad():
+        return float(F.cross_entropy(model(digits[0][1200:]), digits[1][1200:]))
+
+
+def accuracy(model: nn.Module, digits: tuple[Tensor, Tensor]) -> float:
+    with torch.no_grad():
+        return float((model(digits[0][1200:]).argmax(1) == digits[1][1200:]).float().mean())
+
+
+def pruned(weight: nn.Module, level: float) -> None:
+    prune.l1_unstructured(weight, "weight", level)
+
+
+def quantised(layer: nn.Module, level: float) -> None:
+    """Per output channel, symmetric, as the observers of torch.ao choose scales."""
+    weight: Tensor = layer.weight.detach()  # type: ignore[assignment, operator]
+    low, high = -(1 << int(level) - 1), (1 << int(level) - 1) - 1
+    scale = weight.abs().flatten(1).amax(1) / ((high - low) / 2)
+    made = torch.fake_quantize_per_channel_affine(weight, scale, torch.zeros(len(scale)).int(), 0, low, high)
+    layer.weight = nn.Parameter(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "levels", "by_hand", "options"),
+    [(SparsitySweep, [0.5, 0.9], pruned, {}), (BitsSweep, [4, 2], quantised, {"activations": False})],
+)
+def test_each_point_is_what_one_layer_changed_by_hand_gives(
+    model: Digits,
+    digits: tuple[Tensor, Tensor],
+    kind: Any,
+    levels: list[float],
+    by_hand: Callable[[nn.Module, float], None],
+    options: dict[str, Any],
+) -> None:
+    before = copy.deepcopy(model.state_dict())
+    result = kind(lambda: loss(model, digits), levels, metric="loss", progress=False, **options).run()
+    assert result.complete
+    assert result.dense == loss(model, digits)
+    expected = []
+    for layers in (LAYERS, *((layer,) for layer in LAYERS)):
+        for level in levels:
+            other = copy.deepcopy(model)
+            for layer in layers:
+                by_hand(getattr(other, layer), level)
+            expected.append(loss(other, digits))
+    assert [point.metric for point in result.points] == expected
+    assert len(set(expected)) == len(expected)
+    assert [point.site.name for point in result.points[len(levels) :: len(levels)]] == list(OPS)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_activations_are_calibrated_before_each_evaluation(
+    model: Digits, digits: tuple[Tensor, Tensor]
+) -> None:
+    calibrated = []
+
+    def calibrate() -> None:
+        calibrated.append(accuracy(model, (digits[0][-300:], digits[1][-300:])) if digits else 0)
+        model(digits[0][:200])
+
+    dynamic = BitsSweep(lambda: accuracy(model, digits), [8, 2], progress=False).run()
+    static = BitsSweep(lambda: accuracy(model, digits), [8, 2], calibrate=calibrate, progress=False).run()
+    assert len(calibrated) == len(static.points) == len(dynamic.points) == 8
+    assert static.dense is not None
+    for result in (dynamic, static):
+        by_level = [[one.metric or 0 for one in result.points if one.level == level] for level in (8, 2)]
+        assert min(by_level[0]) > static.dense - 0.02
+        assert min(by_level[1]) < static.dense - 0.02
+
+
+class Scale(amanda.Tool):
+    """Multiplies what activations give."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.add_inst_for_op(self.analyse)
+        self.factor = factor
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context["type"] == "relu":
+            context.insert_after_op(lambda y: y * self.factor)
+
+
+def test_any_tool_is_swept_at_the_ops_at_which_it_acts(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
+    images = digits[0][:4]
+
+    def evaluate() -> Tensor:
+        return F.relu(F.relu(images - 0.5)).sum()  # two ops that only their places tell apart
+
+    result = Sweep(evaluate, Scale, [0.5, 0.25], progress=False).run()
+    dense = float(evaluate())
+    found = [one.metric for one in result.points]
+    assert found == pytest.approx([dense / 4, dense / 16, *[dense / 2, dense / 4] * 2])
+    assert [one.site.name for one in result.points] == ["", "", "/relu", "/relu", "/relu.1", "/relu.1"]
+    assert result.points[0].site is ALL
+    other = Sweep(lambda: loss(model, digits), Scale, [2.0], progress=False).run()
+    assert [one.site.type for one in other.points] == ["all", "relu", "relu"]
+
+
+def test_an_exception_in_an_evaluation_is_that_points_outcome(
+    model: Digits, digits: tuple[Tensor, Tensor]
+) -> None:
+    def evaluate() -> float:
+        found = loss(model, digits)
+        if found > 1:
+            raise ArithmeticError(f"a loss of {found:.0f}")
+        return found
+
+    result = SparsitySweep(evaluate, [0.1, 1.0], progress=False).run()
+    errors = {(one.site.name, one.level): one.error for one in result.points}
+    assert errors["", 1.0] == "ArithmeticError: a loss of 2"
+    assert not errors["", 0.1]
+    assert all(one.metric is None for one in result.points if one.error)
+    assert "ArithmeticError" in str(result)
+    assert result.complete
+
+
+def test_an_interrupt_keeps_what_was_measured_and_the_sweep_goes_on(
+    model: Digits, digits: tuple[Tensor, Tensor]
+) -> None:
+    calls = []
+
+    def evaluate() -> float:
+        calls.append(loss(model, digits))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    sweep = SparsitySweep(evaluate, [0.5, 0.9], progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run()
+    assert [one.metric for one in sweep.result.points] == calls[1:3]
+    assert "not finished" in str(sweep.result)
+    before = copy.deepcopy(model.state_dict())
+    assert sweep.run().complete
+    assert len(calls) == 1 + 8 + 1
+    whole = SparsitySweep(lambda: loss(model, digits), [0.5, 0.9], progress=False).run()
+    assert sweep.result.rows() == whole.rows()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_be_swept_is_said(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(SweepError, match=r"levels is \[\]"):
+        SparsitySweep(lambda: 1.0, [])
+    with pytest.raises(SweepError, match="a function of no arguments"):
+        SparsitySweep(0.9)  # type: ignore[arg-type]
+    with pytest.raises(SweepError, match="gave 'good'; give a number"):
+        SparsitySweep(lambda: "good", progress=False).run()
+    with pytest.raises(PruneError, match="pattern"):
+        SparsitySweep(lambda: loss(model, digits), pattern="3:2", progress=False).run()
+    with pytest.raises((OptionError, TypeError), match="colour"):
+        SparsitySweep(lambda: loss(model, digits), colour="red", progress=False).run()
+
+
+def test_the_levels_that_each_op_bears_are_told(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
+    result = SparsitySweep(lambda: accuracy(model, digits), [0.1, 0.5, 0.95], progress=False).run()
+    borne = result.within(0.05)
+    assert result.dense is not None
+    for point in result.points:
+        if point.site is not ALL and point.metric is not None:
+            kept = point.level <= borne.get(point.site.name, 0)
+            assert kept == (point.metric >= result.dense - 0.05)
+    assert set(result.within(1.0).values()) == {0.95}
+    assert result.within(-1) == {}
+
+
+def test_stderr_tells_how_far_it_is(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Digits,
+    digits: tuple[Tensor, Tensor],
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    SparsitySweep(lambda: accuracy(model, digits), [0.5], metric="accuracy").run()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("1/2 without a tool: accuracy 0.")
+    assert lines[2].startswith("3/5 first/conv2d, sparsity 0.5: accuracy 0.")
+    assert len(lines) == 5
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    SparsitySweep(lambda: accuracy(model, digits), [0.5]).run()
+    out, err = capsys.readouterr()
+    assert not out
+    assert "\x1b[" in err
+    assert "classes/linear" in err
+
+
+def test_the_result_is_a_table_a_file_and_a_plot(
+    tmp_path: Path, model: Digits, digits: tuple[Tensor, Tensor]
+) -> None:
+    pytest.importorskip("matplotlib")
+    result = BitsSweep(lambda: accuracy(model, digits), [8, 4], metric="accuracy", progress=False).run()
+    frame = result.to_pandas()
+    assert list(frame)[:4] == ["phase", "type", "module", "source"]
+    assert (frame["drop"] == result.dense - frame["accuracy"]).all()
+    saved = json.loads(result.save(tmp_path / "bits.json").read_text())
+    assert (saved["schema"], saved["version"], saved["dense"]) == ("amanda.sweep", 1, result.dense)
+    assert saved["rows"][0]["bits"] == 8
+    drawn = result.save(tmp_path / "bits.svg").read_text()
+    assert all(text in drawn for text in ("all together", "classes", "accuracy", "bits"))
+
+
+PROGRAM = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(3, 4)
+
+def total():
+    return model(x).sum()
+"""
+
+
+def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, saved = tmp_path / "evaluate_total.py", tmp_path / "total.json"
+    program.write_text(PROGRAM)
+    named = f"{program}:total"
+    assert command(["bits", named, "--levels", "8,4", "--metric", "total", "--save", str(saved)]) == 0
+    out, err = capsys.readouterr()
+    assert "total against bits" in out
+    assert "7/7 2/linear, bits 4" in err
+    assert [row["bits"] for row in json.loads(saved.read_text())["rows"]] == [8, 4] * 3
+    assert command(["sparsity", named, "--levels", "0.5", "--type", "conv2d", "-q"]) == 0
+    assert "linear" not in capsys.readouterr().out
+    assert command(["sparsity", f"{program}:nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err
