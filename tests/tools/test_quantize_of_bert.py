@@ -10,6 +10,7 @@ import torch
 
 import amanda
 from amanda.tools.flops import FlopsTool
+from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.stats import StatsTool
 
@@ -91,20 +92,40 @@ def test_what_tools_see_after_it_is_quantised(train: Training) -> None:
 
 
 @pytest.mark.parametrize("method", ["qat", "lsq"])
-def test_training_goes_on_after_a_restart(method: Any, train: Training, tmp_path: Path) -> None:
-    first = QuantizeTool(method, 4, 4)
-    first.prepare(train.model, train.tokens)
-    with amanda.apply(first):
-        before = train(first.parameters())
-        torch.save([train.model.state_dict(), first.state_dict()], tmp_path / "state.pt")
-        wanted = train(first.parameters(), resume=True)
-    weights, scales = torch.load(tmp_path / "state.pt", weights_only=True)
+def test_pruning_quantisation_flops_and_stats_in_one_scope_go_on_after_a_restart(
+    method: Any, train: Training, tmp_path: Path
+) -> None:
+    def tools() -> dict[str, amanda.Tool]:
+        return {
+            "prune": PruneTool(0.5), "quantize": QuantizeTool(method, 6, 8), "flops": FlopsTool(),
+            "stats": StatsTool(gradients=False),
+        }  # fmt: skip
+
+    first = tools()
+    with amanda.apply(*first.values()) as scope:
+        train.model(train.tokens)  # parameters are there from now on
+        train(first["quantize"].parameters())
+        kept = {name: first[name].state_dict() for name in ("prune", "quantize")}
+        torch.save([train.model.state_dict(), kept], tmp_path / "state.pt")
+        wanted = train(first["quantize"].parameters(), resume=True)
+    assert scope.report == []
+    sparse = [one.statistics.sparsity for one in first["stats"].result
+              if one.tensor == "weight" and one.type == "linear"]  # fmt: skip
+    assert len(sparse) == 7
+    assert all(0.5 <= share < 0.8 for share in sparse)  # quantisation keeps zeros, and makes more
+    bare = FlopsTool()
+    with amanda.apply(bare):
+        train.model(train.tokens)
+    forward = [row for row in first["flops"].result.rows() if row[:2] == ("forward", "linear")]
+    alone = [row for row in bare.result.rows() if row[:2] == ("forward", "linear")]
+    assert [row[5] / row[4] for row in forward] == [row[5] / row[4] for row in alone]
+
+    weights, kept = torch.load(tmp_path / "state.pt", weights_only=True)
     train.model.load_state_dict(weights)
-    second = QuantizeTool(method, 4, 4)
-    second.load_state_dict(scales)
-    if method == "lsq":
-        second.prepare(train.model, train.tokens)  # makes parameters of the scales
-    with amanda.apply(second):
-        assert train(second.parameters(), resume=True) == wanted
-    assert len(list(second.parameters())) == (17 if method == "lsq" else 0)
-    assert before != wanted
+    second = tools()
+    for name, state in kept.items():
+        second[name].load_state_dict(state)
+    with amanda.apply(*second.values()):
+        if method == "lsq":
+            train.model(train.tokens)
+        assert train(second["quantize"].parameters(), resume=True) == wanted

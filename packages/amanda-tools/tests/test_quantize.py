@@ -402,6 +402,7 @@ def test_two_tools_give_two_parts_different_bits(model: Network, batches: list[T
     [
         ({"method": "statics"}, "method is 'statics'; it is one of 'static', 'dynamic'"),
         ({"weight_bits": 9}, "9 bits; give a number from 2 to 8"),
+        ({"weight_bits": None, "activation_bits": None}, "nothing would be quantised"),
         ({"observer": "max"}, "observer is 'max'"),
         ({"method": "dynamic", "observer": "mse"}, "dynamic takes the extremes at each execution"),
         ({"method": "lsq", "rounding": "half_up"}, "lsq rounds half to even"),

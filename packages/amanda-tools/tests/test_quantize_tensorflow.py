@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import amanda
-from amanda.tools.quantize import QuantizeTool
+from amanda.tools.quantize import QuantizeError, QuantizeTool
 
 RATE = 0.05
 Arrays = list[NDArray[np.float32]]
@@ -194,11 +195,12 @@ def outcome(kind: Callable[..., Program], weights: Weights, options: dict[str, A
     assert [one for one in scope.report if "Dataset" not in one.what] == []
     for one in tool.result:
         found += [np.array(one.scale or 0.0), np.array(one.zero_point or 0.0)]
+        found.append(np.array(one.sqnr or 0.0))
     return told(tool), found
 
 
 OPTIONS = {
-    "static": {"method": "static", "observer": "histogram"},
+    "static": {"method": "static", "observer": "histogram", "sqnr": True},
     "percentile, affine weights": {"method": "static", "observer": "percentile", "symmetric_weights": False},
     "mse, per tensor, half up": {
         "method": "static", "observer": "mse", "weight_observer": "mse", "per_channel": False,
@@ -221,4 +223,61 @@ def test_scales_on_transplanted_weights_are_equal_in_every_mode(name: str, weigh
         names, found = outcome(kind, weights, options)
         assert names == wanted_names, kind
         for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=str(kind))
+            np.testing.assert_allclose(one, other, rtol=5e-5, atol=5e-5, err_msg=str(kind))
+
+
+def test_noise_of_outputs_is_the_same_in_every_mode(weights: Weights) -> None:
+    found = []
+    for kind in (KerasEager, Function, Session):
+        tool = QuantizeTool("dynamic", 4, 4, sqnr=True)
+        with amanda.apply(tool):
+            kind(weights, tool).forward(weights.batches[0])
+        found.append([ratio for *_, ratio in tool.result.worst()])
+    assert len(found[0]) == 3
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-4)
+
+
+def test_the_scale_of_what_has_no_gradient_in_a_graph_stays(weights: Weights) -> None:
+    for kind, trained in ((KerasEager, 6), (Keras, 5)):
+        tool = QuantizeTool("lsq")
+        with amanda.apply(tool):
+            program = kind(weights, tool)
+            program.train_scales = lambda: None
+            program.step(weights.batches[0])
+        pairs = tool.gradients()
+        assert len(pairs) == trained, kind
+        assert tool.gradients() == []
+        learned = list(tool.parameters())
+        assert len(learned) == 6
+        assert all(any(variable is one for one in learned) for _, variable in pairs)
+        assert all(np.abs(gradient).max() > 0 for gradient, _ in pairs)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("method", ["static", "qat", "lsq+"])
+def test_what_fit_has_learned_predicts_under_another_tool(
+    method: Any, as_file: bool, weights: Weights, tmp_path: Path
+) -> None:
+    tool, again = (QuantizeTool(method, weight_bits=4) for _ in range(2))
+    with amanda.apply(tool):
+        program = Keras(weights, tool)
+        with tool.calibrating():
+            program.forward(weights.batches[0])
+        program.step(weights.batches[1])
+        tool.freeze()
+        wanted = program.forward(weights.batches[2])
+    if as_file:
+        again.load(tool.save(tmp_path / "scales.safetensors"))
+    else:
+        again.load_state_dict({name: one.numpy() for name, one in tool.state_dict().items()})
+    again.freeze()
+    with amanda.apply(again):
+        np.testing.assert_array_equal(program.forward(weights.batches[2]), wanted)
+    assert len(list(again.parameters())) == len(list(tool.parameters()))
+
+
+def test_an_error_in_a_graph_is_the_tools_own(weights: Weights) -> None:
+    tool = QuantizeTool()
+    with pytest.raises(QuantizeError, match="input 0 has no scale") as caught, amanda.apply(tool):
+        Session(weights, tool).forward(weights.batches[0])
+    assert any("Conv2D" in note for note in caught.value.__notes__)

@@ -41,6 +41,8 @@ class Options:
         _one_of("observer", self.observer, ObserverName)
         _one_of("weight_observer", self.weight_observer, ObserverName)
         _one_of("rounding", self.rounding, Rounding)
+        if self.weight_bits is None and self.activation_bits is None:
+            raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
         for bits in (self.weight_bits, self.activation_bits):
             if bits is not None:
                 Grid.of(bits, False)
