@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -106,7 +108,17 @@ def test_a_round_hands_on_to_its_own_gradient_in_a_function(program, count, insi
     assert tool.backward == tool.forward[::-1]
 
 
+@pytest.fixture(params=["version 1", "version 2"])
+def control_flow(request) -> Iterator[None]:
+    """Of that version, in graphs that are made for sessions."""
+    before = tf1.control_flow_v2_enabled()
+    (tf1.enable_control_flow_v2 if request.param == "version 2" else tf1.disable_control_flow_v2)()
+    yield
+    (tf1.enable_control_flow_v2 if before else tf1.disable_control_flow_v2)()
+
+
 @programs
+@pytest.mark.usefixtures("control_flow")
 def test_a_round_hands_on_to_its_own_gradient_in_a_session(program, count) -> None:
     with tf.Graph().as_default() as graph:
         x = tf1.placeholder(tf.float32, [])
@@ -178,23 +190,74 @@ def test_rounds_of_second_gradients_are_told_apart() -> None:
     assert set(tool.backward) == set(tool.forward)
 
 
-def test_it_is_said_where_rounds_share_what_is_handed_on() -> None:
+def squared(value):
+    return value * value
+
+
+@tf.custom_gradient
+def straight(value):
+    """What an isolated routine is to gradients."""
+    return squared(value), lambda gradient: gradient
+
+
+differentiated = amanda.differentiable(lambda value: value * value)
+
+
+def by_hand(before=tf.identity, after=tf.identity, compute=tf.tanh):
+    """Value and gradient of a loop in a loop, computed eagerly."""
+    x = tf.constant(0.7)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x
+        for _ in range(2):
+            for _ in range(3):
+                y = after(compute(before(y))) * x
+            y = y + x
+    return y, tape.gradient(y, x)
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "routine", "places"),
+    [
+        ("insert_before_op", "Tanh", differentiated, {"before": squared}),
+        ("insert_after_op", "Tanh", differentiated, {"after": squared}),
+        ("insert_before_op", "Tanh", squared, {"before": straight}),
+        ("insert_after_op", "Tanh", squared, {"after": straight}),
+        ("insert_before_op", "Mul", lambda y, x: (y * y, x), {"after": straight}),
+        ("replace_op", "Tanh", tf.sin, {"compute": tf.sin}),
+    ],
+    ids=["before", "after", "isolated before", "isolated after", "isolated before a reader", "instead"],
+)
+@pytest.mark.usefixtures("control_flow")
+def test_gradients_go_through_routines_in_loops_of_a_session(action, kind, routine, places) -> None:
     with tf.Graph().as_default() as graph:
         x = tf1.placeholder(tf.float32, [])
-        tf1.disable_control_flow_v2()
-        try:
-            y = tf1.while_loop(lambda y: y < 10.0, lambda y: tf.tanh(y) + y, [x])
-        finally:
-            tf1.enable_control_flow_v2()
-        z = tf.tanh(x)
-    tool = Handing()
+
+        def inner(_, y):
+            return tf1.while_loop(lambda j, _: j < 3, lambda j, y: (j + 1, tf.tanh(y) * x), [0, y])[1]
+
+        _, y = tf1.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, inner(i, y) + x), [0, x])
+        (gradient,) = tf.gradients(y, x)
     with tf1.Session(graph=graph) as session:
-        with amanda.apply(tool) as scope:
-            session.run(z, {x: 0.3})
-        assert not scope.report
-        tool = inserting("insert_before_op", "Tanh", lambda value, run: run.update(value=value))
-        with amanda.apply(tool) as scope:
-            session.run(y, {x: 0.3})
-    (entry,) = scope.report
-    assert "`run`" in entry.what
-    assert "control flow of version 1" in entry.reason
+        vanilla = session.run([y, gradient], {x: 0.7})
+        with amanda.apply(inserting(action, kind, routine)):
+            found = session.run([y, gradient], {x: 0.7})
+        assert session.run([y, gradient], {x: 0.7}) == vanilla
+    np.testing.assert_allclose(found, by_hand(**places), rtol=1e-5)
+
+
+def test_rounds_of_version_1_that_run_at_the_same_time_are_told_apart() -> None:
+    tf1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default() as graph:
+            x = tf1.placeholder(tf.float32, [8])
+            y = tf.map_fn(tf.tanh, x)
+            (gradient,) = tf.gradients(y, x)
+    finally:
+        tf1.enable_control_flow_v2()
+    tool = Handing()
+    given = np.linspace(0.1, 0.9, 8)
+    with tf1.Session(graph=graph) as session, amanda.apply(tool):
+        session.run(gradient, {x: given})
+    assert sorted(tool.forward) == sorted(tool.backward)
+    np.testing.assert_allclose(sorted(tool.forward), np.tanh(given), rtol=1e-5)

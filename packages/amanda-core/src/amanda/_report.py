@@ -24,7 +24,7 @@ class Report(list[Uninstrumented]):
         entry = Uninstrumented(what, reason, where)
         if entry not in self:
             self.append(entry)
-            logger.warning("%s is not instrumented: %s%s", what, reason, f" ({where})" if where else "")
+            logger.warning("not instrumented: %s: %s%s", what, reason, f" ({where})" if where else "")
 
     def __str__(self) -> str:
         if not self:

@@ -29,6 +29,7 @@ from ._functions import NUMBER, Function, body_of, copy_of, function_named, func
 from ._generators import callees, draws
 from ._rewrite import rewrite
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
+from ._traced import constant
 from ._values import GraphTensors, variable_of
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Rewritten",
     "body_of",
     "callees",
+    "constant",
     "constant_value",
     "copy_of",
     "draws",

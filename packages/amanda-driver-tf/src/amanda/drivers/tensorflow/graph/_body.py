@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,12 @@ class Body:
     on whether routines are ahead of it.
     backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
+    stacked: names of the operations whose gradients read their values where others read them too.
     alone: whether routines at an operation may not be packed with those of others.
     depth: how many loops are around it, whose rounds the number tells.
     guessed: whether names tell the forward operation of some gradient operation.
     order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
-    tells_rounds: whether it tells those of every loop around an operation.
+    depth_at: as `depth`, where it depends on the operation.
     """
 
     ops: Sequence[tf.Operation]
@@ -61,12 +62,17 @@ class Body:
     number_at: Callable[[tf.Operation, bool], str] | None = None
     backward: bool = False
     apart: bool = False
+    stacked: Collection[str] = ()
     alone: Callable[[tf.Operation], bool] = lambda op: False
     depth: int = 0
     guessed: bool = False
     order_of: Callable[[tf.Operation], int] = lambda op: 1
-    tells_rounds: Callable[[tf.Operation], bool] = lambda op: True
     variable_of: Callable[[Any], Any] = lambda tensor: None
+    depth_at: Callable[[tf.Operation], int] | None = None
+
+    def depth_of(self, op: tf.Operation) -> int:
+        """How many loops are around an operation, whose rounds the number tells."""
+        return self.depth if self.depth_at is None else self.depth_at(op)
 
 
 @dataclass

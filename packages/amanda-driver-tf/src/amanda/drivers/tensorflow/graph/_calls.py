@@ -70,7 +70,7 @@ def rewrite_calls(
         inner = body_of(
             function, identity, read_argument, rewriting, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
-            depth=body.depth + (kind == "While"), argument_variable=argument_variable,
+            depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
@@ -86,7 +86,7 @@ def rewrite_calls(
         copy = copy_of(function.definition, rewritten, inner, step if place == "body" else 0)
         rewriting.library.append(copy)
         reference.name = copy.signature.name
-    _let_take_number(node, kind, body.depth + 1)
+    _let_take_number(node, kind, body.depth_of(op) + 1)
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
     return number

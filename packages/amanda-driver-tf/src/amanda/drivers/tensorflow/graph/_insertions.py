@@ -139,7 +139,7 @@ class Insertions:
     def _let_keep(
         self, node: Node, facts: OpFacts, where: str, given: list[int], gave: list[int], takes_part: bool
     ) -> None:
-        wanted = takes_part or self.body.apart
+        wanted = takes_part or self.body.apart or facts.op.name in self.body.stacked
         if not (wanted and self.rewriting.differentiated) or facts.backward_op is not None:
             return
         count = self._places[facts.op_id] = self._places.get(facts.op_id, 0) + 1

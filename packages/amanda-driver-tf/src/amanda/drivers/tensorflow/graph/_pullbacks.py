@@ -108,7 +108,8 @@ class Pullbacks:
         depth = self._rewriting.depths.get(taped.place[0], 0)
         pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs], depth)
         identity, made = taped.node
-        waits = [f"^{made}"] if identity == self._insertions.body.identity else []
+        body = self._insertions.body
+        waits = [f"^{made}"] if identity == body.identity and not (body.depth_at and depth) else []
         name = self._insertions.add(
             op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
             [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True, waits=waits,

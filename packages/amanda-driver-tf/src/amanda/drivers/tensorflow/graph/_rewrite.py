@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, OpFacts, digest
+from amanda.backend import OpFacts, digest
 
 from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
@@ -20,6 +19,9 @@ from ._pullbacks import Pullbacks
 from ._side import Side, enum
 from ._slots import Recalled
 from ._syntax import Edge, input_sizes, output_sizes, references
+
+_PUSHES = ("StackPushV2", "TensorListPushBack")
+"""Ops that keep a tensor of each round of a loop, for the gradients of all who read it."""
 
 
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
@@ -64,7 +66,7 @@ class _Rewriter:
         self._forward_name = {
             body.node_name(op): body.node_name(found)
             for op, found in self.forward.items()
-            if found.graph is op.graph
+            if found.graph is op.graph and op.type not in _PUSHES
         }
 
     def run(self) -> Rewritten:
@@ -98,7 +100,7 @@ class _Rewriter:
     def _wait_for_forward_call(self, op: tf.Operation) -> None:
         """Let a call of gradients come after the call that keeps what they need."""
         forward = self._forward_name.get(self.body.node_name(op), "")
-        if forward in self.body.nodes:
+        if forward in self.body.nodes and not (self.body.depth_at and self.body.depth_of(op)):
             self.insertions.ahead.setdefault(self.body.node_name(op), []).append(
                 self.removed.get(forward, forward)
             )
@@ -114,11 +116,11 @@ class _Rewriter:
         )
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
-        if self.body.depth:
-            self.rewriting.depths[identity] = self.body.depth
+        depth = self.body.depth_of(op)
+        if depth:
+            self.rewriting.depths[identity] = depth
         if not combined.forward:
             return
-        self._tell_shared_run(op, [*combined.before, combined.replace, *combined.after])
         inputs, side = self._input_side(op, node), self._output_side(op, node)
         flow = self.body.syntax.dead_values and op.type in FLOW
         if flow:
@@ -205,7 +207,6 @@ class _Rewriter:
         plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in leaving])
         if not plan:
             return
-        self._tell_shared_run(op, [*plan.before, plan.replace, *plan.after])
         refs = [self._read_at(op, i) for i in entering]
         before = Side(refs, facts.grad_outputs, [None] * len(refs))
         edges = [Edge(node.name, i) for i in leaving]
@@ -222,14 +223,6 @@ class _Rewriter:
             self.edges[node.name, entering[i]] = before.refs[i]
         for i in after.changed():
             self.tensors[edges[i]] = after.refs[i]
-
-    def _tell_shared_run(self, op: tf.Operation, actions: Sequence[Action | None]) -> None:
-        if not self.body.tells_rounds(op) and any(action and action.takes_run for action in actions):
-            self.rewriting.report(
-                f"the `run` of routines at {op.name}",
-                "all rounds of a loop of control flow of version 1 have one; use tf.while_loop with "
-                "tf.compat.v1.enable_control_flow_v2() for one each",
-            )
 
     def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""

@@ -58,7 +58,7 @@ def enter(
     else:
         first = add_constant("first", np.array([0], np.int64))
     axis = add_constant("axis", np.int32(0))
-    if not body.depth:
+    if not body.depth_of(op):
         number = add("vector", "ExpandDims", [number, axis], "output", T=_INT64, Tdim=_INT32)
     whole = add("number", "ConcatV2", [number, first, axis], "output", N=2, T=_INT64, Tidx=_INT32)
     return whole, -1 if descends else 1

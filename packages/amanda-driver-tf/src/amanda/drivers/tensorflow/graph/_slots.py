@@ -81,7 +81,7 @@ class Node(Inserted):
                     tape.watch(tensor)
                 results = self._results(execution, flat, rounds)
         if self.keeps is not None:
-            execution.keep((self.keeps, *rounds), (list(flat), results, tape))
+            execution.keep((self.keeps, *rounds[: self.depth]), (list(flat), results, tape))
         return results
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Rounds) -> list[Any]:

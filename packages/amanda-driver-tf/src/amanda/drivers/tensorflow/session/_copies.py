@@ -33,6 +33,7 @@ from ._gradients import ForwardOps
 from ._hidden import HiddenNodes
 from ._partition import Partition, partition
 from ._run import Route
+from ._stacks import Stacks
 from ._values import Reading
 
 NUMBER = "amanda/number"
@@ -148,7 +149,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
     graph = session.graph
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.of)
-    frames = Frames(ops)
+    frames, stacks = Frames(ops), Stacks(ops, forward.of)
     reference = ref(graph)
     body = Body(
         ops,
@@ -165,7 +166,9 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         alone=frames.alone,
         guessed=forward.by_name,
         order_of=lambda op: 2 if op.name in forward.second else 1,
-        tells_rounds=frames.tells_rounds,
+        depth_at=frames.depth_at,
+        captured=stacks.captured,
+        stacked=stacks.read,
     )
     return body, forward, frames
 
