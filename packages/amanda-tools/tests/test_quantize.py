@@ -484,3 +484,22 @@ def test_the_command_quantises_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "amanda", "run", "-t", tool, "--", "program.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "Quantised tensors" in done.stdout + done.stderr
+
+
+def test_scales_that_were_loaded_are_not_calibrated_again(model: Network, batches: list[Tensor]) -> None:
+    state = calibrated(model, batches[:1]).state_dict()
+    tool = QuantizeTool(calibration=2)
+    tool.load_state_dict(state)
+    with amanda.apply(tool):
+        assert not torch.equal(model(batches[1]), _vanilla(model, batches[1]))
+    assert {one.executions for one in tool.result} == {1}
+
+
+def test_without_a_cache_it_is_the_same(model: Network, batches: list[Tensor]) -> None:
+    found = []
+    for cache in (amanda.cache_enabled, amanda.cache_disabled):
+        tool = QuantizeTool("qat")
+        with cache(), amanda.apply(tool):
+            found.append([model(x) for x in batches])
+        assert {one.executions for one in tool.result} == {len(batches)}
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -74,8 +74,8 @@ class MinMaxObserver(Observer):
 class HistogramObserver(Observer):
     """The range with the least squared error in a histogram of all; torch.ao's HistogramObserver.
 
-    That one reckons with the 256 levels of its eight-bit types for any quant_min and quant_max, and so does
-    this one where `levels` is left out.
+    levels: between which the error is reckoned.  That one reckons with the 256 of its eight-bit types also
+    where quant_min and quant_max leave fewer.
     """
 
     def __init__(self, bins: int = 2048, levels: int = 256) -> None:
@@ -178,6 +178,6 @@ def make_observer(
     makers: dict[str, Callable[[], Observer]] = {
         "percentile": lambda: PercentileObserver(percentile),
         "mse": lambda: MseObserver(grid, rounding),
-        "histogram": lambda: HistogramObserver(levels=256),
+        "histogram": lambda: HistogramObserver(levels=grid.high - grid.low + 1),
     }
     return PerChannelObserver(makers[name], axes) if axes else makers[name]()

@@ -192,11 +192,16 @@ class Learned(Quantizer):
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def observe(self, x: Any) -> None:
-        """See a value in calibration: the scale starts from the first, LSQ+'s from the range of all."""
+        """See a value in calibration: the scale starts from the first, LSQ+'s from the range of all.
+
+        One that is there stays.
+        """
+        if self.settled:
+            return
         if self.has_offset:
             self.observer = self.observer or MseObserver(self.grid)
             self.observer.observe(x)
-        elif not self.settled:
+        else:
             self._start(x)
 
     def settle(self) -> None:

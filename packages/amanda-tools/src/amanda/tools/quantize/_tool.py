@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,11 @@ from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.quantize import _pytorch, _tensorflow
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
-from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._observers import ObserverName
 from amanda.tools.quantize._options import TYPES, Method, Options
-from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
-from amanda.tools.quantize._result import Quantized, QuantizeResult
-
-
-@dataclass
-class _Place:
-    """One op: the quantizers of what it reads, by the input and by the place in a list of tensors there."""
-
-    phase: str
-    type: str
-    module: str
-    source: str
-    quantizers: dict[tuple[int, int | None], Quantizer] = field(default_factory=dict)
-    calibrated: int = 0
-    executions: int = 0
-    output: Noise = field(default_factory=Noise)
-    recompute: Any = None
+from amanda.tools.quantize._place import Place
+from amanda.tools.quantize._quantizer import Quantizer
+from amanda.tools.quantize._result import QuantizeResult
 
 
 class QuantizeTool(amanda.Tool):
@@ -84,7 +67,7 @@ class QuantizeTool(amanda.Tool):
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         rules = [["pytorch", _pytorch.describe], ["tensorflow", _tensorflow.describe]]
         self.depends_on(StandardMapping(), MappingTool(rules))
         self.add_inst_for_op(self._analyse)
@@ -102,8 +85,8 @@ class QuantizeTool(amanda.Tool):
             yield
         finally:
             self._calibrating = False
-        for quantizer in self._quantizers():
-            quantizer.settle()
+        for place in self._places.values():
+            place.settle()
 
     def freeze(self) -> None:
         """Fix the scales of "qat", which follow the values until then."""
@@ -118,7 +101,8 @@ class QuantizeTool(amanda.Tool):
     @property
     def result(self) -> QuantizeResult:
         """Every tensor that is quantised, with its scale, zero point and noise."""
-        return QuantizeResult(list(self._rows()), self.options.method)
+        rows = [row for place in self._places.values() for row in place.rows()]
+        return QuantizeResult(rows, self.options.method)
 
     def clear(self) -> None:
         """Forget scales and noise; ops are analysed anew."""
@@ -174,19 +158,6 @@ class QuantizeTool(amanda.Tool):
         for place in self._places.values():
             yield from place.quantizers.values()
 
-    def _rows(self) -> Iterator[Quantized]:
-        for place in self._places.values():
-            for one in place.quantizers.values():
-                qparams = one.qparams()
-                scale, zero_point = (None, None) if qparams is None else (
-                    tuple(map(float, part.reshape(-1))) for part in qparams
-                )  # fmt: skip
-                yield Quantized(
-                    place.phase, place.type, place.module, place.source, one.name, one.grid.bits,
-                    one.grid.symmetric, one.grid.low, one.grid.high, one.axes, scale, zero_point,
-                    place.executions, one.noise.sqnr, place.output.sqnr,
-                )  # fmt: skip
-
     # ---- analysis ----
 
     def _analyse(self, context: amanda.OpContext) -> None:
@@ -195,112 +166,46 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = self._place(context)
+            self._places[name] = Place(context, self.options, self.keep)
         place = self._places[name]
-        positions = sorted({position for position, _ in place.quantizers})
-        if not positions:
+        if not place.positions:
             return
-        if self._sqnr and place.recompute is not None:
+        measures = self._sqnr and place.recompute is not None
+        if measures:
             context.insert_before_op(self._hold)
         trains = self.options.method not in ("static", "dynamic")
         routine = self._quantize_trained if trains else self._quantize
-        context.insert_before_op(routine, inputs=positions, place=place, positions=positions)
-        if self._sqnr and place.recompute is not None:
+        context.insert_before_op(routine, inputs=place.positions, place=place)
+        if measures:
             context.insert_after_op(self._compare, place=place)
 
     def _selects(self, names: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.options.types)
 
-    def _place(self, context: amanda.OpContext) -> _Place:
-        place = _Place(context["phase"], context["type"], context.get_scope(), context.get_source())
-        place.recompute = context["recompute"]
-        inputs = context.get_inputs()
-        for position in context["operands"]:
-            value = inputs[position]
-            parts = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
-            for item, one in parts:
-                quantizer = self._quantizer(context, position, item, one)
-                if quantizer is not None:
-                    place.quantizers[position, item] = quantizer
-        return place
-
-    def _quantizer(
-        self, context: amanda.OpContext, position: int, item: int | None, value: Any
-    ) -> Quantizer | None:
-        kind = context["dtype"](value)
-        if kind is None or not kind.startswith(("float", "bfloat")):
-            return None
-        weight = item is None and position == context["weight_index"]
-        if (self.options.weight_bits if weight else self.options.activation_bits) is None:
-            return None
-        axes = _channel_axes(context["weight_layout"]) if weight and self.options.per_channel else ()
-        extents = [context["shape"](value)[axis] for axis in axes]
-        name = "weight" if weight else f"input {position}" if item is None else f"input {position}.{item}"
-        xp = context["arithmetic"]
-        quantizer = make_quantizer(name, weight, axes, prod(extents), self.options, xp)
-
-        def keep(part: str, start: Any, trained: bool) -> Any:
-            def make(loaded: Any = start) -> Any:
-                return xp.made(loaded, value, trained)
-
-            return self.keep(context, part.replace(" ", ""), make, load=make)
-
-        quantizer.keep(keep)
-        return quantizer
-
     # ---- execution ----
 
-    def _quantize(self, *values: Any, place: _Place, positions: Sequence[int]) -> Any:
-        calibrates = self._calibrating or place.calibrated < self.options.calibration
-        given = dict(zip(positions, values, strict=True))
-        results = dict(given)
-        for (position, item), quantizer in place.quantizers.items():
-            value = given[position] if item is None else given[position][item]
-            if not quantizer.xp.is_plain(value):
-                continue
-            if calibrates:
-                quantizer.observe(value)
-                continue
-            made = quantizer(value, self._frozen)
-            if self._sqnr:
-                quantizer.noise.add(value, made)
-            if item is None:
-                results[position] = made
-            else:
-                results[position] = [*results[position][:item], made, *results[position][item + 1 :]]
-        if calibrates:
-            self._calibrated(place)
+    def _quantize(self, *values: Any, place: Place) -> Any:
+        if self._calibrating:
+            return place.observe(values)
+        if place.calibrated < self.options.calibration and not place.is_settled:
+            place.observe(values)
+            if place.calibrated == self.options.calibration:
+                place.settle()
             return None
-        place.executions += 1
-        return tuple(results.values()) if len(results) > 1 else results[positions[0]]
+        results = place.quantized(values, self._frozen, self._sqnr)
+        return results if len(results) > 1 else results[0]
 
     @amanda.differentiable
-    def _quantize_trained(self, *values: Any, place: _Place, positions: Sequence[int]) -> Any:
-        return self._quantize(*values, place=place, positions=positions)
-
-    def _calibrated(self, place: _Place) -> None:
-        place.calibrated += 1
-        if not self._calibrating and place.calibrated >= self.options.calibration:
-            for quantizer in place.quantizers.values():
-                quantizer.settle()
+    def _quantize_trained(self, *values: Any, place: Place) -> Any:
+        return self._quantize(*values, place=place)
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
         run[_HELD] = values
 
-    def _compare(self, *outputs: Any, place: _Place, run: dict[str, Any]) -> None:
-        values = run.pop(_HELD, None)
-        if values is None or self._calibrating or not place.executions:
-            return
-        wanted = place.recompute(values)
-        wanted = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-        for one, other in zip(wanted, outputs, strict=True):
-            place.output.add(one, other)
+    def _compare(self, *outputs: Any, place: Place, run: dict[str, Any]) -> None:
+        values = run.pop(_HELD)
+        if place.executions and not self._calibrating:
+            place.compare(values, outputs)
 
 
 _HELD = "amanda.tools.quantize"
-
-
-def _channel_axes(layout: str | None) -> tuple[int, ...]:
-    """Axes of a weight's output channels: O; I and M of a depthwise convolution."""
-    letters = "O" if layout and "O" in layout else "IM"
-    return tuple(i for i, letter in enumerate(layout or "") if letter in letters)

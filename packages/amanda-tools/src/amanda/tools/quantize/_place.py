@@ -1,0 +1,135 @@
+"""One op whose inputs are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.tools.quantize._noise import Noise
+from amanda.tools.quantize._options import Options
+from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
+from amanda.tools.quantize._result import Quantized
+
+Keep = Callable[..., Any]
+
+
+class Place:
+    """The quantizers of what an op reads, by the input and by the place in a list of tensors there.
+
+    positions: of those inputs.  calibrated, executions: how often it was calibrated, and quantised.
+    recompute: the op as a function of its inputs; None where it cannot be repeated.
+    """
+
+    def __init__(self, context: amanda.OpContext, options: Options, keep: Keep) -> None:
+        self.phase, self.type = context["phase"], context["type"]
+        self.module, self.source = context.get_scope(), context.get_source()
+        self.recompute = context["recompute"]
+        self.calibrated = self.executions = 0
+        self.output = Noise()
+        self.quantizers = dict(_quantizers(context, options, keep))
+        self.positions = sorted({position for position, _ in self.quantizers})
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything that is to have a scale has one."""
+        return all(one.settled for one in self.quantizers.values() if one.parts)
+
+    def settle(self) -> None:
+        """Take the scales that follow from what was seen."""
+        for quantizer in self.quantizers.values():
+            quantizer.settle()
+
+    def observe(self, values: Sequence[Any]) -> None:
+        """See what the op reads at its positions."""
+        for quantizer, _, _, value in self._given(values):
+            quantizer.observe(value)
+        self.calibrated += 1
+
+    def quantized(self, values: Sequence[Any], frozen: bool, measure: bool) -> list[Any]:
+        """What takes the place of the values at its positions."""
+        results = list(values)
+        for quantizer, index, item, value in self._given(values):
+            made = quantizer(value, frozen)
+            if measure:
+                quantizer.noise.add(value, made)
+            if item is None:
+                results[index] = made
+            else:
+                results[index] = [*results[index][:item], made, *results[index][item + 1 :]]
+        self.executions += 1
+        return results
+
+    def _given(self, values: Sequence[Any]) -> Iterator[tuple[Quantizer, int, int | None, Any]]:
+        """Each quantizer with its tensor, where there is anything to quantise in that."""
+        for (position, item), quantizer in self.quantizers.items():
+            index = self.positions.index(position)
+            value = values[index] if item is None else values[index][item]
+            if quantizer.xp.is_plain(value):
+                yield quantizer, index, item, value
+
+    def compare(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Measure outputs against those of inputs that were not quantised."""
+        wanted = self.recompute(inputs)
+        for one, other in zip(
+            wanted if isinstance(wanted, (list, tuple)) else [wanted], outputs, strict=True
+        ):
+            self.output.add(one, other)
+
+    def rows(self) -> Iterator[Quantized]:
+        """What is told of each tensor."""
+        for one in self.quantizers.values():
+            scale, zero_point = one.qparams() or (None, None)
+            yield Quantized(
+                self.phase, self.type, self.module, self.source, one.name, one.grid.bits,
+                one.grid.symmetric, one.grid.low, one.grid.high, one.axes, _numbers(scale),
+                _numbers(zero_point), self.executions, one.noise.sqnr, self.output.sqnr,
+            )  # fmt: skip
+
+
+def _numbers(array: Any) -> tuple[float, ...] | None:
+    return None if array is None else tuple(map(float, array.reshape(-1)))
+
+
+def _quantizers(
+    context: amanda.OpContext, options: Options, keep: Keep
+) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
+    inputs = context.get_inputs()
+    for position in context["operands"]:
+        value = inputs[position]
+        parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
+        for item, one in parts:
+            quantizer = _quantizer(context, options, keep, position, item, one)
+            if quantizer is not None:
+                yield (position, item), quantizer
+
+
+def _quantizer(
+    context: amanda.OpContext, options: Options, keep: Keep, position: int, item: int | None, value: Any
+) -> Quantizer | None:
+    """The quantizer of one tensor; None where it stays as it is."""
+    kind = context["dtype"](value)
+    weight = item is None and position == context["weight_index"]
+    bits = options.weight_bits if weight else options.activation_bits
+    if kind is None or not kind.startswith(("float", "bfloat")) or bits is None:
+        return None
+    axes = _channel_axes(context["weight_layout"]) if weight and options.per_channel else ()
+    channels = prod(context["shape"](value)[axis] for axis in axes)
+    name = "weight" if weight else f"input {position}" if item is None else f"input {position}.{item}"
+    quantizer = make_quantizer(name, weight, axes, channels, options, context["arithmetic"])
+
+    def kept(part: str, start: Any, trained: bool) -> Any:
+        def make(loaded: Any = start) -> Any:
+            return quantizer.xp.made(loaded, value, trained)
+
+        return keep(context, part.replace(" ", ""), make, load=make)
+
+    quantizer.keep(kept)
+    return quantizer
+
+
+def _channel_axes(layout: str | None) -> tuple[int, ...]:
+    """Axes of a weight's output channels: O; I and M of a depthwise convolution."""
+    letters = "O" if layout and "O" in layout else "IM"
+    return tuple(i for i, letter in enumerate(layout or "") if letter in letters)
