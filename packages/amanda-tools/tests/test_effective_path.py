@@ -185,6 +185,93 @@ def test_paths_go_through_ops_that_move_split_and_join() -> None:
     assert sorted(path.layers) == ["left/linear", "left/linear.1", "out/linear", "right/conv1d"]
 
 
+def rolled(x: Tensor) -> Tensor:
+    return torch.roll(x, (1, -2), (2, 3)).repeat(1, 2, 1, 1)[:, 1:3]
+
+
+def gathered(x: Tensor) -> Tensor:
+    x = torch.cat([x[:, 1:], x[:, :1]], 1).index_select(2, torch.tensor([6, 0, 1, 2, 3, 4, 5]))
+    return x[..., [2, 3, 4, 5, 0, 1]]
+
+
+def turned(x: Tensor) -> Tensor:
+    x = torch.stack(x.unbind(1)[::-1], 1).flip(2).roll(-1, 2).flip(2)
+    return torch.cat([*reversed(x.tensor_split([2], 3))], 3)
+
+
+W = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+K = torch.arange(36.0).view(2, 2, 3, 3).sin()
+ONES = torch.ones(2, 1, 3, 3) / 9
+
+SAME: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "product": [
+        lambda x: F.linear(x.flatten(1)[:, :8], W), lambda x: x.flatten(1)[:, :8] @ W.T,
+        lambda x: torch.addmm(torch.zeros(5), x.flatten(1).narrow(1, 0, 8), W.T),
+        lambda x: torch.einsum("ni,oi->no", x.flatten(1).split([8, 76], 1)[0], W),
+        lambda x: torch.bmm(x.flatten(1)[None, :, :8], W.T[None])[0],
+    ],
+    "convolution": [
+        lambda x: F.conv2d(x, K, padding="same", dilation=2),
+        lambda x: F.conv2d(F.pad(x, (2, 2, 2, 2)), K, dilation=2),
+        lambda x: F.conv3d(x[:, :, None], K[:, :, None], padding=(0, 2, 2), dilation=(1, 2, 2))[:, :, 0],
+    ],
+    "average": [
+        lambda x: F.avg_pool2d(x, 3, 2, padding=1),
+        lambda x: F.conv2d(x, ONES, stride=2, padding=1, groups=2),
+    ],
+    "mean": [
+        lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: x.mean((2, 3), keepdim=True),
+        lambda x: x.sum((-1, -2)) / 42,
+    ],
+    "maximum": [
+        lambda x: F.max_pool2d(x, (7, 2), (7, 2)), lambda x: F.adaptive_max_pool2d(x, (1, 3)),
+        lambda x: x.view(-1, 2, 7, 3, 2).transpose(2, 3).amax((3, 4)),
+        lambda x: torch.cat([one.amax((2, 3)) for one in x.chunk(3, 3)], 1)[:, [0, 2, 4, 1, 3, 5]],
+    ],
+    "moves": [rolled, gathered, turned],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_ways_to_compute_the_same_have_the_same_path(name: str) -> None:
+    torch.manual_seed(1)
+    images, identity = torch.randn(4, 2, 7, 6), torch.eye(2)[:, :, None, None]
+    with torch.no_grad():
+        head = torch.randn(3, SAME[name][0](images).flatten(1).shape[1])
+    masks = []
+    for way in SAME[name]:
+        paths = extracted(
+            lambda x, way=way: F.linear(way(F.conv2d(x, identity)).flatten(1), head), images, theta=0.95
+        )
+        masks.append([next(iter(path.layers.values())).mask() for path in paths])
+    assert np.sum(masks[0]) > 4
+    for other in masks[1:]:
+        assert np.array_equal(masks[0], other)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_leads_to_the_values_that_its_product_leads_to(causal: bool) -> None:
+    torch.manual_seed(0)
+    head, x = nn.Linear(20, 3), torch.randn(2, 3, 2, 5, 4)
+    mask = torch.rand(5, 5) > 0.3
+
+    def fused(x: Tensor) -> Tensor:
+        rule: dict[str, Any] = {"is_causal": True} if causal else {"attn_mask": mask.fill_diagonal_(True)}
+        return head(F.scaled_dot_product_attention(*x.unbind(1), **rule).sum(1).flatten(1))  # type: ignore[no-any-return]
+
+    def spelled_out(x: Tensor) -> Tensor:
+        allowed = torch.ones(5, 5).tril().bool() if causal else mask
+        query, key, value = x.unbind(1)
+        shares = (query @ key.mT / 2).masked_fill(~allowed, -torch.inf).softmax(-1)
+        return head((shares @ value).sum(1).flatten(1))  # type: ignore[no-any-return]
+
+    for one, other in zip(extracted(fused, x), extracted(spelled_out, x), strict=True):
+        mine = one.layers["/scaled_dot_product_attention"]
+        theirs = other.layers[max(name for name in other.layers if "matmul" in name)]
+        assert set(mine.neurons) == {index - 50 for index in theirs.neurons if index >= 50}
+        assert len(mine.synapses) == len(theirs.synapses) > 0
+
+
 def test_an_op_without_a_rule_ends_the_path_and_a_rule_of_the_user_leads_on() -> None:
     def flipped(step: Step, rows: Any, output: int) -> Terms:
         return Terms(
@@ -219,6 +306,14 @@ def test_a_path_is_of_the_label_and_the_module_that_are_asked_for() -> None:
     assert set(np.argwhere(weights)[:, 0]) <= {1}
     with pytest.raises(PathError, match=r"labels is \[5, 0\]; linear in '0' .* gives 2 samples of 5 classes"):
         tool.paths([5, 0])
+
+
+def test_a_path_ends_where_nothing_contributes() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    nn.init.zeros_(model[2].weight)
+    (path,) = extracted(model, torch.rand(1, 1, 4, 4))
+    assert list(path.layers) == ["2/linear"]
+    assert path.count() == 0
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -13,6 +13,8 @@ from amanda.tools.effective_path._path import EffectivePath, Layer
 from amanda.tools.effective_path._terms import Indices, Mode, Rule, Step, Terms, Where, leading
 from amanda.tools.trace import Graph
 
+STATE = ("parameter", "buffer", "constant")
+"""Kinds of tensors that do not depend on what a model is given."""
 CHUNK = 1 << 18
 """So many terms are looked at at once."""
 
@@ -61,7 +63,10 @@ class Extraction:
                 keys = self._active.pop(tensor, None) if isinstance(tensor, int) else None
                 if keys is not None and (step := self._step(op.index)) is not None:
                     one = _Found(step, output)
-                    self._back(one, np.unique(np.concatenate(keys)), is_head=not found)
+                    try:
+                        self._back(one, np.unique(np.concatenate(keys)), is_head=not found)
+                    except NotImplementedError as error:
+                        self.missing[f"{step.type}, {error}"] = op.source
                     found += [one] if one.synapses else []
         names = _names([one.step for one in reversed(found)])
         layers = [_layers(one, samples) for one in reversed(found)]
@@ -76,12 +81,14 @@ class Extraction:
         if step is not None and step.type in self._rules:
             return step if step.varying else None
         op = self._graph.ops[index]
-        if op.reads:
+        if any(self._graph.tensors[one].kind not in STATE for one in op.reads):
             self.missing[op.type] = op.source
         return None
 
     def _back(self, found: _Found, keys: Indices, is_head: bool) -> None:
         """Bring what is on the paths from an output of an op to its inputs."""
+        if not keys.size:
+            return
         step, output = found.step, found.output
         size, rule = step.outputs[output].size, self._rules[step.type]
         one = rule(step, keys[:1] % size, output)

@@ -28,7 +28,7 @@ def arguments(
     attributes: Mapping[str, Any],
     layout: str | None,
 ) -> dict[str, Any]:
-    """By the word of an op: `tables` of windows, `axes`, `axis`, `move`, `factors`, `signs`, `equation`."""
+    """By the word of an op: `tables` of windows, `axes`, `move`, `factors`, `signs` and their like."""
     if "pool" in kind or kind.startswith("conv"):
         return {"tables": _tables(kind, inputs, outputs, attributes, layout or "")}
     if kind in ("mean", "sum", "amax"):
@@ -43,9 +43,12 @@ def arguments(
     if kind in ("add", "sub", "rsub"):
         second = attributes.get("alpha", 1)
         return {"signs": {"add": (1, second), "sub": (1, -second), "rsub": (-second, 1)}[kind]}
+    if kind == "scaled_dot_product_attention":
+        mask = next((one for one in inputs[3:] if isinstance(one, np.ndarray)), None)
+        return {"mask": mask, "causal": attributes.get("is_causal"), "scale": attributes.get("scale")}
     if kind == "einsum":
         return {"equation": next(one for one in (*inputs, *attributes.values()) if isinstance(one, str))}
-    move = _moves(kind, outputs, attributes)
+    move = _moves(kind, inputs, outputs, attributes)
     return {} if move is None else {"move": move}
 
 
@@ -82,7 +85,7 @@ def _each(value: Any, axes: Sequence[int]) -> list[int]:
     return values * len(axes) if len(values) == 1 else values
 
 
-def _moves(kind: str, outputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
+def _moves(kind: str, inputs: Sequence[Any], outputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
     """What an op that moves elements does to an array; None of other ops."""
     shape = outputs[0].shape if outputs and hasattr(outputs[0], "shape") else ()
     dim = attributes.get("dim", 0)
@@ -108,7 +111,10 @@ def _moves(kind: str, outputs: Sequence[Any], attributes: Mapping[str, Any]) -> 
         ),
         "expand": lambda a: np.broadcast_to(a, shape), "expand_as": lambda a: np.broadcast_to(a, shape),
         "flip": lambda a: np.flip(a, attributes.get("dims")),
-        "split": parts, "chunk": parts, "pad": padded,
+        **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk"), parts), "pad": padded,
+        "index_select": lambda a: np.take(a, inputs[2], axis=dim),
+        "repeat": lambda a: np.tile(a, attributes["repeats"]),
+        "roll": lambda a: np.roll(a, attributes["shifts"], attributes.get("dims") or None),
         "unbind": lambda a: [np.take(a, i, axis=dim) for i in range(a.shape[dim])],
     }  # fmt: skip
     return moves.get(kind)

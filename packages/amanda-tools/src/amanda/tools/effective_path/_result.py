@@ -20,6 +20,7 @@ class EffectivePathResult(PlottedResult):
     """Paths, and how much of each op is on them, as the mean over the paths.
 
     missing: types of ops at which they end for want of a rule, and a line where one is.
+    reason: why there are none.
     """
 
     name: ClassVar[str] = "effective_path"
@@ -33,8 +34,11 @@ class EffectivePathResult(PlottedResult):
         )),
     )  # fmt: skip
 
-    def __init__(self, paths: Sequence[EffectivePath], theta: float, missing: Mapping[str, str]) -> None:
+    def __init__(
+        self, paths: Sequence[EffectivePath], theta: float, missing: Mapping[str, str], reason: str = ""
+    ) -> None:
         self.paths, self.theta, self.missing = tuple(paths), theta, dict(missing)
+        self.reason = reason
         self.title = f"Effective paths of {len(self.paths)} samples, theta {theta:g}"
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -52,7 +56,8 @@ class EffectivePathResult(PlottedResult):
     def notes(self) -> Sequence[str]:
         """What the paths leave out."""
         ends = [f"{kind} ({source})" for kind, source in self.missing.items()]
-        return [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
+        notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
+        return [f"There is no path: {self.reason}."] if self.reason else notes
 
     def facts(self) -> Mapping[str, Any]:
         """theta, the neuron of the output that each path explains, and its whole density."""
@@ -60,7 +65,7 @@ class EffectivePathResult(PlottedResult):
             {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}
             for path in self.paths
         ]
-        return {"theta": self.theta, "paths": paths, "missing": self.missing}
+        return {"theta": self.theta, "paths": paths, "missing": self.missing, "reason": self.reason}
 
     def draw(self, axes: Axes) -> None:
         """Bars for each layer: the share of its neurons, synapses and weights."""

@@ -84,6 +84,27 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
     return contraction(step, rows, output, tensors, (*names, out))
 
 
+def attention(step: Step, rows: Indices, output: int) -> Terms:
+    """softmax(q k^T) v, of which the values are the neurons and the shares of the softmax their weights."""
+    query, key, value = (np.asarray(one, np.float64) for one in step.inputs[:3])
+    if query.shape[:-2] != value.shape[:-2]:
+        raise NotImplementedError("whose heads are shared")
+    scale, mask, causal = (step.arguments.get(name) for name in ("scale", "mask", "causal"))
+    scores = query @ key.swapaxes(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    if causal:
+        mask = np.tril(np.ones(scores.shape[-2:], bool))
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    *lead, at, channel = np.unravel_index(rows, step.outputs[output].shape)
+    batch = np.ravel_multi_index(lead, value.shape[:-2]) if lead else np.zeros_like(rows)
+    count, width = value.shape[-2:]
+    read = (batch[:, None] * count + np.arange(count)) * width + channel[:, None]
+    terms = shares.reshape(-1, *shares.shape[-2:])[batch, at] * value.reshape(-1)[read]
+    return Terms({(2, 0): read}, terms, step.outputs[output].size * count, weighted=True)
+
+
 def _last(values: list[int], count: int) -> list[int]:
     return values[len(values) - count :] if count else []
 
@@ -180,14 +201,15 @@ def joined(step: Step, rows: Indices, output: int) -> Terms:
 
 _ELEMENTWISE = """
     BiasAdd abs alias alpha_dropout bias_add celu clamp clone contiguous detach div dropout dropout2d elu
-    erf exp feature_dropout gelu hardsigmoid hardswish hardtanh identity Identity leaky_relu log
-    logsigmoid mish mul neg pow reciprocal relu relu6 rrelu rsqrt selu sigmoid silu softplus softsign sqrt
+    erf exp feature_dropout gelu hardsigmoid hardswish hardtanh identity Identity leaky_relu log logsigmoid
+    masked_fill mish mul neg pow reciprocal relu relu6 rrelu rsqrt selu sigmoid silu softplus softsign sqrt
     square tanh to type type_as where LeakyRelu StopGradient
 """.split()
 _RESHAPED = "reshape squeeze unsqueeze view unflatten ravel".split()
-_MOVED = (
-    "permute transpose getitem pad split chunk unbind expand expand_as narrow select flip Pad PadV2".split()
-)
+_MOVED = """
+    permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand expand_as
+    repeat narrow select index_select flip roll
+""".split()
 
 FIRST = frozenset(
     {"batch_norm", "instance_norm", "group_norm", "layer_norm", "softmax", "log_softmax", "prelu"}
@@ -203,6 +225,7 @@ RULES: dict[str, Rule] = {
     **{f"avg_pool{n}d": average_pooling for n in (1, 2, 3)},
     **{f"adaptive_avg_pool{n}d": average_pooling for n in (1, 2, 3)},
     "linear": linear, "matmul": matmul, "addmm": matmul, "baddbmm": matmul, "einsum": einsum,
+    "scaled_dot_product_attention": attention,
     "add": summation, "sub": summation, "rsub": summation, "mean": reduction, "sum": reduction,
     "amax": maximum, "cat": joined, "stack": joined,
 }  # fmt: skip

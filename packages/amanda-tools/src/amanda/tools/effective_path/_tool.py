@@ -12,7 +12,7 @@ import numpy as np
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.effective_path import _pytorch, _tensorflow
-from amanda.tools.effective_path._extraction import Extraction
+from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._folding import AFFINE
 from amanda.tools.effective_path._path import EffectivePath, PathError
 from amanda.tools.effective_path._result import EffectivePathResult
@@ -21,7 +21,6 @@ from amanda.tools.effective_path._terms import Mode, Rule, Step, Where
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace import Graph, Op, Tensor, TraceTool
 
-_STATE = ("parameter", "buffer", "constant")
 _NO_NUMBERS = ("resource", "variant", "string", "complex")
 
 
@@ -83,8 +82,10 @@ class EffectivePathTool(amanda.Tool):
     @property
     def result(self) -> EffectivePathResult:
         """The paths of the samples of the last pass, and their densities."""
-        paths = self.paths() if self._places else []
-        return EffectivePathResult(paths, self.theta, self._missing)
+        try:
+            return EffectivePathResult(self.paths(), self.theta, self._missing)
+        except PathError as error:
+            return EffectivePathResult([], self.theta, {}, str(error))
 
     def clear(self) -> None:
         """Forget what was computed; what was analysed stays."""
@@ -94,6 +95,8 @@ class EffectivePathTool(amanda.Tool):
     # ---- analysis ----
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        if context["phase"] != "forward":
+            return
         kind = context.get_op_type() if context.get_op_type() in self._custom else context["type"]
         if kind not in self._rules:
             return
@@ -200,7 +203,7 @@ def _varying(graph: Graph) -> set[int]:
     found: set[int] = set()
     for tensor in graph.tensors:  # in the order in which they were met
         made_by = None if tensor.producer is None else graph.ops[tensor.producer].reads
-        from_outside = not made_by and tensor.kind not in _STATE and tensor.shape != ()
+        from_outside = not made_by and tensor.kind not in STATE and tensor.shape != ()
         if (from_outside or not found.isdisjoint(made_by or ())) and not _is_shape(tensor):
             found.add(tensor.index)
     return found
