@@ -378,7 +378,7 @@ def test_a_computed_weight_is_masked_but_cannot_be_finalized() -> None:
     [
         ({"pattern": "block"}, ["'block'", "2:4", "tile", "channel"]),
         ({"pattern": "5:4"}, ["5:4"]),
-        ({"scope": "layer"}, ["'layer'", '"global"']),
+        ({"scope": "layer"}, ["'layer'", "'global'"]),
         ({"sparsity": 1.5}, ["1.5"]),
         ({"pattern": "2:4", "scope": "global"}, ["2:4", "global"]),
         ({"permute": True}, ["permute", "element"]),

@@ -134,6 +134,8 @@ def test_a_common_budget_drops_the_smallest_of_all(weight: Tensor) -> None:
     dropped = int((~one).sum() + (~other).sum())
     assert abs(dropped - 0.8 * (1152 + 144)) <= 72  # a filter of the first weight has 72 elements
     assert other.all()
+    weak, _ = channels_kept([small / 1e6, large], 0.5)
+    assert weak.sum() == 72  # the best filter of each weight stays
     assert [kept.shape for kept in tiles_kept([small[0, 0], large[:, :, 0, 0]], 0.5)] == [(3, 3), (16, 8)]
 
 

@@ -113,7 +113,8 @@ def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 
 def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -> list[Array]:
     """What is kept of weights (channels, ...) when the channels of the smallest norms are dropped.
 
-    Channels of several weights are compared by their norm over the one that all ones would have.
+    Channels of several weights are compared by their norm over the one that all ones would have, and of each
+    weight the best one stays.
     """
     check_sparsity(sparsity)
     if norm not in (1, 2):
@@ -126,6 +127,9 @@ def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -
         powers = framework.numbers(((rows * (rows >= 0)) ** norm).sum(1))
         length = shape(rows)[1]
         units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
+    if len(units) > 1 and sparsity < 1:
+        for scores, _ in units:
+            scores[scores.argmax()] = np.inf
     kept = lowest_units_dropped(units, sparsity)
     return [_spread(framework.like(unit, one), one) for unit, one in zip(kept, magnitudes, strict=True)]
 

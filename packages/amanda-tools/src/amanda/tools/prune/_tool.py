@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -14,17 +14,14 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._framework import framework_of
 from amanda.tools.prune._layout import canonical_extents
-from amanda.tools.prune._patterns import Elements, Vectors, pattern_of
-from amanda.tools.prune._permutation import input_permutation
-from amanda.tools.prune._regrowth import regrown_kept
+from amanda.tools.prune._making import make_masks
+from amanda.tools.prune._options import Budget, Options, Regrow
+from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
 from amanda.tools.prune._selection import LOOKUPS, Selection
 from amanda.tools.prune._weight import NEVER, Weight
 from amanda.tools.steps import Steps
-
-Budget = Literal["op", "global"]
-Regrow = Literal["magnitude", "gradient", "random"]
 
 _numbers = count()
 
@@ -69,11 +66,12 @@ class PruneTool(amanda.Tool):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self._schedule = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
-        self._pattern, self._pattern_name = pattern_of(pattern, granularity, norm), pattern
-        self._global, self._permute, self._regrow = scope == "global", permute, regrow
-        self._fraction, self._mask_gradients, self._seed = regrow_fraction, mask_gradients, seed
-        self._check(scope)
+        steps = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
+        self._options = Options(
+            steps, pattern_of(pattern, granularity, norm), pattern, scope, regrow, regrow_fraction, permute,
+            mask_gradients, seed,
+        )  # fmt: skip
+        self._schedule = steps
         self._selects = Selection(type, module, exclude)
         self._weights: dict[Hashable, Weight] = {}
         self._left: set[Hashable] = set()
@@ -84,42 +82,18 @@ class PruneTool(amanda.Tool):
         self._steps = Steps()
         self._steps.on_step(self._turn)
         self.depends_on(StandardMapping())
-        if self._global or begin or self._schedule.goes_on:
+        if self._options.needs_steps:
             self.depends_on(self._steps)
         self.add_inst_for_op(self._forward)
         if mask_gradients or regrow == "gradient":
             self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
-
-    def _check(self, scope: str) -> None:
-        vectors = isinstance(self._pattern, Vectors)
-        if scope not in get_args(Budget):
-            raise PruneError(f'scope is {scope!r}; it is "op" or "global"')
-        if self._regrow not in (None, *get_args(Regrow)):
-            raise PruneError(
-                f"regrow is {self._regrow!r}; it is one of {', '.join(get_args(Regrow))}, or None"
-            )
-        if vectors and (self._global or self._schedule.kind != "constant"):
-            raise PruneError(
-                f"pattern {self._pattern_name} drops the same of each weight at any time: it has no global "
-                "budget and no other schedule than the constant one"
-            )
-        if self._permute and not vectors:
-            raise PruneError(f"permute is for patterns such as 2:4, not for {self._pattern_name}")
-        if self._regrow in ("gradient", "random") and not isinstance(self._pattern, Elements):
-            raise PruneError(
-                f"regrow={self._regrow!r} exchanges single elements, which {self._pattern_name} has not"
-            )
-        if self._regrow and not self._schedule.goes_on:
-            raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
-        if not 0 <= self._fraction <= 1:
-            raise PruneError(f"regrow_fraction is {self._fraction}; it is a share, from 0 to 1")
 
     # ---- for the user ----
 
     @property
     def result(self) -> PruneResult:
         """The weights that were met, and what is dropped of them."""
-        return PruneResult(self._weights.values(), self._pattern_name, self._reasons)
+        return PruneResult(self._weights.values(), self._options.name, self._reasons)
 
     def clear(self) -> None:
         """Forget masks and steps: the next step is the first."""
@@ -225,7 +199,7 @@ class PruneTool(amanda.Tool):
         elif "float" not in str(context["dtype"](value)):
             reason = f"its type is {context['dtype'](value)}"
         else:
-            reason = self._pattern.misfit(canonical_extents(extents, layout), layout is not None)
+            reason = self._options.pattern.misfit(canonical_extents(extents, layout), layout is not None)
         if reason is not None:
             self._reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
         return reason is None
@@ -236,10 +210,10 @@ class PruneTool(amanda.Tool):
         updated = self._state(context, framework, "updated", np.full(1, NEVER))
         grown = permutation = None
         holder, part = held or (None, None)
-        if self._regrow in ("gradient", "random"):
+        if self._options.exchanges:
             start = np.zeros(extents, "float64" if context["dtype"](value) == "float64" else "float32")
             grown = self._state(context, framework, "grown", start)
-        if self._permute:
+        if self._options.permute:
             channels = np.arange(canonical_extents(extents, layout)[1])
             permutation = self._state(context, framework, "permutation", channels)
         if tuple(kept.shape) != tuple(extents):
@@ -249,7 +223,7 @@ class PruneTool(amanda.Tool):
             )
         return Weight(
             context.get_scope(), context["type"], context.get_source(), tuple(extents), layout, framework,
-            holder, part, kept, updated, grown, permutation,
+            holder, part, len(self._weights), kept, updated, grown, permutation,
         )  # fmt: skip
 
     def _state(self, context: amanda.OpContext, framework: Any, name: str, start: Any) -> Any:
@@ -259,34 +233,34 @@ class PruneTool(amanda.Tool):
 
     def _mask(self, value: Any, weight: Weight) -> Any:
         self._stepped = self._stepped or not self._preparing
-        revive = self._regrow == "magnitude"
+        revive = self._options.regrow == "magnitude"
         if self._is_made_at_once(weight):
             update = self._schedule.latest(self.step_number)
             if weight.precedes(update):
                 weight.magnitudes = weight.gathered(value, revive)
-                self._make([weight], update or 0)
+                make_masks([weight], update or 0, self._options)
         elif weight.magnitudes is None and weight.precedes(self._next_update):
             self._check_prepared()
             weight.magnitudes = weight.gathered(value, revive)
         return weight.masked(value)
 
     def _check_prepared(self) -> None:
-        begun = self._schedule.latest(self.step_number) is not None and not self._preparing
-        if begun and not any(one.is_masked for one in self._weights.values()):
+        is_first = self._schedule.begin == self.step_number == 0 and not self._preparing
+        if is_first and not any(one.is_masked for one in self._weights.values()):
             raise PruneError(
                 'scope="global" ranks all weights of the model, and the first masks are due before they '
                 "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
             )
 
     def _mask_gradient(self, gradient: Any, weight: Weight) -> Any:
-        if self._regrow == "gradient" and weight.magnitudes is not None:
+        if self._options.regrow == "gradient" and weight.magnitudes is not None:
             own = weight.canonical(gradient) * 1
             weight.gradient = own if weight.gradient is None else weight.gradient + own
-        return weight.masked_gradient(gradient) if self._mask_gradients else None
+        return weight.masked_gradient(gradient) if self._options.mask_gradients else None
 
     def _is_made_at_once(self, weight: Weight) -> bool:
         """Whether a mask needs no more than the weight's own present value."""
-        return not self._global and not (self._regrow == "gradient" and weight.is_masked)
+        return not self._options.is_global and not (self._options.regrow == "gradient" and weight.is_masked)
 
     @property
     def _next_update(self) -> int | None:
@@ -295,51 +269,17 @@ class PruneTool(amanda.Tool):
 
     def _turn(self, number: int) -> None:
         self._make_gathered(self._next_update)
-        self.step_number = self._first + number
+        self.step_number, self._stepped = self._first + number, False
 
     def _make_gathered(self, update: int | None) -> None:
         """Make the masks for which the step has gathered what they need."""
         waiting = [one for one in self._weights.values() if one.magnitudes is not None]
-        if self._regrow == "gradient":
+        if self._options.regrow == "gradient":
             for one in waiting:
                 if one.is_masked and one.gradient is None:
                     one.magnitudes = None
             waiting = [one for one in waiting if one.magnitudes is not None]
         if update is None or not waiting:
             return
-        for group in [waiting] if self._global else [[one] for one in waiting]:
-            self._make(group, update)
-
-    def _make(self, weights: Sequence[Weight], update: int) -> None:
-        """Make the masks of weights that share a budget."""
-        for one in weights:
-            if one.permutation is not None and not one.is_masked:
-                self._find_permutation(one)
-        magnitudes = [one.magnitudes for one in weights]
-        sparsity = self._schedule.at(update)
-        if self._regrow in ("gradient", "random") and all(one.is_masked for one in weights):
-            growth = [self._growth(one, update) for one in weights]
-            fraction = self._schedule.regrown(update, self._fraction)
-            kept = regrown_kept(magnitudes, growth, sparsity, fraction)
-        else:
-            kept = self._pattern.kept(magnitudes, sparsity)
-        for one, own in zip(weights, kept, strict=True):
-            dropped_stays = self._regrow is None and one.is_masked
-            one.keep(own & one.kept_like(own) if dropped_stays else own, update)
-
-    def _growth(self, weight: Weight, update: int) -> Any:
-        """How much each element of a weight deserves to come back."""
-        if self._regrow == "gradient":
-            return abs(weight.gradient)  # type: ignore[arg-type]
-        number = list(self._weights.values()).index(weight)
-        shape = tuple(weight.magnitudes.shape)  # type: ignore[union-attr]
-        random = np.random.Generator(np.random.Philox([self._seed, number, update]))
-        return weight.framework.like(random.random(shape, np.float32), weight.magnitudes)
-
-    def _find_permutation(self, weight: Weight) -> None:
-        assert isinstance(self._pattern, Vectors)
-        assert weight.permutation is not None
-        outputs_last = np.moveaxis(weight.framework.numbers(weight.magnitudes), 1, -1)
-        found = input_permutation(outputs_last, self._pattern.n, self._pattern.m)
-        weight.permutation[...] = weight.framework.like(found, weight.permutation)
-        weight.magnitudes = weight.magnitudes[:, weight.permutation]  # type: ignore[index]
+        for group in [waiting] if self._options.is_global else [[one] for one in waiting]:
+            make_masks(group, update, self._options)

@@ -19,7 +19,7 @@ class Weight:
     """A weight of the model, which one or more ops read.
 
     holder: identity of the parameter or variable that holds it; None for a weight that is computed.
-    part: which part of that it is.
+    part: which part of that it is.  number: in the order in which weights were met.
     kept: true where it is kept, in the weight's own layout.  updated: the step for which that was made,
     `NEVER` while nothing is dropped.  grown: what elements that came back had then, from which they are
     counted; None where none does.  permutation: the order of the input channels; or None.
@@ -35,6 +35,7 @@ class Weight:
     framework: Framework
     holder: Any
     part: Any
+    number: int
     kept: Array
     updated: Array
     grown: Array | None = None

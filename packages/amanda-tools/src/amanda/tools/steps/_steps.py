@@ -72,7 +72,7 @@ class Steps(amanda.Tool):
         self._leader = None
         for one in self._candidates.values():
             one.executions = 0
-        self._turn(-1 if self._explicit else 0)
+        self._turn(0)
 
     def on_step(self, listener: Listener) -> None:
         """Call `listener(number)` at the beginning of each step, ahead of its routines, and now."""

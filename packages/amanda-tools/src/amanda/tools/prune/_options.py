@@ -1,0 +1,71 @@
+"""What the tool is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from amanda.tools.prune._errors import PruneError
+from amanda.tools.prune._patterns import Elements, Pattern, Vectors
+from amanda.tools.prune._schedule import Schedule
+
+Budget = Literal["op", "global"]
+Regrow = Literal["magnitude", "gradient", "random"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of PruneTool, checked.
+
+    name: the pattern's.  Raises PruneError for those that do not go together.
+    """
+
+    schedule: Schedule
+    pattern: Pattern
+    name: str
+    scope: Budget
+    regrow: Regrow | None
+    fraction: float
+    permute: bool
+    mask_gradients: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        _check_known("scope", self.scope, get_args(Budget))
+        _check_known("regrow", self.regrow, (None, *get_args(Regrow)))
+        vectors = isinstance(self.pattern, Vectors)
+        if vectors and (self.is_global or self.schedule.kind != "constant"):
+            raise PruneError(
+                f"pattern {self.name} drops the same of each weight at any time: it has no global budget and "
+                "no other schedule than the constant one"
+            )
+        if self.permute and not vectors:
+            raise PruneError(f"permute is for patterns such as 2:4, not for {self.name}")
+        if self.exchanges and not isinstance(self.pattern, Elements):
+            raise PruneError(f"regrow={self.regrow!r} exchanges single elements, which {self.name} has not")
+        if self.regrow and not self.schedule.goes_on:
+            raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
+        if not 0 <= self.fraction <= 1:
+            raise PruneError(f"regrow_fraction is {self.fraction}; it is a share, from 0 to 1")
+        if not 0 <= self.seed < 1 << 64:
+            raise PruneError(f"seed is {self.seed}; it lies between 0 and 2**64 - 1")
+
+    @property
+    def is_global(self) -> bool:
+        """Whether all weights share one budget."""
+        return self.scope == "global"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether as many come back as are dropped for them."""
+        return self.regrow in ("gradient", "random")
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether masks are made at another time than the first."""
+        return self.is_global or self.schedule.begin > 0 or self.schedule.goes_on
+
+
+def _check_known(option: str, given: Any, known: tuple[Any, ...]) -> None:
+    if given not in known:
+        raise PruneError(f"{option} is {given!r}; it is one of {', '.join(map(repr, known))}")
