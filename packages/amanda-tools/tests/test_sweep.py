@@ -122,6 +122,17 @@ def test_each_point_is_what_one_layer_changed_by_hand_gives(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_all_together_may_share_one_budget(model: Digits, digits: tuple[Tensor, Tensor]) -> None:
+    result = SparsitySweep(lambda: loss(model, digits), [0.7], scope="global", progress=False).run()
+    other = copy.deepcopy(model)
+    layers = [(getattr(other, name), "weight") for name in LAYERS]
+    prune.global_unstructured(layers, prune.L1Unstructured, amount=0.7)
+    assert result.points[0].metric == loss(other, digits)
+    alone = copy.deepcopy(model)
+    pruned(alone.second, 0.7)
+    assert result.points[2].metric == loss(alone, digits)
+
+
 def test_activations_are_calibrated_before_each_evaluation(
     model: Digits, digits: tuple[Tensor, Tensor]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from amanda.tools.sweep import BitsSweep, SparsitySweep
@@ -88,3 +89,28 @@ def test_bits_are_swept_where_keras_evaluates(model: keras.Model, digits: tuple[
         assert point.metric is not None
         assert (point.metric > result.dense - 0.05) == (point.level == 8)
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_a_session_is_swept_as_any_program() -> None:
+    random = np.random.default_rng(0)
+    kernel, weight = random.normal(size=(3, 3, 1, 4)), random.normal(size=(144, 3))
+    images = random.random((5, 8, 8, 1))
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        data = tf.compat.v1.placeholder(tf.float64, (None, 8, 8, 1))
+        variables = [tf.Variable(kernel), tf.Variable(weight)]
+        hidden = tf.nn.relu(tf.nn.conv2d(data, variables[0], 1, "VALID"))
+        total = tf.reduce_sum(tf.matmul(tf.reshape(hidden, (-1, 144)), variables[1]))
+        session.run(tf.compat.v1.global_variables_initializer())
+
+        def evaluate() -> Any:
+            return session.run(total, {data: images})
+
+        result = SparsitySweep(evaluate, [0.5], progress=False).run()
+        by_hand = []
+        pruned = (dropped(kernel, 0.5), dropped(weight, 0.5))
+        for values in (pruned, (pruned[0], weight), (kernel, pruned[1])):
+            for variable, value in zip(variables, values, strict=True):
+                variable.load(value, session)
+            by_hand.append(evaluate())
+    assert [point.site.type for point in result.points] == ["all", "conv2d", "matmul"]
+    assert [point.metric for point in result.points] == pytest.approx(by_hand, rel=1e-12)

@@ -66,8 +66,8 @@ class Terms(NamedTuple):
     weighted: bool = False
 
 
-Rule = Callable[[Step, Indices, int], Terms]
-"""From a step, flat indices of elements of one of its outputs, and which output, to their terms."""
+Rule = Callable[..., Terms]
+"""From a `Step`, flat indices of elements of one of its outputs, and which output that is, to their terms."""
 
 
 def leading(

@@ -13,7 +13,8 @@ from amanda.tools.sweep._sweep import Sweep
 class SparsitySweep(Sweep[float]):
     """Prunes the weight of each op alone, and all of them, ever more.
 
-    evaluate, metric, progress: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.
+    evaluate, metric, progress: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.  With
+    scope="global" the weights are ranked together in a first evaluation of each point.
 
     >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="channel", progress=False)
     """
@@ -26,8 +27,15 @@ class SparsitySweep(Sweep[float]):
         progress: bool = True,
         **options: Any,
     ) -> None:
-        make = lambda sparsity: PruneTool(sparsity=sparsity, **options)  # noqa: E731
-        super().__init__(evaluate, make, sparsities, None, "sparsity", metric, progress)
+        def make(sparsity: float) -> PruneTool:
+            return PruneTool(sparsity=sparsity, **options)
+
+        def prepare(tool: PruneTool) -> None:
+            if options.get("scope") == "global":
+                with tool.preparing():
+                    evaluate()
+
+        super().__init__(evaluate, make, sparsities, prepare, "sparsity", metric, progress)
 
 
 class BitsSweep(Sweep[int]):
