@@ -308,6 +308,19 @@ def test_a_path_is_of_the_label_and_the_module_that_are_asked_for() -> None:
         tool.paths([5, 0])
 
 
+def test_what_was_computed_is_forgotten_with_the_next_pass_and_when_the_tool_is_cleared() -> None:
+    model, tool = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), EffectivePathTool()
+    with amanda.apply(tool):
+        for count in (2, 6):
+            model(torch.rand(count, 4))
+    assert len(tool.paths()) == 6
+    tool.clear()
+    assert "There is no path" in str(tool.result)
+    with amanda.apply(tool):
+        model(torch.rand(1, 4))
+    assert len(tool.paths()) == 1
+
+
 def test_a_path_ends_where_nothing_contributes() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
     nn.init.zeros_(model[2].weight)

@@ -64,9 +64,9 @@ class Layer:
         size = self.sizes[PARTS.index(which)]
         return len(self.part(which)) / size if size else None
 
-    def mask(self, which: Part = "neurons") -> NDArray[np.bool_]:
+    def mask(self, which: Literal["neurons", "weights"] = "neurons") -> NDArray[np.bool_]:
         """True where a neuron, without the axis of the batch, or a weight is on the path."""
-        shape = {"neurons": self.shape, "weights": self.weight_shape}.get(which, self.sizes[1:2])
+        shape = self.weight_shape if which == "weights" else self.shape
         mask = np.zeros(prod(shape), bool)
         mask[self.part(which)] = True
         return mask.reshape(shape)

@@ -74,7 +74,8 @@ class EffectivePathTool(amanda.Tool):
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
         self._trace = TraceTool(executions=1, backward=False)
-        self.clear()
+        self._places: dict[int, _Place] = {}
+        self._missing: dict[str, str] = {}
         frameworks = [["pytorch", _read_by(_pytorch)], ["tensorflow", _read_by(_tensorflow)]]
         self.depends_on(StandardMapping(), self._trace, MappingTool(frameworks))
         self.add_inst_for_op(self._analyse)
@@ -89,8 +90,10 @@ class EffectivePathTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget what was computed; what was analysed stays."""
-        self._places: dict[int, _Place] = {}
-        self._missing: dict[str, str] = {}
+        for place in self._places.values():
+            place.inputs = place.outputs = None
+        self._places.clear()
+        self._missing = {}
 
     # ---- analysis ----
 
@@ -121,7 +124,7 @@ class EffectivePathTool(amanda.Tool):
 
     def _kept(self, value: Any, place: _Place) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(self._kept(one, place) for one in value)
+            return [self._kept(one, place) for one in value]
         dtype = place.dtype(value)
         if dtype is None or dtype.startswith(_NO_NUMBERS):
             return value
