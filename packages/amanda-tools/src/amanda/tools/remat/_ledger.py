@@ -93,10 +93,10 @@ class Ledger:
         if entry is not None and entry.record is storage:
             entry.record = weakref.ref(storage)
 
-    def records(self) -> list[Storage]:
-        """What is alive and could be made again."""
+    def storages(self) -> list[Storage]:
+        """What is alive."""
         found = [entry.storage for entry in list(self._entries.values())]
-        return [one for one in found if one is not None and one.maker is not None]
+        return [one for one in found if one is not None]
 
     def clear(self) -> None:
         """Follow nothing any more."""

@@ -66,12 +66,17 @@ def children(storage: Storage) -> Iterator[Storage]:
 
 
 def is_gone(storage: Storage) -> bool:
-    """Whether it has no memory, and could be made again."""
-    return storage.maker is not None and storage.alive is None
+    """Whether it has no memory, and may have to be made again."""
+    maker = storage.maker
+    if maker is None or storage.alive is not None:
+        return False
+    return bool(storage.handles) or not maker.is_over
 
 
 def join_neighbours(storage: Storage) -> None:
-    """Hear that a storage is gone now."""
+    """Hear that a storage has no memory now."""
+    if not is_gone(storage):
+        return
     storage.cluster = Cluster(storage.cost)
     for direction in (parents, children):
         for other in direction(storage):

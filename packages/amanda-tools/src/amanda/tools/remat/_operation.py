@@ -74,6 +74,11 @@ class Storage:
         self.copy, self.version = tensor, tensor._version
 
     @property
+    def is_written(self) -> bool:
+        """Whether somebody has written into it since this tool holds it."""
+        return self.copy is not None and self.copy._version != self.version
+
+    @property
     def held(self) -> list[Handle]:
         """The handles that keep it alive."""
         return [handle for handle in self.handles if handle.tensor is not None]
@@ -130,11 +135,12 @@ class Operation:
     compute: from inputs to the op's result.  inputs: as given, with a Ref for each tensor.
     settings: under which it ran.  cost: seconds, or 1.  size: bytes of all that it made.
     committed: in which generation it was seen that all it needs can be had, and made sure that it stays so.
+    saved: what autograd keeps for its backward op.
     """
 
     __slots__ = (
         "__weakref__", "committed", "compute", "cost", "inputs", "number", "place", "products", "refs",
-        "settings", "size",
+        "saved", "settings", "size",
     )  # fmt: skip
 
     def __init__(
@@ -155,8 +161,14 @@ class Operation:
         self.size = 0
         self.committed = -1
         self.products: list[weakref.ref[Storage]] = []
+        self.saved: list[weakref.ref[Handle]] = []
         for ref in self.refs:
             ref.storage.consumers.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its backward op has run for the last time, after those of all that read its results."""
+        return bool(self.saved) and all(handle() is None for handle in self.saved)
 
 
 def flat(values: Sequence[Any]) -> list[Any]:

@@ -50,7 +50,8 @@ class Store:
         self._numbers = 0
         self._evicted: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._restoring = False
+        self._bounded = True
+        self._busy = False
 
     # ---- ops that run ----
 
@@ -73,9 +74,19 @@ class Store:
 
     def begin(self, place: Place, compute: Any, inputs: Sequence[Any], scratch: Sequence[int]) -> Operation:
         """Remember an op that is about to run."""
+        self._tidy()
         kept = [self._scratch(one) if i in scratch else self._referred(one) for i, one in enumerate(inputs)]
         self._numbers += 1
         return Operation(self._numbers, place, compute, kept, self.torch.settings(inputs))
+
+    def _tidy(self) -> None:
+        """Once the last graph has gone, hold nothing for it: no memory, and no history of what is left."""
+        if self._handles:
+            self._busy = True
+        elif self._busy:
+            self._busy = False
+            for storage in self.ledger.storages():
+                storage.copy = storage.maker = None
 
     def _scratch(self, tensor: Any) -> Scratch:
         return Scratch(self.torch.geometry(tensor), tensor.device)
@@ -101,6 +112,7 @@ class Store:
             storage = entry.storage or self.meet(tensor)
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
         storage.handles.add(handle)
+        operation.saved.append(weakref.ref(handle))
         self._handles.add(handle)
         return handle
 
@@ -137,8 +149,10 @@ class Store:
     def make_room(self, need: int, place: Place, certain: bool = True) -> None:
         """Evict until `need` bytes fit in the budget, as far as anything can be evicted."""
         self.ledger.drain()
-        if self.budget is None or self._restoring:
+        if self.budget is None or not self._bounded:
             return
+        if self.ledger.bytes + need > self.budget:
+            self._drop_unneeded()
         passed: set[Storage] = set()
         while self.ledger.bytes + need > self.budget:
             victim = self._victim(passed)
@@ -149,10 +163,17 @@ class Store:
             if not self._evict(victim):
                 passed.add(victim)
 
+    def _drop_unneeded(self) -> None:
+        """Let go of what came back and was read for the last time."""
+        for one in self.ledger.storages():
+            if one.copy is not None and not (one.handles or one.locks) and one.maker and one.maker.is_over:
+                one.copy = None
+        self.ledger.drain()
+
     def _victim(self, passed: set[Storage]) -> Storage | None:
         best, lowest = None, float("inf")
-        for one in self.ledger.records():
-            if one.locks or not one.size or one in passed or not self._is_ours(one):
+        for one in self.ledger.storages():
+            if one.maker is None or one.locks or not one.size or one in passed or not self._is_ours(one):
                 continue
             score = self._heuristic(one, self.clock - one.touched + 1e-9)
             if score < lowest or best is None:
@@ -365,7 +386,8 @@ class Store:
         if not isinstance(value, Ref):
             return value
         storage = value.storage
-        if storage.maker is None and storage.copy is not None and storage.copy._version != storage.version:
+        given = value.tensor()
+        if storage.is_written or (given is not None and given._version != value.version):
             raise RematError(
                 f"a tensor of {storage.size:,} bytes that is needed to compute evicted ones again was "
                 "written where no tool saw it; write it inside the scope, with instrumentation on"
@@ -379,6 +401,7 @@ class Store:
     def before_write(self, tensors: Sequence[Any]) -> None:
         """Hear that tensors will be written: what only their present values could restore comes back."""
         with self._alone():
+            self._tidy()
             self.ledger.drain()
             for tensor in tensors:
                 if not self.torch.is_plain(tensor):
@@ -394,34 +417,34 @@ class Store:
 
     def _restore_dependents(self, record: Storage, memory: Any) -> None:
         self._generation += 1
-        lost = [one for one in list(self._evicted) if one.maker is None or not self._commit(one.maker)]
+        needed = [one for one in list(self._evicted) if one.handles]
+        lost = [one for one in needed if one.maker is None or not self._commit(one.maker)]
         record.memory = weakref.ref(memory)
-        for storage in lost:
-            storage.locks += 1
-        try:
+        with self._unbounded():
             for storage in lost:
                 self.materialise(storage)
                 storage.maker = None
+        record.memory = None
+
+    @contextmanager
+    def _unbounded(self) -> Iterator[None]:
+        """Context in which nothing is evicted: it might need what is about to be lost."""
+        before, self._bounded = self._bounded, False
+        try:
+            yield
         finally:
-            for storage in lost:
-                storage.locks -= 1
-            record.memory = None
+            self._bounded = before
 
     def restore(self) -> None:
         """Bring back all that was evicted, and follow nothing any more; every handle is its tensor."""
-        with self._alone():
-            self._restoring = True
-            try:
-                for handle in list(self._handles):
-                    if handle.tensor is None and handle.storage is not None:
-                        memory = self.materialise(handle.storage)
-                        self._fill(handle, memory)
-                for handle in list(self._handles):
-                    handle.storage = None
-                self._handles.clear()
-                self.ledger.clear()
-            finally:
-                self._restoring = False
+        with self._alone(), self._unbounded():
+            for handle in list(self._handles):
+                if handle.tensor is None and handle.storage is not None:
+                    self._fill(handle, self.materialise(handle.storage))
+            for handle in list(self._handles):
+                handle.storage = None
+            self._handles.clear()
+            self.ledger.clear()
 
 
 def _unlock(storages: set[Storage]) -> None:

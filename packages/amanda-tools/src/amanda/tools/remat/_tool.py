@@ -137,9 +137,9 @@ class RematTool(amanda.Tool):
         try:
             with _Saving(store, operation):
                 result = site.compute(inputs)
-        except Exception:
+        except BaseException:
             store.forget(operation)
-            return NotImplemented  # it raises as it does by itself
+            raise
         seconds = perf_counter() - begin
         pure = versions == [one._version for one in store.torch.tensors(inputs)]
         if kind.random:
