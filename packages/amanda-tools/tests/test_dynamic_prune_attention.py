@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +45,9 @@ class Layer(nn.Module):
         return y
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.way == "normed first":
+            x = x + self.attend(self.norm1(x))
+            return x + self.down(self.up(self.norm2(x)).relu())
         x = self.norm1(x + self.attend(x))
         y: Tensor = self.norm2(self.down(self.up(x).relu()) + x)
         return y
@@ -56,6 +61,7 @@ class Encoder(nn.Module):
         self.layers = nn.Sequential(*(Layer(way) for _ in range(3)))
         for layer in self.layers:
             nn.init.normal_(layer.attention.in_proj_weight, std=1.0)  # attention that differs between tokens
+            nn.init.normal_(layer.attention.out_proj.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         y: Tensor = self.layers(self.norm(self.embedding(tokens)))
@@ -69,11 +75,13 @@ def by_hand(model: Encoder, tokens: Tensor, size: int) -> Tensor:
     states = torch.zeros_like(x)
     count = tokens.shape[1] // size
     for layer in model.layers:
-        q, k, v = layer.split(x)
+        first = layer.way == "normed first"
+        q, k, v = layer.split(layer.norm1(x) if first else x)
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
         made = layer.attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
-        x = layer.norm1(x + made)
-        x = layer.norm2(layer.down(layer.up(x).relu()) + x)
+        x = x + made if first else layer.norm1(x + made)
+        made = layer.down(layer.up(layer.norm2(x) if first else x).relu())
+        x = x + made if first else layer.norm2(x + made)
         states = states.scatter(1, left[..., None].expand_as(x), x)
         score = weights.sum((1, 2)).detach().unflatten(1, (-1, size)).mean(2)
         score[:, 0] = 1e9
@@ -89,7 +97,7 @@ TOKENS = (torch.arange(24) * 7 % 29).reshape(2, 12)
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["token", "block"])
-@pytest.mark.parametrize("way", ["eager", "sdpa", "module", "weights"])
+@pytest.mark.parametrize("way", ["eager", "normed first", "sdpa", "module", "weights"])
 def test_states_and_gradients_are_those_of_a_model_that_takes_tokens_away(way: str, size: int) -> None:
     model = Encoder(way).double()
     tool = AttentionPruneTool("token" if size == 1 else "block", keep=KEEP, block=size)
@@ -171,3 +179,67 @@ def test_learned_skimming_has_the_gradients_of_a_model_that_was_modified(way: st
             torch.testing.assert_close(parameter.grad, gradient)
     assert sum(gradient is None for gradient in gradients) == 4
     assert 0.1 < tool.result.rows()[2][6] < 1
+
+
+Q, K, V = torch.randn(3, 2, 4, 5, 8).unbind()
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ((Q, K, V), {}),
+        ((Q, K, V), {"is_causal": True}),
+        ((Q, K, V), {"scale": 0.1}),
+        ((Q, K, V), {"attn_mask": torch.randn(5, 5)}),
+        ((Q, K, V), {"attn_mask": torch.arange(25).reshape(5, 5) % 3 > 0}),
+        ((Q, K, V), {"attn_mask": torch.arange(5)[:, None].expand(5, 5) > 1}),  # rows that see nothing
+        ((Q, K[:, :2], V[:, :2]), {"enable_gqa": True}),
+        ((Q[:, 0], K[:, 0], V[:, 0]), {"attn_mask": torch.arange(25).reshape(5, 5) % 2 > 0}),
+        ((Q[:, :, :2], K, V), {}),
+        ((Q[None], K[None], V[None]), {}),
+    ],
+)
+def test_what_drops_nothing_attends_as_pytorch_does(
+    given: tuple[Tensor, ...], options: dict[str, Any]
+) -> None:
+    wanted = nn.functional.scaled_dot_product_attention(*given, **options)
+    with amanda.apply(AttentionPruneTool()):
+        found = nn.functional.scaled_dot_product_attention(*given, **options)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_padding_that_is_masked_is_dropped_first() -> None:
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(12, 3, 20, batch_first=True, dropout=0.0), 2, enable_nested_tensor=False
+    )
+    padding = torch.arange(8) >= 6
+    tool = AttentionPruneTool(keep=0.75)
+    x = torch.randn(1, 8, 12)
+    with amanda.apply(tool):
+        found = model(x, src_key_padding_mask=padding[None])
+    wanted = model(x, src_key_padding_mask=padding[None])
+    torch.testing.assert_close(found[:, :6], wanted[:, :6])
+    assert tool.result.rows()[1][6] == 0.25
+
+
+@pytest.mark.parametrize("unit", ["token", "block"])
+def test_without_the_cache_and_in_half_precision_it_drops_as_much(unit: Any) -> None:
+    model = Encoder("eager")
+    dropped = []
+    for scope in (nullcontext(), amanda.cache_disabled(), torch.autocast("cpu", torch.bfloat16)):
+        tool = AttentionPruneTool(unit, keep=0.5)
+        with scope, amanda.apply(tool):
+            for _ in range(2):
+                model(TOKENS).sum().backward()
+        dropped.append([row[5:7] for row in tool.result.rows()])
+    assert dropped[0] == dropped[1] == dropped[2]
+    assert dropped[0][2][1] >= 0.5
+
+
+def test_what_pytorch_computes_in_one_op_is_said() -> None:
+    model = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+    tool = AttentionPruneTool()
+    with torch.no_grad(), amanda.apply(tool):
+        model(torch.randn(2, 5, 12))
+    assert not tool.result.rows()
+    assert "_transformer_encoder_layer_fwd is one op" in str(tool.result)

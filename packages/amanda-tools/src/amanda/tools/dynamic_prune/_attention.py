@@ -22,6 +22,7 @@ from amanda.tools.dynamic_prune._math import (
     per_unit,
     renormalised,
     stop,
+    wide,
     winners,
 )
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
@@ -31,6 +32,7 @@ _BETWEEN = frozenset(
      "clone", "contiguous", "dropout"}
 )  # fmt: skip
 """Ops between the product of queries and keys and the softmax."""
+_PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
@@ -190,8 +192,8 @@ class AttentionPruneTool(DynamicPruneTool):
         products = [one for one in found.ops if one.type in ("linear", "addmm", *_PRODUCTS)]
         if attention is None or not products:
             return
-        made_by = [one for _, one in zip(range(3), self._flow.back(found.identity), strict=False)]
-        is_normed = any(one is not None and one.type == "layer_norm" for _, one in made_by)
+        made_by = (one.type for _, one in self._flow.back(found.identity) if one is not None)
+        is_normed = next((one for one in made_by if one not in _PASSING), None) == "layer_norm"
         one = node.notes["sum"] = _Sum(attention, is_normed)
         context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
 
@@ -217,9 +219,9 @@ class AttentionPruneTool(DynamicPruneTool):
             return probabilities
         before = one.previous.later if one.previous is not None else None
         if before is not None and tuple(before.shape) == (batch, keys):
-            one.alive = astype(before, get_dtype_name(probabilities))
+            one.alive = before
             # A key of which most was attended to would get a gradient without bound.
-            alive = stop(one.alive)
+            alive = astype(stop(before), get_dtype_name(probabilities))
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
         if one.alive is None:
@@ -232,7 +234,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def _left(self, probabilities: Any, one: _Attention) -> Any:
         """0/1 of the tokens that are left for later layers: (N, T)."""
-        received = do("sum", probabilities, axis=-2)
+        received = do("sum", wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive = do("ones_like", received[:, 0]) if one.alive is None else one.alive
         units = per_unit(alive, self._size)
@@ -252,7 +254,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
         """0/1 of the units that the predictor keeps: (N, units)."""
-        own = do("diagonal", probabilities, axis1=-2, axis2=-1)
+        own = do("diagonal", wide(probabilities), axis1=-2, axis2=-1)
         features = per_unit(do("concatenate", (received, own), axis=1), self._size)
         features = do("transpose", astype(features, get_dtype_name(one.skim[0])), (0, 2, 1))
         weight, bias, last, offset = one.skim

@@ -59,9 +59,9 @@ def indicator(condition: Any, like: Any) -> Any:
     return astype(condition, get_dtype_name(like))
 
 
-def logistic(uniform: Any) -> Any:
-    """The difference of two Gumbel variables, of an array of uniform numbers in (0, 1)."""
-    return do("log", uniform) - do("log", 1 - uniform)
+def wide(value: Any) -> Any:
+    """In float32, if it is narrower."""
+    return astype(value, "float32") if get_dtype_name(value) in ("float16", "bfloat16") else value
 
 
 def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> Any:
