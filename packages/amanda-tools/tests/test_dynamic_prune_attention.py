@@ -96,8 +96,10 @@ def by_hand(model: Encoder, tokens: Tensor, size: int) -> Tensor:
 TOKENS = (torch.arange(24) * 7 % 29).reshape(2, 12)
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["token", "block"])
-@pytest.mark.parametrize("way", ["eager", "normed first", "sdpa", "module", "weights"])
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [("eager", 1), ("eager", 2), ("normed first", 1), ("sdpa", 2), ("module", 1), ("weights", 2)],
+)
 def test_states_and_gradients_are_those_of_a_model_that_takes_tokens_away(way: str, size: int) -> None:
     model = Encoder(way).double()
     tool = AttentionPruneTool("token" if size == 1 else "block", keep=KEEP, block=size)
@@ -243,3 +245,52 @@ def test_what_pytorch_computes_in_one_op_is_said() -> None:
         model(torch.randn(2, 5, 12))
     assert not tool.result.rows()
     assert "_transformer_encoder_layer_fwd is one op" in str(tool.result)
+
+
+@pytest.mark.parametrize("way", ["weights", "module"])
+def test_sequences_may_come_before_the_batch(way: str) -> None:
+    model = Encoder(way)
+    batch_first, tool = AttentionPruneTool(keep=KEEP), AttentionPruneTool(keep=KEEP)
+    with amanda.apply(batch_first):
+        wanted = model(TOKENS)
+    for layer in model.layers:
+        layer.attention.batch_first = False
+    with amanda.apply(tool):
+        found = model(TOKENS.t())
+    torch.testing.assert_close(found.transpose(0, 1), wanted)
+    assert tool.result.rows()[2][6] > 0.5
+
+
+def test_attention_to_another_sequence_is_left_as_it_is() -> None:
+    model = nn.Transformer(12, 2, 2, 2, 20, dropout=0.0, batch_first=True)
+    x, y = torch.randn(2, 2, 9, 12).unbind()
+    tool = AttentionPruneTool(keep=0.5)
+    with amanda.apply(tool):
+        model(x, y)
+    assert [(row[2], round(row[6] * 9)) for row in tool.result.rows()] == [
+        ("encoder.layers.0.self_attn", 0), ("encoder.layers.1.self_attn", 4),
+        ("decoder.layers.0.self_attn", 0), ("decoder.layers.1.self_attn", 4),
+    ]  # fmt: skip
+
+
+class Windows(nn.Module):
+    """Attention in windows that are shifted from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(12, 3, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            windows = x.reshape(-1, 4, 12)
+            made, _ = layer(windows, windows, windows, need_weights=False)
+            x = (x + made.reshape(x.shape)).roll(2, 1)
+        return x
+
+
+def test_windows_of_another_layer_are_other_sequences() -> None:
+    model, x, tool = Windows(), torch.randn(2, 8, 12), AttentionPruneTool(keep=0.5)
+    wanted = model(x)
+    with amanda.apply(tool):
+        torch.testing.assert_close(model(x), wanted)
+    assert [row[6] for row in tool.result.rows()] == [0, 0]

@@ -34,6 +34,7 @@ _BETWEEN = frozenset(
 """Ops between the product of queries and keys and the softmax."""
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
+_LAYERS = frozenset({"linear", "addmm", "matmul"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
@@ -44,7 +45,8 @@ class _Attention:
     heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
     before it.  skim: parameters of the learned predictor.  alive: 0/1, (N, T), the tokens that it was given;
     None for all.  later: those that are left for the next.  count: of the units that are left, where each
-    input keeps as many.
+    input keeps as many.  carries: whether the sequences of later layers are the same, as far as residual
+    connections show: windows of images are others in each layer.
     """
 
     pruned: Pruned
@@ -56,6 +58,7 @@ class _Attention:
     alive: Any = None
     later: Any = None
     count: int = 0
+    carries: bool = True
 
 
 @dataclass(eq=False)
@@ -138,12 +141,14 @@ class AttentionPruneTool(DynamicPruneTool):
         context["node"] = node
         if kind in _FUSED:
             self._fused.add(kind)
-        elif kind == "scaled_dot_product_attention":
+        elif kind == "scaled_dot_product_attention" and _is_of_one_sequence(self._flow, node):
             one = self._attention(context, node, node)
             context.replace_op(
                 partial(framework(context.get_inputs()[0]).attend, partial(self._attend, one=one))
             )
         elif kind == "softmax" and (product := _product(self._flow, node)) is not None:
+            if not _is_of_one_sequence(self._flow, product):
+                return
             one = self._attention(context, node, product)
             context.insert_after_op(self._prune, outputs=[0], one=one)
         elif (found := residual(self._flow, node)) is not None:
@@ -217,7 +222,7 @@ class AttentionPruneTool(DynamicPruneTool):
         one.alive = one.later = None
         if queries != keys:
             return probabilities
-        before = one.previous.later if one.previous is not None else None
+        before = one.previous.later if one.previous is not None and one.previous.carries else None
         if before is not None and tuple(before.shape) == (batch, keys):
             one.alive = before
             # A key of which most was attended to would get a gradient without bound.
@@ -265,25 +270,50 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
         """A residual connection adds nothing to dropped tokens."""
-        alive = one.attention.alive
-        if alive is None or tuple(branch.shape[:2]) != tuple(alive.shape):
-            one.state = None
+        one.state = None
+        stays = _along(one.attention, branch)
+        if stays is None:
             return None
         if one.is_normed:
             one.state = state
             return None
-        return branch * astype(alive, get_dtype_name(branch))[..., None], state
+        return branch * stays, state
 
     @amanda.differentiable
     def _restore(self, normed: Any, node: Node, one: _Sum) -> Any:
         """Dropped tokens stay what they were before a residual connection and the normalisation behind it."""
         state, one.state = one.state, None
-        if state is None or one.attention.alive is None:
+        stays = None if state is None else _along(one.attention, normed)
+        if stays is None:
             return None
-        alive = astype(one.attention.alive, get_dtype_name(normed))[..., None]
-        restored = normed * alive + state * (1 - alive)
+        restored = normed * stays + state * (1 - stays)
         self._flow.made(node, [restored])
         return restored
+
+
+def _along(attention: _Attention, states: Any) -> Any:
+    """0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
+
+    None where all are, and where the states are of other sequences than it attended in.
+    """
+    if attention.later is None:
+        return None
+    shape, own = tuple(states.shape[:2]), tuple(attention.later.shape)
+    if attention.alive is None or shape not in (own, own[::-1]):
+        attention.carries = shape in (own, own[::-1])
+        return None
+    alive = attention.alive if shape == own else do("transpose", attention.alive, (1, 0))
+    return astype(alive, get_dtype_name(states))[..., None]
+
+
+def _is_of_one_sequence(flow: Flow, product: Node) -> bool:
+    """Whether queries and keys are made of one tensor, as far as their layers show."""
+    made_of = []
+    for number in product.reads[:2]:
+        layers = (one for _, one in flow.back(number) if one is not None and one.type in _LAYERS)
+        layer = next(layers, None)
+        made_of.append(None if layer is None else layer.data)
+    return len(made_of) < 2 or None in made_of or made_of[0] == made_of[1]
 
 
 def _product(flow: Flow, node: Node) -> Node | None:
