@@ -178,6 +178,27 @@ def test_dynamic_tools_run_beside_each_other_and_beside_others(digits: tuple[Ten
     assert sum(row[7] for row in channels.result.rows()) == macs
 
 
+@pytest.mark.parametrize("kind", [DynamicChannelPruneTool, ActivationPruneTool])
+def test_without_the_cache_and_in_half_precision_predictors_say_the_same(
+    kind: Callable[[], DynamicPruneTool], digits: tuple[Tensor, Tensor]
+) -> None:
+    images = digits[0][:16]
+    torch.manual_seed(1)
+    model, tool = convolutional().eval(), kind()
+    with torch.no_grad():
+        tool.prepare(model, images)
+        with amanda.apply(tool):
+            wanted = model(images)
+            with amanda.cache_disabled():
+                assert torch.equal(model(images), wanted)
+            tool.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                half = model(images)
+    assert half.dtype == torch.bfloat16
+    assert tool.result.saved > 0.1
+    assert len(list(tool.parameters())) == len(tool.state_dict())
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -12,9 +12,10 @@ from autoray import astype, do, get_dtype_name
 
 import amanda
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, spatial_axes
-from amanda.tools.dynamic_prune._flow import Node, residual
+from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._geometry import Geometry, geometry
 from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, framework, stop
+from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
 
 _POINTWISE = frozenset(

@@ -13,7 +13,7 @@ from autoray import astype, do, get_dtype_name
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
-from amanda.tools.dynamic_prune._flow import Flow, Node, Residual, residual
+from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._math import (
     binary_gumbel,
     density_count,
@@ -25,16 +25,18 @@ from amanda.tools.dynamic_prune._math import (
     wide,
     winners,
 )
+from amanda.tools.dynamic_prune._patterns import (
+    LAYERS,
+    PRODUCTS,
+    Residual,
+    head_count,
+    is_of_one_sequence,
+    residual,
+    scores_of,
+)
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 
-_BETWEEN = frozenset(
-    {"add", "sub", "mul", "div", "masked_fill", "where", "to", "clamp", "maximum", "reshape", "Identity",
-     "clone", "contiguous", "dropout"}
-)  # fmt: skip
-"""Ops between the product of queries and keys and the softmax."""
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
-_PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
-_LAYERS = frozenset({"linear", "addmm", "matmul"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 
@@ -141,13 +143,13 @@ class AttentionPruneTool(DynamicPruneTool):
         context["node"] = node
         if kind in _FUSED:
             self._fused.add(kind)
-        elif kind == "scaled_dot_product_attention" and _is_of_one_sequence(self._flow, node):
+        elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
             one = self._attention(context, node, node)
             context.replace_op(
                 partial(framework(context.get_inputs()[0]).attend, partial(self._attend, one=one))
             )
-        elif kind == "softmax" and (product := _product(self._flow, node)) is not None:
-            if not _is_of_one_sequence(self._flow, product):
+        elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
+            if not is_of_one_sequence(self._flow, product):
                 return
             one = self._attention(context, node, product)
             context.insert_after_op(self._prune, outputs=[0], one=one)
@@ -165,7 +167,9 @@ class AttentionPruneTool(DynamicPruneTool):
     def _attention(self, context: amanda.OpContext, node: Node, product: Node) -> _Attention:
         if self.place(context) not in self._attentions:
             scores, given = node.shapes[0] or (), product.shapes[0] or ()
-            heads = _heads(self._flow, product, scores) if node is not product and len(scores) == 3 else None
+            heads = (
+                head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
+            )
             count = heads or (scores[1] if len(scores) == 4 else 1) or 1
             one = _Attention(
                 Pruned(context["type"], context.get_scope(), context.get_source(),
@@ -194,7 +198,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def _look_at_sum(self, context: amanda.OpContext, node: Node, found: Residual) -> None:
         attention = self._flow.nearest([node.inputs[found.branch]], "attention")
-        products = [one for one in found.ops if one.type in ("linear", "addmm", *_PRODUCTS)]
+        products = [one for one in found.ops if one.type in PRODUCTS | LAYERS]
         if attention is None or not products:
             return
         made_by = (one.type for _, one in self._flow.back(found.identity) if one is not None)
@@ -304,45 +308,6 @@ def _along(attention: _Attention, states: Any) -> Any:
         return None
     alive = attention.alive if shape == own else do("transpose", attention.alive, (1, 0))
     return astype(alive, get_dtype_name(states))[..., None]
-
-
-def _is_of_one_sequence(flow: Flow, product: Node) -> bool:
-    """Whether queries and keys are made of one tensor, as far as their layers show."""
-    made_of = []
-    for number in product.reads[:2]:
-        layers = (one for _, one in flow.back(number) if one is not None and one.type in _LAYERS)
-        layer = next(layers, None)
-        made_of.append(None if layer is None else layer.data)
-    return len(made_of) < 2 or None in made_of or made_of[0] == made_of[1]
-
-
-def _product(flow: Flow, node: Node) -> Node | None:
-    """The product of queries and keys that a softmax is of; None where it is of something else."""
-    size = node.shapes[0]
-    if size is None or len(size) not in (3, 4):
-        return None
-    number = node.inputs[0]
-    for _ in range(12):
-        made = flow.maker(number)
-        if made is None or made.type in _PRODUCTS:
-            return made
-        if made.type not in _BETWEEN:
-            return None
-        same = [
-            i for i, shape in zip(made.inputs, made.shapes, strict=True) if shape == size and i is not None
-        ]
-        number = next(iter(same), made.data)
-    return None
-
-
-def _heads(flow: Flow, product: Node, scores: tuple[int | None, ...]) -> int | None:
-    """How many heads share an axis with the batch: the layer that makes the queries knows the batch."""
-    for _, node in flow.back(product.data):
-        if node is not None and node.type in ("linear", "addmm", "matmul") and node.shapes[0]:
-            tokens = np.prod([one or 1 for one in node.shapes[0][:-1]])
-            batch = int(tokens) // (scores[1] or 1)
-            return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
-    return None
 
 
 def _check(unit: str, by: str, block: int) -> None:

@@ -109,32 +109,3 @@ class Flow:
                     return node.notes[note]
                 waiting.extend(node.reads)
         return None
-
-
-@dataclass(frozen=True)
-class Residual:
-    """An addition of what ops have made of a tensor to that tensor, or to a projection of it.
-
-    branch: position of what they made.  ops: those of the branch, the last first.
-    identity: number of the other.
-    """
-
-    branch: int
-    ops: tuple[Node, ...]
-    identity: int
-
-
-def residual(flow: Flow, node: Node) -> Residual | None:
-    """What an op adds up, if it is a residual connection; of two branches the one of more ops."""
-    if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
-        return None
-    if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
-        return None
-    ways = [list(flow.back(number)) for number in node.inputs[:2]]
-    first = {number: i for i, (number, _) in enumerate(ways[0])}
-    meeting = next(((first[number], i) for i, (number, _) in enumerate(ways[1]) if number in first), None)
-    if meeting is None or meeting[0] == meeting[1] == 0:
-        return None
-    branch = 0 if meeting[0] > meeting[1] else 1
-    ops = [one for _, one in ways[branch][: meeting[branch]] if one is not None]
-    return Residual(branch, tuple(ops), ways[1 - branch][0][0])

@@ -1,0 +1,83 @@
+"""What ops are together: residual connections, and attention of several ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from amanda.tools.dynamic_prune._flow import Flow, Node
+
+PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
+LAYERS = frozenset({"linear", "addmm", "matmul"})
+_BETWEEN = frozenset(
+    {"add", "sub", "mul", "div", "masked_fill", "where", "to", "clamp", "maximum", "reshape", "Identity",
+     "clone", "contiguous", "dropout"}
+)  # fmt: skip
+"""Ops between the product of queries and keys and the softmax."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """An addition of what ops have made of a tensor to that tensor, or to a projection of it.
+
+    branch: position of what they made.  ops: those of the branch, the last first.
+    identity: number of the other.
+    """
+
+    branch: int
+    ops: tuple[Node, ...]
+    identity: int
+
+
+def residual(flow: Flow, node: Node) -> Residual | None:
+    """What an op adds up, if it is a residual connection; of two branches the one of more ops."""
+    if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
+        return None
+    if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
+        return None
+    ways = [list(flow.back(number)) for number in node.inputs[:2]]
+    first = {number: i for i, (number, _) in enumerate(ways[0])}
+    meeting = next(((first[number], i) for i, (number, _) in enumerate(ways[1]) if number in first), None)
+    if meeting is None or meeting[0] == meeting[1] == 0:
+        return None
+    branch = 0 if meeting[0] > meeting[1] else 1
+    ops = [one for _, one in ways[branch][: meeting[branch]] if one is not None]
+    return Residual(branch, tuple(ops), ways[1 - branch][0][0])
+
+
+def is_of_one_sequence(flow: Flow, product: Node) -> bool:
+    """Whether queries and keys are made of one tensor, as far as their layers show."""
+    made_of = []
+    for number in product.reads[:2]:
+        layers = (one for _, one in flow.back(number) if one is not None and one.type in LAYERS)
+        layer = next(layers, None)
+        made_of.append(None if layer is None else layer.data)
+    return len(made_of) < 2 or None in made_of or made_of[0] == made_of[1]
+
+
+def scores_of(flow: Flow, node: Node) -> Node | None:
+    """The product of queries and keys that a softmax is of; None where it is of something else."""
+    size = node.shapes[0]
+    if size is None or len(size) not in (3, 4):
+        return None
+    number = node.inputs[0]
+    for _ in range(12):
+        made = flow.maker(number)
+        if made is None or made.type in PRODUCTS:
+            return made
+        if made.type not in _BETWEEN:
+            return None
+        same = [
+            i for i, shape in zip(made.inputs, made.shapes, strict=True) if shape == size and i is not None
+        ]
+        number = next(iter(same), made.data)
+    return None
+
+
+def head_count(flow: Flow, product: Node, scores: tuple[int | None, ...]) -> int | None:
+    """How many heads share an axis with the batch: the layer that makes the queries knows the batch."""
+    for _, node in flow.back(product.data):
+        if node is not None and node.type in LAYERS and node.shapes[0]:
+            batch = prod(one or 1 for one in node.shapes[0][:-1]) // (scores[1] or 1)
+            return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
+    return None
