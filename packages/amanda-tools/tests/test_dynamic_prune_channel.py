@@ -63,7 +63,7 @@ class ByHand(nn.Module):
         )
         x = F.relu(gate * (normed + m.norm.bias[:, None, None]))
         gate, more = self.gate(x, "second")
-        x = F.relu(gate * m.second(x))
+        x = F.relu(gate / (gate.sum(1, keepdim=True) / (gate > 0).sum(1, keepdim=True)) * m.second(x))
         return m.head(x.mean((2, 3))), said.sum(1).mean() + more.sum(1).mean()
 
 

@@ -13,7 +13,15 @@ from autoray import astype, do, get_dtype_name
 import amanda
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, row, spatial_axes
 from amanda.tools.dynamic_prune._flow import Node
-from amanda.tools.dynamic_prune._math import density_count, indicator, saliency, stop, subsample, winners
+from amanda.tools.dynamic_prune._math import (
+    density_count,
+    indicator,
+    saliency,
+    shares,
+    stop,
+    subsample,
+    winners,
+)
 from amanda.tools.dynamic_prune._result import Pruned
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
@@ -50,7 +58,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     The saliency is a linear function of the mean magnitudes of the input's channels; the share `density` of
     the channels, those of the largest, is kept for each input.  Behind a convolution with a normalisation
-    it takes the place of the normalisation's scale, else it multiplies what the convolution gives.
+    it takes the place of the normalisation's scale. Else it multiplies what the convolution gives, divided by
+    its mean over the channels that are kept: nothing else would hold activations that are multiplied by
+    their own size.
 
     penalty: of the mean saliencies, in `loss()`.
     Source: Gao et al. 2019, "Dynamic channel pruning: feature boosting and suppression".
@@ -109,7 +119,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         elif with_vector and kind != "add":
             node.notes.update(layer=layer, scaled=kind == "mul")
         elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
-            context.insert_before_op(self._prune, inputs=[position], layer=layer)
+            context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
 
     def _layer(self, context: amanda.OpContext) -> _Layer:
         if self.place(context) not in self._layers:
@@ -128,10 +138,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         return self._layers[self.place(context)]
 
     def _weight(self, given: int, made: int) -> Any:
-        """A tenth of what He et al. 2015 initialise with.
-
-        With all of it a model without normalisations would square the size of its activations at each layer.
-        """
+        """A tenth of what He et al. 2015 initialise with: a trained model begins near what it was."""
         return self._first.normal(0, 0.1 * (2 / given) ** 0.5, (given, made)).astype(np.float32)
 
     # ---- execution ----
@@ -154,10 +161,10 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         layer.pruned.add(1 - layer.given, layer.size * positions, 1 - layer.computed)
 
     @amanda.differentiable
-    def _prune(self, value: Any, layer: _Layer) -> Any:
+    def _prune(self, value: Any, layer: _Layer, evenly: bool = False) -> Any:
         if layer.gate is None:
             return value
-        gate = astype(layer.gate, get_dtype_name(value))
+        gate = astype(shares(layer.gate) if evenly else layer.gate, get_dtype_name(value))
         return value * row(gate, layer.axis, len(value.shape))
 
     @staticmethod

@@ -49,6 +49,13 @@ def winners(values: Any, count: int) -> Any:
     return mask
 
 
+def shares(gate: Any) -> Any:
+    """A gate divided by its mean over what is not zero along the last axis."""
+    total = do("sum", gate, axis=-1, keepdims=True)
+    count = do("sum", indicator(gate > 0, gate), axis=-1, keepdims=True)
+    return gate * count / (total + indicator(total == 0, total))
+
+
 def density_count(density: float, size: int) -> int:
     """How many of `size` are kept: density of them, rounded up, and one at least."""
     return min(size, max(1, math.ceil(density * size - 1e-9)))
