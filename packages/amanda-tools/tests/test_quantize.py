@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 import warnings
@@ -372,6 +374,15 @@ def test_noise_is_measured_against_the_same_inputs_unquantised(model: Network, b
     ratios = {kind: ratio for _, kind, ratio in tool.result.worst()}
     assert ratios["scaled_dot_product_attention"] == found["scaled_dot_product_attention"].output_sqnr
     assert list(ratios.values()) == sorted(ratios.values())
+
+
+def test_a_result_is_valid_json_also_where_there_is_no_noise() -> None:
+    tool, layer = QuantizeTool("dynamic", sqnr=True, weight_bits=None), nn.Linear(2, 2)
+    with amanda.apply(tool):
+        layer(torch.tensor([[0.0, 255.0]]))
+    assert [one.sqnr for one in tool.result] == [math.inf]
+    found = json.loads(tool.result.to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert (found["schema"], found["version"], found["rows"][0]["SQNR"]) == ("amanda.quantize", 1, None)
 
 
 def test_more_bits_leave_less_noise(model: Network, batches: list[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any, ClassVar
 
 from amanda.tools.results import Column, Result, shortened
@@ -63,7 +64,7 @@ class QuantizeResult(Result):
         return [
             (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
              "symmetric" if one.symmetric else "affine", len(one.scale or ()) if one.axes else None,
-             *_extent(one), one.executions, one.sqnr, one.output_sqnr)
+             *_extent(one), one.executions, _finite(one.sqnr), _finite(one.output_sqnr))
             for one in self.tensors
         ]  # fmt: skip
 
@@ -79,7 +80,7 @@ class QuantizeResult(Result):
         if any(one.output_sqnr is not None for one in self.tensors):
             notes.append(
                 "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
-                "of the same inputs unquantised."
+                "of the same inputs unquantised; none where there is no noise."
             )
         return notes
 
@@ -90,6 +91,11 @@ class QuantizeResult(Result):
              "zero_point": one.zero_point} for one in self.tensors
         ]  # fmt: skip
         return {"method": self.method, "qparams": kept}
+
+
+def _finite(ratio: float | None) -> float | None:
+    """What JSON has a number for."""
+    return ratio if ratio is not None and isfinite(ratio) else None
 
 
 def _extent(one: Quantized) -> tuple[float | None, ...]:
