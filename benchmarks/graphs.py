@@ -16,7 +16,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from _measure import Variant, controls, interleaved, progress, script
 
 import amanda
+from amanda.tools.effective_path import EffectivePathTool
 from amanda.tools.flops import FlopsTool
+from amanda.tools.quantize import QuantizeTool
 from amanda.tools.trace import TraceTool
 
 PASSES = {"forward": False, "forward + backward": True}
@@ -142,9 +144,11 @@ TOOLS: dict[str, Callable[[], amanda.Tool]] = {
 TASKS: dict[str, Callable[[], amanda.Tool]] = {
     "tracing": TraceTool,
     "FLOPs": FlopsTool,
+    "effective path": EffectivePathTool,
     "pruning": Pruning,
+    "quantization": lambda: QuantizeTool("dynamic"),
 }
-"""Those of the paper that there are tools for."""
+"""Those of the paper."""
 
 HITS = ("looks at every op", "one native routine")
 
@@ -270,7 +274,7 @@ def without_and_with(models: dict[str, Any], quick: bool) -> dict[str, Any]:
             off: Callable[[], AbstractContextManager[Any]] = lambda tool=tool: without_cache(tool)  # noqa: E731
             variants = {"bare": controls()["bare"], ON: under(tool), OFF: off}
             found.setdefault(f"{task}: {name}, {mode}", {})[title] = interleaved(
-                variants, lambda _, step=step: seconds(step), 0 if quick else 10, 1 if quick else 3, 20
+                variants, lambda _, step=step: seconds(step), 0 if quick else 4, 1 if quick else 3, 20
             )
     return found
 

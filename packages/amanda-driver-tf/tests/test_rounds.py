@@ -261,3 +261,14 @@ def test_rounds_of_version_1_that_run_at_the_same_time_are_told_apart() -> None:
         session.run(gradient, {x: given})
     assert sorted(tool.forward) == sorted(tool.backward)
     np.testing.assert_allclose(sorted(tool.forward), np.tanh(given), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("control_flow")
+def test_a_loop_of_a_session_is_differentiated_twice_over() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf1.placeholder(tf.float32, [])
+        y = tf1.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, tf.tanh(y) * x), [0, x])[1]
+        gradients = [*tf.gradients(y, x), *tf.gradients(2 * y, x)]
+    with tf1.Session(graph=graph) as session, amanda.apply(inserting("insert_after_op", "Tanh", squared)):
+        one, other = session.run(gradients, {x: 0.7})
+    assert other == 2 * one

@@ -247,11 +247,15 @@ class _Rewriter:
                 source = shared[self.gradients.read_as(op, i, list(shared))]
             if source is None:
                 continue
-            if source not in self._recalled:
+            place = (
+                source,
+                self.body.number_at(op, True) if self.body.number_at else None,
+            )  # one in each frame
+            if place not in self._recalled:
                 recalled = Recalled(*source, self.rewriting.depths.get(source[0][0], 0))
                 name = self.insertions.add(op, recalled, (), (), [enum(tensor)], ahead=True)
-                self._recalled[source] = self.insertions.output_of(name, 0)
-            self.edges[node.name, i] = self._recalled[source]
+                self._recalled[place] = self.insertions.output_of(name, 0)
+            self.edges[node.name, i] = self._recalled[place]
 
     # ---- edges ----
 
