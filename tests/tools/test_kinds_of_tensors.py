@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amanda
 
-TOOLS = ("trace", "flops", "profile", "stats", "dump", "nan", "coverage")
+TOOLS = ("trace", "flops", "profile", "stats", "dump", "nan", "coverage", "effective_path")
 PROGRAMS: list[Callable[[], list[Tensor]]] = []
 Program = Callable[[], list[Tensor]]
 

@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 from amanda.tools.effective_path._windows import adaptive, sliding
 
 
-def array(tensor: Any) -> NDArray[Any]:
-    """A copy of a tensor on the host; of types that numpy lacks, in float32."""
+def array(tensor: Any) -> NDArray[Any] | None:
+    """A copy of a tensor on the host, of types that numpy lacks in float32; None of one that is no array."""
     import torch
 
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if tensor.is_nested or tensor.is_meta:
+        return None
+    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
     if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.float()
     return np.array(tensor.numpy())

@@ -43,7 +43,7 @@ def shape(value: Any) -> tuple[int, ...] | None:
 
 def dtype(value: Any) -> str | None:
     """Name of a tensor's element type."""
-    kind = getattr(value, "dtype", None)
+    kind = None if isinstance(value, type) else getattr(value, "dtype", None)
     return None if kind is None else str(kind).removeprefix("torch.")
 
 
