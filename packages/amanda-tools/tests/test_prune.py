@@ -283,6 +283,13 @@ def test_types_and_modules_say_which_weights_are_pruned() -> None:
     assert [row[2] for row in tool.result.rows()] == ["5"]
     assert "conv2d of 0 is left as it is: its 4 input channels are no multiple of 16." in str(tool.result)
     tool = PruneTool()
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    with amanda.apply(tool), torch.no_grad():
+        nn.LSTM(4, 4)(torch.rand(3, 2, 4))
+        encoder(torch.rand(2, 5, 16))
+    assert len(tool.result.left) == 2
+    assert set(tool.result.left.values()) == {"it multiplies by several weights in one op"}
+    tool = PruneTool()
     with amanda.apply(select(tool, module="0")):
         network()(X)
     assert len(tool.result.rows()) == 1

@@ -114,7 +114,7 @@ class GraphAnalysis:
                 bind_to_subjects(facts.op_id, [graph])
         for facts in self._facts:
             facts.drop_values()
-            facts.read_value = _itself
+            facts.read_value, facts.variable_of, facts.read_variables = _itself, _nothing, _nothing
         self._facts.clear()
 
     def forget(self) -> None:
@@ -132,6 +132,10 @@ def _merged(plans: Iterable[BackwardPlan]) -> BackwardPlan:
     merged.after = in_turn((action for plan in plans for action in plan.after), True)
     merged.replace = only_replacement(plan.replace for plan in plans)
     return merged
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def _itself(value: Any) -> Any:

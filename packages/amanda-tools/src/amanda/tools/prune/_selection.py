@@ -17,6 +17,12 @@ TYPES = frozenset(
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """What reads rows of a weight: one that a product shares is left as it is."""
 
+WITHIN = frozenset(
+    {"rnn_tanh", "rnn_relu", "lstm", "gru", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3",
+     "_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+)  # fmt: skip
+"""Ops that multiply by several weights each, which are left: noted where they would be selected."""
+
 Globs = list[str] | str | None
 
 
@@ -35,7 +41,7 @@ class Selection:
         """Whether the weight of an op is pruned."""
         names = (context["type"], context.get_op_type())
         if self._types is None:
-            typed = context["type"] in TYPES
+            typed = context["type"] in TYPES | WITHIN
         else:
             typed = any(fnmatchcase(name, glob) for name in names for glob in self._types)
         path = context.get_scope().replace("/", ".")

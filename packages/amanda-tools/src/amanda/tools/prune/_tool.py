@@ -19,7 +19,7 @@ from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
-from amanda.tools.prune._selection import LOOKUPS, Selection
+from amanda.tools.prune._selection import LOOKUPS, WITHIN, Selection
 from amanda.tools.prune._weight import NEVER, Weight
 from amanda.tools.steps import Steps
 
@@ -164,6 +164,8 @@ class PruneTool(amanda.Tool):
         index = context["weight_index"]
         if context["type"] in LOOKUPS and (holder := context.get_variable(0)) is not None:
             self._left.add((framework_of(holder).identity(holder), None))
+        if context["type"] in WITHIN and self._selects(context):
+            self._leave(context, "it multiplies by several weights in one op")
         if index is None or context["phase"] != "forward":
             return
         weight = self._weight(context, index)
@@ -201,8 +203,11 @@ class PruneTool(amanda.Tool):
         else:
             reason = self._options.pattern.misfit(canonical_extents(extents, layout), layout is not None)
         if reason is not None:
-            self._reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
+            self._leave(context, reason)
         return reason is None
+
+    def _leave(self, context: amanda.OpContext, reason: str) -> None:
+        self._reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
 
     def _made(self, context: amanda.OpContext, framework: Any, held: Any, extents: Any, value: Any) -> Weight:
         layout = context["weight_layout"]
@@ -236,9 +241,9 @@ class PruneTool(amanda.Tool):
         revive = self._options.regrow == "magnitude"
         if self._is_made_at_once(weight):
             update = self._schedule.latest(self.step_number)
-            if weight.precedes(update):
+            if update is not None and weight.precedes(update):
                 weight.magnitudes = weight.gathered(value, revive)
-                make_masks([weight], update or 0, self._options)
+                make_masks([weight], update, self._options)
         elif weight.magnitudes is None and weight.precedes(self._next_update):
             self._check_prepared()
             weight.magnitudes = weight.gathered(value, revive)
