@@ -7,7 +7,18 @@ print(flops.result.by("module"))
 """
 
 from amanda.tools.flops._cost import Cost, Formula, Shapes
+from amanda.tools.flops._effective import Effective, EffectiveResult, effective
 from amanda.tools.flops._result import FlopsResult, Place
 from amanda.tools.flops._tool import FlopsTool
 
-__all__ = ["Cost", "FlopsResult", "FlopsTool", "Formula", "Place", "Shapes"]
+__all__ = [
+    "Cost",
+    "Effective",
+    "EffectiveResult",
+    "FlopsResult",
+    "FlopsTool",
+    "Formula",
+    "Place",
+    "Shapes",
+    "effective",
+]
