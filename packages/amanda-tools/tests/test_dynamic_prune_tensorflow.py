@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -221,3 +222,28 @@ def test_weights_learn_in_a_function_with_the_masks_of_their_predictors() -> Non
     assert tool.result.rows()[1][6] > 0
     for name, gradient in wanted.items():
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_keras_model_is_pruned_as_it_is_in_every_call_of_it() -> None:
+    layers = keras.layers
+    keras.utils.set_random_seed(0)
+    tokens = layers.Input((12,))
+    x = layers.Embedding(20, 8)(tokens)
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(8, "relu")(x))
+    model = keras.Model(tokens, layers.Dense(3)(x[:, 0]))
+    model.compile("sgd", "mse")
+    data, tool = np.arange(48).reshape(4, 12) % 19, AttentionPruneTool(keep=0.5)
+    dropped = []
+    with amanda.apply(tool):
+        eager = model(data).numpy()
+        for call in (
+            lambda: model(data),
+            lambda: np.testing.assert_allclose(model.predict(data, verbose=0), eager, rtol=1e-4, atol=1e-5),
+            lambda: model.fit(data, np.ones((4, 3)), verbose=0),
+        ):
+            tool.clear()
+            call()
+            dropped.append([round(row[6], 6) for row in tool.result.rows()])
+    assert dropped == [[0, 0.5]] * 3
