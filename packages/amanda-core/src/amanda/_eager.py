@@ -45,6 +45,10 @@ class Call(ABC):
         """Runs the op itself on inputs like this call's, none of which it holds; None where nothing can."""
         return None
 
+    def compute(self, inputs: Sequence[Any]) -> Any:
+        """Run it for a replacement, which is given a single output as itself."""
+        return self.invoke(list(inputs))
+
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Those of the user's tensors that the op has written and gives back."""
         return spread(inputs[i] for i in self.targets)
@@ -368,7 +372,7 @@ class EagerExecution(TensorOps):
         saved: Saved | None,
     ) -> Any:
         if combined.replace is not None:
-            result = run_replacement(self, combined.replace, inputs, told, run, call.targets, call.invoke)
+            result = run_replacement(self, combined.replace, inputs, told, run, call.targets, call.compute)
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:

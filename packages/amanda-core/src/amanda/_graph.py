@@ -152,10 +152,12 @@ class Inserted:
     wanted: of a replaced backward op, positions of the gradients that something reads.
     depth: how many loops are around the forward op; each of their rounds has a `run` of its own.
     original: of a replaced op, what computes it.
+    reads: how many tensors of other ops follow those of this one.
     """
 
     __slots__ = (
-        "actions", "count", "depth", "facts", "given", "gives", "original", "sizes", "takes_run", "wanted"
+        "actions", "count", "depth", "facts", "given", "gives", "original", "reads", "sizes",
+        "takes_run", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -176,7 +178,8 @@ class Inserted:
         self.gives = tuple(gives)
         self.wanted = tuple(wanted)
         self.depth = 0
-        self.original: Callable[[list[Any]], Any] | None = None
+        self.original: Callable[[Sequence[Any]], Any] | None = None
+        self.reads = 0
         self.takes_run = any(action.takes_run for action in self.actions)
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
@@ -191,9 +194,10 @@ class Inserted:
         """The flat tensors that go back into the graph; `rounds` of the loops around the place."""
         key = self.facts.op_id, tuple(rounds[: self.depth])
         run = execution.runs.setdefault(key, {}) if self.takes_run else {}
-        values = self.values(flat)
+        own = len(flat) - self.reads
+        values = self.values(flat[:own])
         if self.actions and self.actions[0].type.is_replacement:
-            return self._replaced(self.actions[0], execution, values, run)
+            return self._replaced(self.actions[0], execution, values, run, flat[own:])
         actions = [action for action in self.actions if execution.runs_action(action)]
         return self.apply(actions, values, execution.ops, execution.state, run)
 
@@ -206,9 +210,14 @@ class Inserted:
         return spread(values[position] for position in self.gives)
 
     def _replaced(
-        self, action: Action, execution: Execution, values: list[Any], run: dict[str, Any]
+        self,
+        action: Action,
+        execution: Execution,
+        values: list[Any],
+        run: dict[str, Any],
+        reads: Sequence[Any],
     ) -> list[Any]:
-        result = run_replacement(execution.ops, action, values, self.facts, run, (), self.original)
+        result = run_replacement(execution.ops, action, values, self.facts, run, (), self.original, reads)
         if result is NotImplemented:
             with explained(self.facts, action.tool, str(action)):
                 raise RoutineError(

@@ -150,17 +150,20 @@ def run_replacement(
     facts: OpFacts,
     run: dict[str, Any],
     targets: Sequence[int] = (),
-    original: Callable[[list[Any]], Any] | None = None,
+    original: Callable[[Sequence[Any]], Any] | None = None,
+    reads: Sequence[Any] = (),
 ) -> Any:
     """Call a routine instead of an op: what the op would have returned; NotImplemented: the op shall run.
 
     targets: positions of the user's tensors that the op would have written and returned.
-    original: computes the op.
+    original: computes the op.  reads: the values that it reads of other ops.
     """
     given = [_copied(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:
         kwargs = {**kwargs, "original": _spelt_out(original)}
+    if action.reads:
+        kwargs = {**kwargs, "reads": list(reads)}
     with explained(facts, action.tool, str(action)):
         lent = spread(given[i] for i in targets)
         versions = ops.versions(lent)
@@ -182,7 +185,7 @@ def run_replacement(
         return own[0] if len(own) == 1 else tuple(own)
 
 
-def _spelt_out(op: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+def _spelt_out(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
     return lambda *inputs: op(list(inputs))
 
 

@@ -80,6 +80,7 @@ class Action:
 
     select: positions of the values that the routine is given; None for all of them.
     kwargs: what the tool injects into every call of the routine.
+    reads: of a replacement in a graph, inputs of other ops that it is given: op ids and positions.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
     """
@@ -89,6 +90,7 @@ class Action:
     tool: Tool
     select: tuple[int, ...] | None
     kwargs: Mapping[str, Any]
+    reads: tuple[tuple[int, int], ...] = ()
 
     differentiable: bool = field(init=False)
     traceable: bool = field(init=False)

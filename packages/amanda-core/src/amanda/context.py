@@ -22,7 +22,8 @@ class OpFacts:
     """What a driver tells of one execution of an op; the contexts of all tools read it.
 
     graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
-    variables that an op of a graph reads, the same ones in each graph.
+    variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
+    of a graph, which keeps nothing of the graph.
     """
 
     op: Any
@@ -45,12 +46,14 @@ class OpFacts:
     parameters: Sequence[int] = ()
     graph: Hashable = None
     read_variables: Callable[[], Hashable] = field(default=lambda: None)
+    original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
     variable_of: Callable[[Any], Any] = field(default=lambda value: None)
     compute: Callable[[Sequence[Any]], Any] | None = None
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
         self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
+        self.original = None
         self.dropped = True
 
     def at_backward(self, op: Any, op_id: int, replaceable: bool) -> OpFacts:
@@ -167,9 +170,11 @@ class OpContext(dict[str, Any]):
     def get_computation(self) -> Callable[[Sequence[Any]], Any]:
         """A function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
 
-        It holds none of the values.  In a routine, where instrumentation is off, its calls are seen by no
-        tool.  Raises AmandaError where there is no such function, as in a graph.
+        It holds none of the values, and computes values, not symbols, also of a graph's op.  In a routine,
+        where instrumentation is off, its calls are seen by no tool.  Raises AmandaError where there is none.
         """
+        if self._facts.original is not None:
+            return self._facts.original()
         if self._facts.compute is None:
             raise AmandaError(f"{self._facts.name} cannot be called on other inputs in {self.namespace}")
         return self._facts.compute
@@ -220,15 +225,25 @@ class OpContext(dict[str, Any]):
         """Call `func` on the gradients that leave the backward op."""
         self._record(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
 
-    def replace_op(self, func: Routine, inputs: Selection = None, **kwargs: Any) -> None:
+    def replace_op(
+        self, func: Routine, inputs: Selection = None, reads: Sequence[tuple[int, int]] = (), **kwargs: Any
+    ) -> None:
         """Call `func` instead of the op; it takes part in autodiff as the op would have.
 
         It may return NotImplemented to let the op itself run; in a graph, where there is nothing but
         the replacement, that is an error.  To a parameter named `original` it is given what computes the op
         itself, in any mode: `original(*inputs)`, of as many inputs as the op has here.
+
+        reads: in a graph, inputs of other ops that have been analysed before, by op id and position: `func`
+        is given their values as the list `reads`, and gradients go to them, past the ops in between.
         Raises ReplaceConflictError when another tool replaces the op already.
         """
-        self._record(ActionType.REPLACE_OP, func, inputs, kwargs)
+        if reads and self._facts.graph is None:
+            raise ActionError(
+                f"replace_op of {self._facts.name} is to read inputs of other ops; that is for graphs, where "
+                "they are known: eagerly, keep what an execution hands on in the tool"
+            )
+        self._record(ActionType.REPLACE_OP, func, inputs, kwargs, tuple(reads))
 
     def replace_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
         """Let `func` give the gradients that leave the backward op; the kernel may still run."""
@@ -259,7 +274,14 @@ class OpContext(dict[str, Any]):
             )
         return list(values)
 
-    def _record(self, kind: ActionType, func: Routine, select: Selection, kwargs: Mapping[str, Any]) -> None:
+    def _record(
+        self,
+        kind: ActionType,
+        func: Routine,
+        select: Selection,
+        kwargs: Mapping[str, Any],
+        reads: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         if not callable(func):
             raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
         if self._point is None or self._tool is None:
@@ -275,7 +297,8 @@ class OpContext(dict[str, Any]):
             wrapped = None if wrapped is None else wrap(self, kind, wrapped)
         if wrapped is None:
             return
-        action = Action(kind, wrapped, self._tool, self._selected(kind, select), dict(kwargs) or NO_KWARGS)
+        selected = self._selected(kind, select)
+        action = Action(kind, wrapped, self._tool, selected, dict(kwargs) or NO_KWARGS, reads)
         self._actions.append(action)
 
     def _check_point(self, kind: ActionType, point: InstrumentationPoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -52,7 +52,8 @@ class Node:
     """One op as it was analysed: a place in the program.
 
     order: of the first analysis.  fits: the ops of patterns that it is of the type of.
-    readers: ids of the ops that read its output.
+    readers: ids of the ops that read its output.  compute: what computes it, in a graph; values: there, weak
+    references to the symbols that it is given.
     """
 
     id: int
@@ -66,6 +67,8 @@ class Node:
     in_place: bool
     attributes: dict[str, Any]
     op: Any
+    compute: Callable[[Sequence[Any]], Any] | None = None
+    values: list[Any] = field(default_factory=list)
     inputs: tuple[Origin, ...] = ()
     fits: frozenset[Op] = frozenset()
     readers: set[int] = field(default_factory=set)
@@ -83,6 +86,9 @@ class Dataflow:
         node = self._node(context)
         node.inputs = tuple(self._origin(context, value) for value in context.get_inputs())
         node.fits = frozenset(op for op in patterns if op.fits(context))
+        if node.fits and not node.is_eager:
+            node.compute = context.get_computation()
+            node.values = [_weakly(value) for value in context.get_inputs()]
         for origin in node.inputs:
             producer = None if origin.producer is None else self.nodes.get(origin.producer)
             if producer is not None:
@@ -115,3 +121,10 @@ class Dataflow:
         if context["dtype"](value) is None:
             return Origin(None, None)
         return Origin(self._makers.get(value), Tensors.key(value))
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

@@ -40,7 +40,7 @@ class Steps:
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """The output of an op: its value, or what stands for it until it is read."""
         makers, value = self.makers(inputs), compute(*inputs)
-        if not isinstance(value, (list, tuple)):
+        if hasattr(value, "dtype"):
             self._made[value] = Step(node, inputs, compute, makers)
         return value
 

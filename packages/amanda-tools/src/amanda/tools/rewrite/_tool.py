@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.rewrite._dataflow import Dataflow, Node
-from amanda.tools.rewrite._match import Match, OpCall, Site
+from amanda.tools.rewrite._match import Edge, Match, OpCall, Site
 from amanda.tools.rewrite._named import named
 from amanda.tools.rewrite._pattern import Rule
 from amanda.tools.rewrite._result import RewriteResult
@@ -98,10 +99,34 @@ class RewriteTool(amanda.Tool):
             self.analyse_again(changed)
 
     def _instrument(self, context: amanda.OpContext, node: Node, site: Site, steps: Steps) -> None:
-        if node.id == site.last:
+        if not node.is_eager:
+            self._instrument_graph(context, node, site)
+        elif node.id == site.last:
             context.replace_op(self._replace, node=node, site=site, steps=steps)
         else:
             context.replace_op(self._put_off, node=node, steps=steps)
+
+    def _instrument_graph(self, context: amanda.OpContext, last: Node, site: Site) -> None:
+        """In a graph the ops before the last stay as they are; what nothing reads any more does not run."""
+        if last.id != site.last:
+            return
+        nodes, edges = self._dataflow.nodes, site.found.edges
+        read = [
+            (index, i)
+            for index in site.members
+            for i in range(len(nodes[index].inputs))
+            if (index, i) not in edges
+        ]
+        symbols = {one: nodes[one[0]].values[one[1]]() for one in read}
+        if site.rule.when is not None and not site.rule.when(_match(site, nodes, symbols)):
+            site.fallbacks[DECLINED] += 1
+            return
+        own = [one for one in read if one[0] == last.id]
+        others = [one for one in read if one[0] != last.id]
+        positions = [position for _, position in own]
+        context.replace_op(
+            self._replace_in_graph, inputs=positions, reads=others, edges=[*own, *others], site=site
+        )
 
     # ---- execution ----
 
@@ -131,6 +156,14 @@ class RewriteTool(amanda.Tool):
         for step in found.values():
             step.reader = step.reader or "the match itself"
         return NotImplemented
+
+    def _replace_in_graph(
+        self, *inputs: Any, edges: Sequence[Edge], site: Site, reads: Sequence[Any] = ()
+    ) -> Any:
+        given = dict(zip(edges, (*inputs, *reads), strict=True))
+        result = site.rule.replacement(_match(site, self._dataflow.nodes, given))
+        site.replaced += 1
+        return result
 
     @staticmethod
     @amanda.observer
@@ -167,6 +200,21 @@ def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:
         if reason:
             return reason
     return ""
+
+
+def _match(site: Site, nodes: Mapping[int, Node], given: Mapping[Edge, Any]) -> Match:
+    """A match in a graph, by its inputs; those that its own ops make are left out."""
+    calls = {}
+    for index in site.members:
+        node = nodes[index]
+        inputs = [given.get((index, i)) for i in range(len(node.inputs))]
+        calls[index] = OpCall(node, inputs, partial(_computed, node))
+    return Match(site, calls)
+
+
+def _computed(node: Node, *inputs: Any) -> Any:
+    assert node.compute is not None
+    return node.compute(inputs)
 
 
 def _calls(site: Site, found: Mapping[int, Step]) -> dict[int, OpCall]:

@@ -78,6 +78,11 @@ class EagerCall(Call):
         record(self.schema.type, flattened(inputs), attrs, results, made.mark())
         return result
 
+    def compute(self, inputs: Sequence[Any]) -> Any:
+        """The same for a replacement: a single output as itself."""
+        values, _ = self.outputs(self.invoke(list(inputs)))
+        return values[0] if len(values) == 1 else values
+
     def backward_op(self) -> Operation:
         """The op as a backward op, which tells its attributes itself: a context's are the forward op's."""
         given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
@@ -162,6 +167,11 @@ class SlowCall(EagerCall):
         self.attrs = tuple(attrs) if attrs else ()
         given = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         self.inputs = schema.grouped_inputs(tensors, given)
+
+    def formed(self, result: Any) -> Any:
+        """The same as a flat list, which the caller unpacks."""
+        formed = super().formed(result)
+        return [] if formed is None else flattened([formed])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """The same for a result that is a flat list."""

@@ -107,9 +107,11 @@ class Copies:
         with self._lock:
             copy = self.known(state, atomic, trace)
             if copy is None:
-                copy = self._make(state, layer, atomic, args, trace, closed)
                 all_kept = layer.rewrites if trace is None else trace.copy.backward
-                all_kept.setdefault(atomic, {})[state.autodiff, closed] = copy
+                kept = all_kept.setdefault(
+                    atomic, {}
+                )  # what a tool's analysis has forgotten meanwhile stays so
+                copy = kept[state.autodiff, closed] = self._make(state, layer, atomic, args, trace, closed)
         return copy
 
     def _make(

@@ -99,7 +99,8 @@ class Rewritten:
 class Taped:
     """A place where routines take part in autodiff.
 
-    side: "before", "instead" or "after" the operation.  place: the name that it keeps its values under.
+    side: "before", "instead" or "after" the operation, or "past" it: it is one whose inputs are read by what
+    replaces another one, the maker, by its op id.  place: the name that it keeps its values under.
     node: the body that it is in, by its number, and its name there.
     given, gave: flat positions of these values on the operation's side.
     """
@@ -109,6 +110,7 @@ class Taped:
     node: tuple[int, str]
     given: list[int]
     gave: list[int]
+    maker: int | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from amanda.backend import Namespace, OpFacts
 from tensorflow.python.framework import dtypes, tensor_util
 
 from .._operation import Operation
+from ._original import original
 from ._syntax import input_sizes, op_def, output_sizes
 from ._values import PASSING, VARIABLES
 
@@ -46,7 +47,7 @@ def facts_of(
         Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
         grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node), scope=scope,
         source=source(op), read_value=read_value, op_type=op.type, graph=graph,
-        read_variables=partial(variables_of, op, read_value),
+        read_variables=partial(variables_of, op, read_value), original=partial(original, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
     )  # fmt: skip
     return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])

@@ -143,7 +143,8 @@ class GradientEdges:
 
     def _score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
         readers = [self._forward.get(one) for one in self._consumers.get(key(gradient), ())]
-        return 4 * (value.op in readers) + (key(value) not in self._reads(gradient.op, group))
+        alone = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
+        return 4 * (value.op in readers) + (alone and key(value) not in self._reads(gradient.op, group))
 
     def _reads(self, op: tf.Operation, group: Sequence[tf.Operation]) -> set[Any]:
         """The forward tensors that a gradient is computed from, within its group."""

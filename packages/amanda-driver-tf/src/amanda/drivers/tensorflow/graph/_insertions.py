@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from amanda.backend import Action, OpFacts
@@ -15,6 +16,18 @@ from ._original import original
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
 from ._traced import Traced, tell_python, traced
+
+
+class Read(NamedTuple):
+    """An input of another operation that a replacement reads: its op id and flat position, and what it is."""
+
+    op_id: int
+    position: int
+    ref: str
+    tensor: Any
+
+
+Reads = Sequence[Read]
 
 
 class Insertions:
@@ -185,28 +198,43 @@ class Insertions:
         self._pack, self._packed_bytes, self._flushed = [], 0, [node.name]
 
     def replace(
-        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
+        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts, reads: Reads
     ) -> str | None:
         """Let a routine compute what the operation would have; the node's name, None where it cannot."""
         if not all(is_plain(tensor) for tensor in outputs.tensors):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return None
         tell_python(action, f"it replaces {op.type}", self.rewriting)
-        positions = inputs.selected([None])
+        positions = inputs.selected([action.select if action.reads else None])
         flat = inputs.flat(positions)
         sizes = [inputs.sizes[i] for i in positions]
         node = self.node([action], facts, inputs.count, positions, sizes, range(outputs.count))
+        node.reads = len(reads)
         node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
         node.original = original(op) if action.takes_original else None
-        self._let_keep(node, facts, "instead", flat, list(range(len(outputs.refs))), True)
+        given = [*flat, *[-1] * len(reads)]
+        self._let_keep(node, facts, "instead", given, list(range(len(outputs.refs))), True)
+        if node.keeps is not None:
+            self._lead_past(facts, reads, len(flat))
+        refs = [*(inputs.refs[i] for i in flat), *(one.ref for one in reads)]
+        types = [*(enum(inputs.tensors[i]) for i in flat), *(enum(one.tensor) for one in reads)]
+        waits = [text for text in self.body.nodes[self.body.node_name(op)].input if text.startswith("^")]
         name = self.add(
-            op, node, [inputs.refs[i] for i in flat], [enum(inputs.tensors[i]) for i in flat],
-            [enum(tensor) for tensor in outputs.tensors], ahead=True, instead=True,
+            op, node, refs, types, [enum(tensor) for tensor in outputs.tensors], ahead=True, instead=True,
+            waits=waits if reads else None,
         )  # fmt: skip
         outputs.refs = [self.output_of(name, i) for i in range(len(outputs.refs))]
         for i, ref in enumerate(outputs.refs):
             self.sources[ref] = (node.keeps, 1, i)
         return name
+
+    def _lead_past(self, facts: OpFacts, reads: Reads, own: int) -> None:
+        """Let gradients of what a replacement reads of other operations arrive there."""
+        taped = self.rewriting.taped[facts.op_id][-1]
+        for reader in dict.fromkeys(one.op_id for one in reads):
+            given = [one.position if one.op_id == reader else -1 for one in reads]
+            past = replace(taped, side="past", given=[-1] * own + given, maker=facts.op_id)
+            self.rewriting.taped.setdefault(reader, []).append(past)
 
     def replace_gradients(
         self, op: tf.Operation, action: Action, entering: Side, leaving: Side, facts: OpFacts

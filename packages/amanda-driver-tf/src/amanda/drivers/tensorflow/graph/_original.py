@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from amanda.errors import RoutineError
 
 
-def original(op: tf.Operation) -> Callable[[list[Any]], Any]:
+def original(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     """A function of an operation's inputs, in their order; its attributes are those that it has now."""
     kind, definition = op.type, op.op_def
     inferred = {
@@ -20,7 +20,7 @@ def original(op: tf.Operation) -> Callable[[list[Any]], Any]:
     attributes = {one.name: op.get_attr(one.name) for one in definition.attr if one.name not in inferred}
     names = [argument.name for argument in definition.input_arg]
 
-    def compute(inputs: list[Any]) -> Any:
+    def compute(inputs: Sequence[Any]) -> Any:
         function = getattr(tf.raw_ops, kind, None)
         if function is None or len(inputs) != len(names):
             raise RoutineError(

@@ -27,6 +27,7 @@ class Pullbacks:
         self._insertions = insertions
         self._edges = edges
         self._entered: dict[tf.Operation, dict[int, tuple[Any, str]]] = {}
+        self._entered_by_id: dict[int, dict[int, tuple[Any, str]]] = {}
         self._pulled: dict[Any, str] = {}
 
     def at_outputs(
@@ -34,6 +35,7 @@ class Pullbacks:
     ) -> dict[int, str]:
         """What a backward operation reads instead of the gradients of its forward operation's outputs."""
         taped = self._rewriting.taped.get(forward_id)
+        self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
         changed: dict[int, str] = {}
         for i in self._edges.from_outside(op) if self._rewriting.taped else ():
             tensor = op.inputs[i]
@@ -76,6 +78,9 @@ class Pullbacks:
         for one in instead:
             pulled = self._pull(op, one, self._entered.get(forward, {}), gradients)
             refs = {i: (gradients[i], ref) for i, ref in pulled.items()}
+        for one in (one for one in taped if one.side == "past"):
+            pulled = self._pull(op, one, self._entered_by_id.get(one.maker or 0, {}), gradients)
+            refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
         for one in reversed(before):
             pulled = self._pull(op, one, refs, gradients)
             refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
@@ -90,10 +95,10 @@ class Pullbacks:
             ref = self._pull(op, one, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
         wanted = dict.fromkeys(positions, gradient)
         refs = dict.fromkeys(positions, ref)
-        for one in reversed([one for one in taped if one.side in ("before", "instead")]):
-            given = {0: (gradient, ref)} if one.side == "instead" else {
-                i: (gradient, ref) for i, ref in refs.items()
-            }  # fmt: skip
+        for one in reversed([one for one in taped if one.side in ("before", "instead", "past")]):
+            given = {i: (gradient, ref) for i, ref in refs.items()}
+            if one.side != "before":
+                given = {0: (gradient, ref)} if one.maker is None else self._entered_by_id.get(one.maker, {})
             refs |= self._pull(op, one, given, wanted)
         return refs
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import OpFacts, digest
+from amanda.backend import Action, OpFacts, digest
+from amanda.errors import RoutineError
 
 from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
@@ -13,7 +14,7 @@ from ._calls import rewrite_calls
 from ._facts import facts_of, inputs_of, outputs_of
 from ._flow import FLOW, at_flow
 from ._gradients import GradientEdges
-from ._insertions import Insertions
+from ._insertions import Insertions, Read
 from ._passing import Passing
 from ._pullbacks import Pullbacks
 from ._side import Side, enum
@@ -62,6 +63,7 @@ class _Rewriter:
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
         self._recalled: dict[Any, str] = {}
         self._inputs: dict[str, list[Edge]] = {}
+        self._by_id: dict[int, tf.Operation] = {}
         self._by_name = {body.node_name(op): op for op in self.forward}
         self._forward_name = {
             body.node_name(op): body.node_name(found)
@@ -116,6 +118,7 @@ class _Rewriter:
         )
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
+        self._by_id[identity] = op
         depth = self.body.depth_of(op)
         if depth:
             self.rewriting.depths[identity] = depth
@@ -136,7 +139,7 @@ class _Rewriter:
         first = list(side.before)
         if not flow:
             if combined.replace is not None:
-                instead = self.insertions.replace(op, combined.replace, inputs, side, facts)
+                instead = self._replace(op, combined.replace, inputs, side, facts)
                 self.removed |= {} if instead is None else {node.name: instead}
                 first = list(side.refs)
             self.insertions.insert_all(op, combined.after, side, facts, "after")
@@ -144,6 +147,32 @@ class _Rewriter:
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
+
+    def _replace(
+        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
+    ) -> str | None:
+        if action.reads and self.body.guessed:
+            self.rewriting.report(
+                f"the replacement of {op.name}",
+                "it reads inputs of other ops, and only names tell which gradients are theirs: let the "
+                "function be traced, or the graph be made, within a scope",
+            )
+            return None
+        return self.insertions.replace(op, action, inputs, outputs, facts, self._reads(action, facts))
+
+    def _reads(self, action: Action, facts: OpFacts) -> list[Read]:
+        """What a replacement reads of other operations."""
+        found = []
+        for identity, position in action.reads:
+            op = self._by_id.get(identity)
+            if op is None:
+                raise RoutineError(
+                    f"{action} of {type(action.tool).__name__} is to read input {position} of op "
+                    f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
+                )
+            side = self._input_side(op, self.body.nodes[self.body.node_name(op)])
+            found += [Read(identity, i, side.refs[i], side.tensors[i]) for i in side.flat([position])]
+        return found
 
     def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
         """Tell apart what gradient operations read of a tensor that their operation reads twice."""
