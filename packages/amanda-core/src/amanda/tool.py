@@ -170,7 +170,7 @@ class Tool:
         taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
         Call it in an analysis routine.
         """
-        key = f"{self.place(context)}/{name}"
+        key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         values = self._amanda.state.setdefault("values", {})
         if key not in values:
             if key not in self._amanda.loaded:
