@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint_sequential
 
 import amanda
 from amanda.tools.remat import RematTool
@@ -190,3 +192,70 @@ def test_a_chain_takes_as_many_ops_as_the_algorithm_says(n: int) -> None:
 def test_a_chain_takes_ops_in_proportion_to_its_length_within_twice_its_root() -> None:
     for n in (25, 100, 400, 1600):
         assert Simulation(n, 2 * ceil(sqrt(n))).again <= 2 * n
+
+
+# ---- torch's own allocator ----
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator had given out at once, beyond those at the beginning."""
+    run()
+    with profile(profile_memory=True) as profiler:
+        run()
+    alive = most = 0
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    return most
+
+
+MEBI = 1 << 20
+SLACK = 4096  # the loss, and its like
+
+
+@pytest.fixture(scope="module")
+def layers() -> tuple[nn.Sequential, Tensor]:
+    """Sixteen layers that save 1 MiB each, and gradients as large."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(16)]
+    return nn.Sequential(*blocks), torch.randn(4096, 64)
+
+
+def backward(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("budget", [12, 8, 4])
+def test_the_allocator_gives_out_the_budget_and_what_gradients_take(
+    layers: tuple[nn.Sequential, Tensor], budget: int
+) -> None:
+    model, x = layers
+    assert allocated(lambda: backward(model, model(x).sum())) > 16 * MEBI
+    tool = RematTool(budget=budget * MEBI + SLACK, strict=True)
+    with amanda.apply(tool):
+        most = allocated(lambda: backward(model, model(x).sum()))
+    assert budget * MEBI < tool.result.peak <= budget * MEBI + SLACK
+    gradients = 2 * MEBI + 17 * 64 * 64 * 4  # those that enter and leave an op, and of the weights
+    assert most <= tool.result.peak + gradients
+
+
+def test_in_the_memory_of_checkpoints_it_gives_the_same_gradients(
+    layers: tuple[nn.Sequential, Tensor],
+) -> None:
+    model, x = layers
+
+    def run() -> Tensor:
+        loss: Tensor = checkpoint_sequential(model, 4, x, use_reentrant=False).sum()
+        return loss
+
+    most = allocated(lambda: backward(model, run()))
+    plain = backward(model, run())
+    tool = RematTool(budget=most - 2 * MEBI - 17 * 64 * 64 * 4, strict=True)
+    with amanda.apply(tool):
+        found = backward(model, model(x).sum())
+        assert allocated(lambda: backward(model, model(x).sum())) <= most
+    assert all(map(torch.equal, plain, found))
