@@ -7,6 +7,7 @@ from _estimates import Estimate, difference, median, quotient
 from _figures import added, bare_seconds, share, to_mode
 from _graph_tables import graphs
 from _profiling import profiling
+from _rematerialisation import remat
 from _resources import instructions, memory, startup
 from _tables import table, with_span
 from _whole_tools import tools
@@ -136,5 +137,5 @@ def cache(results: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
     "graphs": graphs, "startup": startup, "memory": memory, "instructions": instructions,
-    "profiling": profiling, "tools": tools,
+    "profiling": profiling, "tools": tools, "remat": remat,
 }  # fmt: skip

@@ -118,6 +118,11 @@ PARAGRAPHS = {
         The same tools with the cache off over on: without it every op is analysed at each execution, masks
         and scales are found anew each time.
     """,
+    "remat": """
+        Training steps on one core under the remat tool, processor time, by the share of what the model's ops
+        make and save without a budget. The peak is to be compared with the share: what draws random numbers
+        or is written in place cannot be evicted, and below that no budget is held.
+    """,
     "again": """
         Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are
         counted.

@@ -36,6 +36,7 @@ NAMES = (
     "instructions",
     "profiling",
     "tools",
+    "remat",
 )
 
 

@@ -47,6 +47,19 @@ def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "benchmarks-ops.svg").read_text().count("<svg") == 1
 
 
+def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "remat", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["remat"]["models"][
+        "ResNet-50"
+    ]
+    assert found["came"]["no budget"] == {"peak": 1.0, "again": 0.0}
+    assert found["came"]["75 %"]["again"] > 0
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "| budget | time over bare | peak |" in text
+
+
 def test_a_quick_run_of_whole_tools_tells_their_routines_from_the_framework(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "tools", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
