@@ -272,3 +272,26 @@ def test_a_loop_of_a_session_is_differentiated_twice_over() -> None:
     with tf1.Session(graph=graph) as session, amanda.apply(inserting("insert_after_op", "Tanh", squared)):
         one, other = session.run(gradients, {x: 0.7})
     assert other == 2 * one
+
+
+@pytest.mark.xfail(
+    strict=True, reason="notyet: gradients in a branch in a loop read what others read, not what its op gave"
+)
+def test_gradients_of_a_branch_in_a_loop_read_what_the_op_gave() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf1.placeholder(tf.float32, [])
+
+        def turned(i, y):
+            return i + 1, tf1.cond(i < 5, lambda: tf.tanh(y) * x, lambda: y)
+
+        y = tf1.while_loop(lambda i, _: i < 3, turned, [0, x])[1]
+        (gradient,) = tf.gradients(y, x)
+    with tf1.Session(graph=graph) as session, amanda.apply(inserting("insert_after_op", "Tanh", squared)):
+        found = session.run(gradient, {x: 0.7})
+    x = tf.constant(0.7)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x
+        for _ in range(3):
+            y = straight(tf.tanh(y)) * x
+    np.testing.assert_allclose(found, tape.gradient(y, x), rtol=1e-5)
