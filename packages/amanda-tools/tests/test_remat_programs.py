@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -444,6 +445,40 @@ def test_a_step_leaves_no_memory_behind() -> None:
         assert tool._store is not None
         tool._store.ledger.drain()
         assert tool._store.ledger.bytes <= 4 * 4 + 16 * 16 * 4
+
+
+def test_threads_share_a_budget() -> None:
+    models = [network() for _ in range(3)]
+    plain = network()
+    plain(INPUT).square().sum().backward()
+    tool = half(network())
+
+    def train(model: nn.Module) -> None:
+        model(INPUT).square().sum().backward()
+
+    with amanda.apply(tool) as scope:
+        threads = [threading.Thread(target=scope.bind(train), args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(same(gradients(model), gradients(plain)) for model in models)
+    assert tool.result.rematerialisations > 0
+
+
+def test_it_repeats_ops_on_what_another_tool_gave_them() -> None:
+    def train(*tools: amanda.Tool) -> list[Tensor]:
+        model = network()
+        with amanda.apply(*tools):
+            for _ in range(2):
+                model.zero_grad()
+                model(INPUT).square().sum().backward()
+        return gradients(model)
+
+    tool = half(network())
+    pruned = train(amanda.load_tool("prune", sparsity=0.5))
+    assert same(train(amanda.load_tool("prune", sparsity=0.5), tool), pruned)
+    assert tool.result.rematerialisations > 0
 
 
 def test_a_write_that_no_tool_sees_is_an_error_where_it_matters() -> None:
