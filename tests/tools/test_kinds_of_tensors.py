@@ -165,3 +165,28 @@ def test_all_tools_together_change_nothing_and_tell(what: Program, tmp_path: Pat
         json.dumps(tool.result.to_dict(), allow_nan=False)
         assert str(tool.result)
         assert tool.result._repr_html_()
+
+
+CHANGING: dict[str, dict[str, object]] = {
+    "prune": {"sparsity": 0.5},
+    "quantize": {"method": "dynamic"},
+    "rewrite": {"rules": ["fold_batch_norm"]},
+    "remat": {"budget": 1000},
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_tools_that_change_values_leave_alone_what_they_cannot_change(name: str) -> None:
+    for what in PROGRAMS:
+        with amanda.apply(amanda.load_tool(name, **CHANGING[name])):
+            run(what)
+
+
+def test_a_layer_that_gets_its_memory_later_is_pruned_then() -> None:
+    layer, tool = nn.Linear(8, 4, device="meta"), amanda.load_tool("prune", sparsity=0.5)
+    with amanda.apply(tool):
+        layer(torch.rand(2, 8, device="meta"))
+        layer.to_empty(device="cpu")
+        nn.init.normal_(layer.weight)
+        layer(torch.rand(2, 8))
+    assert [row["sparsity"] for row in tool.result.to_dict()["rows"]] == [0.5]

@@ -183,6 +183,8 @@ class PruneTool(amanda.Tool):
     def _weight(self, context: amanda.OpContext, index: int) -> Weight | None:
         """The weight of an op; None of one that is not pruned, here or where it was met first."""
         value, holder = context.get_inputs()[index], context.get_variable(index)
+        if getattr(value, "is_meta", False):  # it has no numbers yet
+            return None
         framework = framework_of(value)
         held = None if holder is None else framework.held(holder, value)
         key: Hashable = self.place(context) if held is None else held

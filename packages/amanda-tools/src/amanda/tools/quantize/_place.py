@@ -114,6 +114,8 @@ def _quantizer(
     bits = options.weight_bits if weight else options.activation_bits
     if kind is None or not kind.startswith(("float", "bfloat")) or bits is None:
         return None
+    if getattr(value, "is_meta", False):
+        return None
     axes = _channel_axes(context["weight_layout"]) if weight and options.per_channel else ()
     channels = prod(context["shape"](value)[axis] for axis in axes)
     name = "weight" if weight else f"input {position}" if item is None else f"input {position}.{item}"
