@@ -160,13 +160,13 @@ quantisation-aware training ends at other weights, with scores of the same kind.
   and scikit-learn. *Retrieval* is the share of 100 first paragraphs to which, of 100 second paragraphs,
   the nearest is its own; *agreement* is Spearman's correlation of those 10,000 similarities with the dense
   model's. Fine-tuning is towards the dense model's embeddings of other docstrings; the seed draws which,
-  and dropout. What is not trained is the same at each seed.
+  and dropout. What is not trained is the same at each seed, and scored once is enough.
 - Pruned: the half of each weight with the least magnitude, in convolutions, linear layers and products with a
   weight. Fine-tuned: 5 epochs, or 24 batches of 16, with the masks.
 - PTQ: weights symmetric by channel, activations affine by tensor, extremes of a calibration; QAT in
   Keras starts from there, with the straight-through estimator. LSQ learns every scale.
 
-Versions: {versions}.
+{missing}Versions: {versions}.
 `python benchmarks/accuracy.py --write` measures again.
 """
 
@@ -181,7 +181,15 @@ def page(found: dict[str, list[Run]]) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     counts = sorted({len({run.seed for run in runs}) for runs in found.values()})
     seeds = f"{' or '.join(map(str, counts))} seeds"
-    return PAGE.format(tables="\n".join(tables), versions=versions, seeds=seeds)
+    absent = [model for model in MODELS if model not in found]
+    for model, own in found.items():
+        of_all = [
+            run.method for name, runs in found.items() if MODELS[name][0] is MODELS[model][0] for run in runs
+        ]
+        left = dict.fromkeys(method for method in of_all if method not in {run.method for run in own})
+        absent += [f"{model}: {', '.join(left)}"] if left else []
+    missing = f"Not measured yet: {'; '.join(absent)}.\n" if absent else ""
+    return PAGE.format(tables="\n".join(tables), versions=versions, seeds=seeds, missing=missing)
 
 
 def main() -> None:
