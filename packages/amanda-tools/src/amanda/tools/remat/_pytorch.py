@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from typing import Any, NamedTuple
 
 import amanda
+from amanda import interceptor
 from amanda.tools.remat._operation import flat
 
 Compute = Callable[[Sequence[Any]], Any]
@@ -242,7 +243,10 @@ class Torch:
         found: list[int] = []
 
         def run() -> None:
-            with suppress(Exception):  # what is raised, if anything is, is for the op itself to raise
+            with (
+                interceptor.Suspension(),
+                suppress(Exception),
+            ):  # what is raised, if anything is, is for the op itself to raise
                 found.append(self._bytes_made(compute, given))
 
         thread = threading.Thread(target=run, name="amanda-remat")
