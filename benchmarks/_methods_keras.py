@@ -43,7 +43,7 @@ def pruned(study: Study, model: Model, seed: int, tune: bool = False) -> Scores:
 
 def static(study: Study, model: Model, seed: int, bits: int) -> Scores:
     """Quantised after training."""
-    tool = QuantizeTool(weight_bits=bits, activation_bits=bits, types=LAYERS)
+    tool = QuantizeTool(weight_bits=bits, activation_bits=bits, type=LAYERS)
     with amanda.apply(tool):
         with tool.calibrating():
             study.calibrate(model)
@@ -53,7 +53,7 @@ def static(study: Study, model: Model, seed: int, bits: int) -> Scores:
 
 def trained(study: Study, model: Model, seed: int, bits: int) -> Scores:
     """Trained on with quantisation."""
-    tool = QuantizeTool("qat", bits, bits, types=LAYERS)
+    tool = QuantizeTool("qat", bits, bits, type=LAYERS)
     with amanda.apply(tool):
         with tool.calibrating():
             study.calibrate(model)

@@ -45,7 +45,7 @@ def pruned(study: Study, model: nn.Module, seed: int, tune: bool = False) -> Out
 
 def static(study: Study, model: nn.Module, seed: int, bits: int) -> Outcome:
     """Quantised after training."""
-    tool = QuantizeTool(weight_bits=bits, activation_bits=bits, types=LAYERS)
+    tool = QuantizeTool(weight_bits=bits, activation_bits=bits, type=LAYERS)
     with amanda.apply(tool):
         with tool.calibrating():
             study.calibrate(model)
@@ -54,7 +54,7 @@ def static(study: Study, model: nn.Module, seed: int, bits: int) -> Outcome:
 
 def learned(study: Study, model: nn.Module, seed: int, bits: int) -> Outcome:
     """Trained on with quantisation, scales too."""
-    model, tool = copy.deepcopy(model), QuantizeTool("lsq", bits, bits, types=LAYERS)
+    model, tool = copy.deepcopy(model), QuantizeTool("lsq", bits, bits, type=LAYERS)
     with amanda.apply(tool):
         with tool.calibrating():
             study.calibrate(model)

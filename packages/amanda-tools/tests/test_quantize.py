@@ -64,7 +64,7 @@ def calibrated(model: nn.Module, batches: list[Tensor], **options: Any) -> Quant
 def test_calibration_changes_nothing_and_then_the_inputs_of_every_op_are_quantised(
     model: Network, batches: list[Tensor]
 ) -> None:
-    tool = QuantizeTool(types=["conv*", "linear", "matmul", "scaled*", "add"])
+    tool = QuantizeTool(type=["conv*", "linear", "matmul", "scaled*", "add"])
     with amanda.apply(tool) as scope:
         with tool.calibrating():
             assert torch.equal(model(batches[0]), _vanilla(model, batches[0]))
@@ -126,7 +126,7 @@ def test_dynamic_scales_are_those_of_each_execution() -> None:
 
 
 def test_an_activation_that_was_never_calibrated_is_an_error_that_says_where(model: Network) -> None:
-    tool = QuantizeTool(types=["linear"])
+    tool = QuantizeTool(type=["linear"])
     with pytest.raises(QuantizeError, match="input 0 has no scale: calibrate") as caught, amanda.apply(tool):
         model(torch.randn(1, 3, 6, 6))
     assert any("QuantizeTool" in note and "head" in note for note in caught.value.__notes__)
@@ -345,7 +345,7 @@ def test_so_many_executions_calibrate_where_there_is_no_phase_for_it(
 
 
 def test_noise_is_measured_against_the_same_inputs_unquantised(model: Network, batches: list[Tensor]) -> None:
-    tool = calibrated(model, batches, sqnr=True, types=["linear", "scaled*"], activation_bits=5)
+    tool = calibrated(model, batches, sqnr=True, type=["linear", "scaled*"], activation_bits=5)
     seen: dict[str, Any] = {}
 
     class Recorder(amanda.Tool):
@@ -439,7 +439,7 @@ def test_values_that_are_not_finite_cannot_calibrate(model: Network) -> None:
 
 def test_what_optimizers_compute_is_not_quantised() -> None:
     layer = nn.Linear(3, 3)
-    tool = QuantizeTool("dynamic", types=["add", "linear"])
+    tool = QuantizeTool("dynamic", type=["add", "linear"])
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, foreach=False)
     with amanda.apply(tool):
         layer(torch.randn(2, 3)).sum().backward()
@@ -473,7 +473,7 @@ def test_models_of_other_types_stay_of_their_type(method: Any, dtype: torch.dtyp
 
 def test_tensors_in_a_list_are_quantised_each() -> None:
     torch.manual_seed(0)
-    a, b, tool = torch.randn(2, 3, 4), torch.randn(2, 5, 4), QuantizeTool("dynamic", types=["einsum"])
+    a, b, tool = torch.randn(2, 3, 4), torch.randn(2, 5, 4), QuantizeTool("dynamic", type=["einsum"])
     with amanda.apply(tool):
         found = torch.einsum("bij,bkj->bik", a, b)
     grid = Grid.of(8, symmetric=False)
@@ -494,7 +494,7 @@ for _ in range(3):
 
 def test_the_command_quantises_a_program(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM_UNDER_THE_COMMAND)
-    tool = "quantize:weight_bits=4,types=linear,calibration=2,sqnr=true"
+    tool = "quantize:weight_bits=4,type=linear,calibration=2,sqnr=true"
     command = [sys.executable, "-m", "amanda", "run", "-t", tool, "--", "program.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "Quantised tensors" in done.stdout + done.stderr

@@ -27,7 +27,7 @@ class QuantizeTool(amanda.Tool):
         of activations at each execution; "qat": training with the straight-through estimator, where scales
         follow the values until `freeze`; "lsq", "lsq+": scales, and offsets of activations, are learned.
     weight_bits, activation_bits: 2 to 8; None leaves them as they are.
-    types: globs of StandardMapping's words or the framework's names; left out, convolutions, linear layers,
+    type: globs of StandardMapping's words or the framework's names; left out, convolutions, linear layers,
         products of matrices and attention.  `amanda.tools.select` restricts the tool further.
     observer, weight_observer: what range a calibration comes to: "minmax", "percentile" (`percentile` and
         100 - `percentile`), "mse" (least squared error of the values), "histogram" (as torch.ao's).
@@ -48,7 +48,7 @@ class QuantizeTool(amanda.Tool):
         method: Method = "static",
         weight_bits: int | None = 8,
         activation_bits: int | None = 8,
-        types: list[str] | str | None = None,
+        type: list[str] | str | None = None,
         observer: ObserverName = "minmax",
         weight_observer: ObserverName = "minmax",
         percentile: float = 99.99,
@@ -61,7 +61,7 @@ class QuantizeTool(amanda.Tool):
         sqnr: bool = False,
     ) -> None:
         super().__init__()
-        wanted = TYPES if types is None else (types,) if isinstance(types, str) else tuple(types)
+        wanted = TYPES if type is None else (type,) if isinstance(type, str) else tuple(type)
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,

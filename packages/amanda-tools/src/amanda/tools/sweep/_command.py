@@ -76,7 +76,7 @@ def _sweep(options: argparse.Namespace) -> Sweep[Any]:
         given.update({"sparsities": options.levels} if options.levels else {})
         return SparsitySweep(evaluate, **given, type=options.type)
     given.update({"bits": [int(level) for level in options.levels]} if options.levels else {})
-    return BitsSweep(evaluate, **given, types=options.type)
+    return BitsSweep(evaluate, **given, type=options.type)
 
 
 def _function(named: str) -> Callable[[], Any]:

@@ -43,7 +43,7 @@ class BitsSweep(Sweep[int]):
 
     evaluate, metric, progress: see `Sweep`.  weights, activations: which of the two.  calibrate: runs the
     model on examples, by which the scales of activations are found; without it they are found at each
-    execution.  options: of `QuantizeTool`, such as types, observer, per_channel.
+    execution.  options: of `QuantizeTool`, such as type, observer, per_channel.
 
     Raises QuantizeError where neither weights nor activations are to be quantised.
 
