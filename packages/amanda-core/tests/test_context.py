@@ -65,6 +65,7 @@ def test_a_context_tells_of_its_op() -> None:
     assert context.is_forward()
     assert not context.is_backward()
     assert context.get_backward_op() is context.get_backward_op_id() is None
+    assert context.get_backward_order() == 0
     assert context.get_grad_outputs() is context.get_grad_inputs() is None
 
 
@@ -97,6 +98,7 @@ def test_a_backward_context_starts_from_the_forward_one_and_does_not_write_to_it
     assert backward.is_backward()
     assert backward.get_backward_op() is ReluBackward
     assert backward.get_backward_op_id() == 99
+    assert backward.get_backward_order() == 1
     assert backward.get_op_id() == 0xABCD
 
 

@@ -208,6 +208,9 @@ def test_without_the_cache_and_in_half_precision_predictors_say_the_same(
         (lambda: AttentionPruneTool(unit="word"), "unit is 'word'; it is one of 'token', 'block'"),
         (lambda: AttentionPruneTool(by="chance"), "by is 'chance'"),
         (lambda: AttentionPruneTool(block=0), "block is 0"),
+        (lambda: AttentionPruneTool(protect=-1), "protect is -1"),
+        (lambda: AttentionPruneTool(by="learned", hidden=0), "hidden is 0"),
+        (lambda: ActivationPruneTool(temperature=0), "temperature is 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(make: Callable[[], DynamicPruneTool], said: str) -> None:

@@ -435,3 +435,59 @@ def test_the_result_is_a_table_and_a_file() -> None:
     assert (row["sparsity"], row["pattern"]) == (0.25, "channel")
     assert "3 weights of 1,376 elements, sparsity 0.2500." in str(tool.result)
     assert np.allclose(tool.result.to_pandas()["sparsity"], 0.25)
+
+
+def test_gradients_of_gradients_are_those_of_the_pruned_weights() -> None:
+    """What is kept of square weights has the gradient that it has once they are finalized."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
+        torch.rand(3, 8, requires_grad=True),
+    )
+
+    def penalty() -> list[Tensor]:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return list(torch.autograd.grad(slope.pow(2).sum(), [model[0].weight, model[2].weight]))
+
+    tool = PruneTool(0.5)
+    with amanda.apply(tool):
+        found = penalty()
+    tool.finalize(model)
+    for gradient, wanted, layer in zip(found, penalty(), (model[0], model[2]), strict=True):
+        assert torch.equal(gradient[layer.weight != 0], wanted[layer.weight != 0])
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Conv2d(4, 8, 3), torch.rand(2, 4, 5, 5)),
+        (nn.Linear(6, 4), torch.rand(3, 6)),
+        (Product(), torch.rand(3, 6)),
+    ],
+)
+def test_gradients_are_masked_though_the_first_backward_pass_made_none_of_weights(
+    layer: nn.Module, x: Tensor
+) -> None:
+    """A layer that is frozen at first, or an attack on the inputs."""
+    x.requires_grad_()
+    tool = PruneTool(0.5)
+    with amanda.apply(tool):
+        layer.requires_grad_(False)
+        layer(x).sum().backward()
+        layer.requires_grad_(True)
+        torch.autograd.grad(layer(x).sum(), x)
+        for _ in range(2):
+            layer(x).sum().backward()
+    tool.finalize(layer)
+    weight: Any = layer.weight
+    assert weight.grad[weight == 0].eq(0).all()
+    assert weight.grad[weight != 0].ne(0).any()

@@ -303,3 +303,17 @@ def test_lsq_starts_from_the_magnitudes_and_lsq_plus_from_the_moments(axes: tupl
     torch.testing.assert_close(lsq_scale(x, grid, axes), 2 * x.abs().mean(over) / math.sqrt(7))
     wanted = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs()) / 8
     torch.testing.assert_close(lsq_plus_scale(x, grid, axes), wanted)
+
+
+@pytest.mark.parametrize("name", ["minmax", "percentile", "mse", "histogram"])
+def test_numbers_near_the_end_of_float32_have_a_range(name: Any) -> None:
+    """Such as the least number, by which masks of attention hide what is not to be seen."""
+    least = np.finfo(np.float32).min
+    observer = make_observer(name, Grid.of(8, symmetric=False), percentile=100.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for array in (np.array([least, 0, 1], np.float32), np.array([least, 0, 2], np.float32)):
+            observer.observe(array)
+        low, high = observer.range()
+    assert low == pytest.approx(least, rel=1e-2)
+    assert np.isfinite(high)

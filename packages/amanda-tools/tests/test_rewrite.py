@@ -195,11 +195,28 @@ def test_a_condition_is_asked_at_each_execution() -> None:
         (lambda: Rule(Op("relu"), 3), "3"),  # type: ignore[arg-type]
         (lambda: Rule(Op("relu", Op("neg", name="a"), name="a"), TEN.replacement), "'a'"),
         (lambda: RewriteTool(["fold_batchnorm"]), "did you mean 'fold_batch_norm'"),
+        (lambda: RewriteTool([Op("relu")]), "is no Rule"),  # type: ignore[list-item]
     ],
 )
 def test_what_is_wrong_with_a_rule_is_said(wrong: Callable[[], Any], told: str) -> None:
     with pytest.raises(PatternError, match=told):
         wrong()
+
+
+def test_one_rule_needs_no_list() -> None:
+    assert RewriteTool("fold_batch_norm").rules[0].name == "fold_batch_norm"
+    assert RewriteTool(TEN).rules == (TEN,)
+
+
+def test_a_replacement_that_returns_nothing_is_named() -> None:
+    def forgetful(match: Match) -> None:
+        match.original()
+
+    with (
+        amanda.apply(RewriteTool(Rule(Op("neg"), forgetful))),
+        pytest.raises(PatternError, match="'forgetful' gave None"),
+    ):
+        torch.neg(torch.ones(2))
 
 
 def test_an_unknown_capture_is_an_error_that_tells_those_there_are() -> None:

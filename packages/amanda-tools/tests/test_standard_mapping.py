@@ -247,6 +247,25 @@ def test_double_backward_has_a_word() -> None:
     assert "conv2d_backward_backward" in seen
 
 
+def test_what_differentiates_gradients_gives_no_gradient_of_a_weight() -> None:
+    """The weight is square, so that shapes do not tell its gradient from that of its transpose."""
+    x, weight = torch.rand(2, 3, requires_grad=True), nn.Parameter(torch.rand(3, 3))
+    seen: list[tuple[int, int | None]] = []
+
+    def look(context: amanda.OpContext) -> None:
+        if context["type"] == "linear":
+            seen.append((context.get_backward_order(), context["weight_grad_index"]))
+
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(look, backward=True, require_outputs=True)
+    with amanda.apply(tool):
+        (grad,) = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)
+        grad.sum().backward()
+    assert 0 in [index for order, index in seen if order == 1]
+    assert {index for order, index in seen if order == 2} == {None}
+
+
 @pytest.mark.parametrize(
     ("call", "layout", "weight_layout"),
     [

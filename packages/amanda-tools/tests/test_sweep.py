@@ -309,3 +309,36 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
     assert "linear" not in capsys.readouterr().out
     assert command(["sparsity", f"{program}:nothing"]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_metric_that_is_no_number_is_no_success(digits: tuple[Tensor, Tensor], model: Digits) -> None:
+    given = iter([0.5, float("nan"), float("inf"), 0.5, 0.5])
+
+    def diverges() -> float:
+        model(digits[0][:2])
+        return next(given)
+
+    result = SparsitySweep(diverges, [0.5], type="conv2d", progress=False).run()
+    assert [point.error for point in result.points] == [
+        "ValueError: metric is nan",
+        "ValueError: metric is inf",
+        "",
+    ]
+    assert result.within(drop=0.1) == {"second/conv2d": 0.5}
+    json.loads(result.to_json(), parse_constant=lambda name: pytest.fail(name))
+    with pytest.raises(SweepError, match="accuracy is nan without a tool"):
+        SparsitySweep(lambda: float("nan"), [0.5], metric="accuracy", progress=False).run()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda evaluate: SparsitySweep(evaluate, [0.5], patern="channel"),
+        lambda evaluate: SparsitySweep(evaluate, [0.5, 1.5]),
+        lambda evaluate: BitsSweep(evaluate, [8, 1]),
+        lambda evaluate: BitsSweep(evaluate, [8], weights=False, activations=False),
+    ],
+)
+def test_wrong_options_are_said_before_anything_is_evaluated(make: Callable[[Evaluate], Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        make(lambda: pytest.fail("it was evaluated"))

@@ -107,14 +107,15 @@ class BackwardStep:
     """What the tools of the open scopes do at one backward op."""
 
     def __init__(
-        self, ops: EagerExecution, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True
-    ) -> None:
+        self, ops: EagerExecution, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
+        order: int = 1,
+    ) -> None:  # fmt: skip
         assert trace.facts is not None
         self._ops = ops
         self._trace = trace
         self._state = state
         self.id = backward_id(trace.op_id, op.__name__, place)
-        self._facts = trace.facts.at_backward(op, self.id, replaceable)
+        self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
         self._fresh: list[tuple[Plan, BackwardPlan, OpContext]] = []
         self._plans: list[BackwardPlan] = []
         self._missing: list[tuple[Layer, Plan]] = []

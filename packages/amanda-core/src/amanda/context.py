@@ -49,6 +49,7 @@ class OpFacts:
     original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
     variable_of: Callable[[Any], Any] = field(default=lambda value: None)
     compute: Callable[[Sequence[Any]], Any] | None = None
+    backward_order: int = 0
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -56,13 +57,14 @@ class OpFacts:
         self.original = None
         self.dropped = True
 
-    def at_backward(self, op: Any, op_id: int, replaceable: bool) -> OpFacts:
+    def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Facts of a backward op of this op."""
         return OpFacts(
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
             read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
             read_variables=self.read_variables, variable_of=self.variable_of, compute=self.compute,
+            backward_order=order,
         )  # fmt: skip
 
     @property
@@ -139,6 +141,13 @@ class OpContext(dict[str, Any]):
     def get_backward_op_id(self) -> int | None:
         """64 bits that name the backward op; None in the forward pass."""
         return self._facts.backward_op_id
+
+    def get_backward_order(self) -> int:
+        """1 for a backward op of the op, 2 for a backward op of that, ...; 0 in the forward pass.
+
+        The name of a backward op does not tell: one of order 2 may have that of one of order 1.
+        """
+        return self._facts.backward_order
 
     def get_grad_outputs(self) -> list[Any] | None:
         """Gradients of the forward op's outputs, which enter the backward op."""

@@ -171,7 +171,7 @@ class _Backward:
                     self._place_hooks(node, settled.before, settled.after)
                     continue
             self._steps.append(trace)
-            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf)
+            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, mark.order + 1)
             if step.wanted or self._create_graph:
                 hooks = _Hooks(step, mark, self._driver)
                 self._place_hooks(node, hooks.before, hooks.after)

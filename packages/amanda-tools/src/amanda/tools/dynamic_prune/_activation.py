@@ -11,6 +11,7 @@ import numpy as np
 from autoray import astype, do, get_dtype_name
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, spatial_axes
 from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._geometry import Geometry, geometry
@@ -86,6 +87,8 @@ class ActivationPruneTool(DynamicPruneTool):
     ) -> None:
         super().__init__(seed)
         self._budget, self._strength = checked_share("budget", budget), strength
+        if not temperature > 0:
+            raise AmandaError(f"temperature is {temperature!r}; it is a number above 0")
         self._temperature = temperature
         self._convolutions: dict[str, _Convolution] = {}
         self._blocks: dict[str, _Block] = {}

@@ -102,7 +102,7 @@ class AttentionPruneTool(DynamicPruneTool):
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
-        _check(unit, by, block)
+        _check(unit, by, block, protect, hidden)
         self._size, self._learned = (block if unit == "block" else 1), by == "learned"
         self._keep, self._protect = checked_share("keep", keep), protect
         self._strength, self._hidden = strength, hidden
@@ -310,9 +310,12 @@ def _along(attention: _Attention, states: Any) -> Any:
     return astype(alive, get_dtype_name(states))[..., None]
 
 
-def _check(unit: str, by: str, block: int) -> None:
+def _check(unit: str, by: str, block: int, protect: int, hidden: int) -> None:
     for name, value, known in (("unit", unit, ("token", "block")), ("by", by, ("attention", "learned"))):
         if value not in known:
             raise AmandaError(f"{name} is {value!r}; it is one of {', '.join(map(repr, known))}")
-    if block < 1:
-        raise AmandaError(f"block is {block}; it is a number of tokens, 1 at least")
+    for name, count, least, of in (
+        ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
+    ):  # fmt: skip
+        if count < least:
+            raise AmandaError(f"{name} is {count}; it is a number of {of}, {least} at least")

@@ -206,7 +206,7 @@ _WEIGHT_GRAD_AT = {
 def _weight_grad_index(context: OpContext, node: str) -> int | None:
     weight = context["weight_index"]
     stem, order = _stem(node)
-    if weight is None or order != 1:
+    if weight is None or order != 1 or context.get_backward_order() != 1:
         return None
     index = _weight_grad_by_node(context["type"], weight, snake(stem))
     grads = context.get_grad_inputs()

@@ -86,7 +86,7 @@ class PruneTool(amanda.Tool):
             self.depends_on(self._steps)
         self.add_inst_for_op(self._forward)
         if mask_gradients or regrow == "gradient":
-            self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
+            self.add_inst_for_op(self._backward, backward=True)
 
     # ---- for the user ----
 
@@ -260,6 +260,8 @@ class PruneTool(amanda.Tool):
             )
 
     def _mask_gradient(self, gradient: Any, weight: Weight) -> Any:
+        if gradient is None or tuple(gradient.shape) != weight.extents:  # this pass makes none of the weight
+            return None
         if self._options.regrow == "gradient" and weight.magnitudes is not None:
             own = weight.canonical(gradient) * 1
             weight.gradient = own if weight.gradient is None else weight.gradient + own

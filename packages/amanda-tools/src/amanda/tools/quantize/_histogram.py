@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 _UPSAMPLING = 16
 _STEP = 1e-5
+_LARGE = 1e9
 _F = np.float32
 
 
@@ -60,6 +61,12 @@ class Histogram:
 
         Bins are taken away at the end that has fewer numbers, as long as the error shrinks.
         """
+        widest = max(-float(self.least), float(self.most))
+        if widest > _LARGE:  # whose cubes float32 has not
+            unit = Histogram(self.bins)
+            unit.counts, unit.least, unit.most = self.counts, _F(self.least / widest), _F(self.most / widest)
+            least, most = unit.best_range(levels)
+            return _F(float(least) * widest), _F(float(most) * widest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=_F)
         begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
         error = np.inf
@@ -106,7 +113,9 @@ def _counted(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[
     """How many values lie in each of the bins between two bounds, as torch.histc counts."""
     if least == most:
         least, most = least - _F(1), most + _F(1)
-    place = ((values - least) * _F(bins) / (most - least)).astype(np.int64)
+    if float(most) - float(least) > np.finfo(_F).max / bins:  # the end of float32 is near
+        values, least, most = (np.asarray(one, np.float64) for one in (values, least, most))
+    place = ((values - least) * bins / (most - least)).astype(np.int64)
     return np.bincount(np.minimum(place, bins - 1), minlength=bins).astype(_F)
 
 

@@ -46,7 +46,12 @@ class Quantizer(ABC):
         """Make its state, or find what was loaded."""
         empty = np.full((self.channels,) if self.axes else (), np.nan, np.float32)
         for part, trained in self.parts.items():
-            self.state[part] = keep(f"{self.name}.{part}", empty, trained)
+            made = self.state[part] = keep(f"{self.name}.{part}", empty, trained)
+            if tuple(made.shape) not in (empty.shape, ()):
+                raise QuantizeError(
+                    f"{part} that was loaded for {self.name} is of shape {tuple(made.shape)}, "
+                    f"not {empty.shape}: it belongs to another model"
+                )
         self.settled = bool(self.state) and bool(np.isfinite(self._read("scale")).all())
 
     def _read(self, part: str) -> Any:

@@ -76,6 +76,8 @@ class QuantizeResult(Result):
 
     def notes(self) -> Sequence[str]:
         """What the columns say."""
+        if not self.tensors:
+            return ["No op of the types that are to be quantised was met."]
         notes = ["Of a tensor with a scale for each channel, the largest; least and most can be represented."]
         if any(one.output_sqnr is not None for one in self.tensors):
             notes.append(

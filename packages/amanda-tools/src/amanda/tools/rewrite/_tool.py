@@ -12,7 +12,7 @@ from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.rewrite._dataflow import Dataflow, Node
 from amanda.tools.rewrite._match import Edge, Match, OpCall, Site
 from amanda.tools.rewrite._named import named
-from amanda.tools.rewrite._pattern import Rule
+from amanda.tools.rewrite._pattern import PatternError, Rule
 from amanda.tools.rewrite._result import RewriteResult
 from amanda.tools.rewrite._sites import Sites
 from amanda.tools.rewrite._steps import Step, Steps
@@ -26,16 +26,15 @@ DECLINED = "the rule's condition does not hold"
 class RewriteTool(amanda.Tool):
     """Replaces subgraphs: each match of a rule's pattern is computed by its replacement, as one op.
 
-    rules: `Rule`s, or names of those that come with the tool ("fold_batch_norm").  An op belongs to one
-    match: of those that overlap the one that begins first is replaced, then the longest, then that of the
-    rule that comes first.  `result` has the matches, how often each was replaced, and why where it was not;
-    `clear` starts anew.
+    rules: `Rule`s, or names of those that come with the tool ("fold_batch_norm"); one or several.  An op
+    belongs to one match: of those that overlap the one that begins first is replaced, then the longest, then
+    that of the rule that comes first.  `result` has the matches, how often each was replaced, and why where
+    it was not; `clear` starts anew.
     """
 
-    def __init__(self, rules: Sequence[str | Rule] = ()) -> None:
+    def __init__(self, rules: Sequence[str | Rule] | str | Rule = ()) -> None:
         super().__init__()
-        chosen = [named(one) if isinstance(one, str) else (one,) for one in rules]
-        self.rules = tuple(rule for each in chosen for rule in each)
+        self.rules = tuple(rule for one in _listed(rules) for rule in _chosen(one))
         self._patterns = tuple(dict.fromkeys(op for rule in self.rules for op in rule.ops))
         self.depends_on(StandardMapping(), MappingTool([["pytorch", self._pytorch], ["*", self._other]]))
         self.add_inst_for_op(self._enter)
@@ -146,7 +145,7 @@ class RewriteTool(amanda.Tool):
         if not reason:
             match = Match(site, _calls(site, found))
             if site.rule.when is None or site.rule.when(match):
-                result = site.rule.replacement(match)
+                result = _replaced(site, match)
                 site.replaced += 1
                 for step in found.values():
                     step.is_used = True
@@ -161,7 +160,7 @@ class RewriteTool(amanda.Tool):
         self, *inputs: Any, edges: Sequence[Edge], site: Site, reads: Sequence[Any] = ()
     ) -> Any:
         given = dict(zip(edges, (*inputs, *reads), strict=True))
-        result = site.rule.replacement(_match(site, self._dataflow.nodes, given))
+        result = _replaced(site, _match(site, self._dataflow.nodes, given))
         site.replaced += 1
         return result
 
@@ -182,6 +181,25 @@ class RewriteTool(amanda.Tool):
         """The match is needed op by op: it is replaced no more."""
         site.broken = f"what {step.node.type} makes is read by {step.reader}"
         self._decide()
+
+
+def _listed(rules: Sequence[str | Rule] | str | Rule) -> Sequence[str | Rule]:
+    return [rules] if isinstance(rules, (str, Rule)) else rules
+
+
+def _chosen(one: str | Rule) -> Sequence[Rule]:
+    if isinstance(one, str):
+        return named(one)
+    if not isinstance(one, Rule):
+        raise PatternError(f"{one!r} is no Rule, nor the name of one")
+    return (one,)
+
+
+def _replaced(site: Site, match: Match) -> Any:
+    result = site.rule.replacement(match)
+    if result is None:
+        raise PatternError(f"the replacement of rule {site.rule.name!r} gave None; it returns the new output")
+    return result
 
 
 def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:

@@ -16,6 +16,8 @@ class SparsitySweep(Sweep[float]):
     evaluate, metric, progress: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.  With
     scope="global" the weights are ranked together in a first evaluation of each point.
 
+    Raises what PruneTool does for an option or a level that cannot be.
+
     >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="channel", progress=False)
     """
 
@@ -36,6 +38,7 @@ class SparsitySweep(Sweep[float]):
                     evaluate()
 
         super().__init__(evaluate, make, sparsities, prepare, "sparsity", metric, progress)
+        self._check_levels()
 
 
 class BitsSweep(Sweep[int]):
@@ -45,7 +48,7 @@ class BitsSweep(Sweep[int]):
     model on examples, by which the scales of activations are found; without it they are found at each
     execution.  options: of `QuantizeTool`, such as type, observer, per_channel.
 
-    Raises QuantizeError where neither weights nor activations are to be quantised.
+    Raises what QuantizeTool does for an option or a level that cannot be.
 
     >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
     """
@@ -73,3 +76,4 @@ class BitsSweep(Sweep[int]):
                     calibrate()
 
         super().__init__(evaluate, make, bits, prepare, "bits", metric, progress)
+        self._check_levels()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any, Generic, TypeVar
 
 import amanda
@@ -35,7 +36,7 @@ class Sweep(Generic[Level]):
     the ops where the tool acts, then with the tool at each of them. A tool is told of one op alone by
     `Tool.restrict`; weights are as they were, unless `evaluate` changes them.
 
-    Raises SweepError without levels.
+    Raises SweepError without levels; `run` where the metric without a tool is no finite number.
     """
 
     def __init__(
@@ -71,14 +72,18 @@ class Sweep(Generic[Level]):
     def run(self) -> SweepResult:
         """Measure what was not measured yet.
 
-        An exception in the evaluation of a point is kept as that point's, and logged. One without a tool, one
-        of Amanda, as of a tool's options, and KeyboardInterrupt reach the caller as they are: `result` has
-        what was measured by then, and another `run` goes on from there.
+        An exception in the evaluation of a point is kept as that point's, and logged, and so is a metric of
+        NaN or infinity. One without a tool, one of Amanda, as of a tool's options, and KeyboardInterrupt
+        reach the caller as they are: `result` has what was measured by then, and another `run` goes on
+        from there.
         """
         with Progress(self._progress) as progress:
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
-                self._dense = self._number(self._evaluate())
+                dense = self._number(self._evaluate())
+                if not isfinite(dense):
+                    raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
+                self._dense = dense
                 progress.done(f"{self._names[1]} {self._dense:g}")
             for level in self._levels:
                 self._measure(ALL, level, progress, 1 + len(self._levels))
@@ -87,6 +92,11 @@ class Sweep(Generic[Level]):
                 for level in self._levels:
                     self._measure(site, level, progress, total)
         return self.result
+
+    def _check_levels(self) -> None:
+        """Say now what is wrong with an option, and not after an evaluation."""
+        for level in self._levels:
+            self._make(level)
 
     def _is_done(self) -> bool:
         wanted = len(self._levels) * (1 + len(self._sites))
@@ -101,7 +111,10 @@ class Sweep(Generic[Level]):
         progress.begin(total, told, 1 + len(self._points))
         tool, metric, error = self._tool(site, level), None, ""
         try:
-            metric = self._number(self._evaluated(tool))
+            found = self._number(self._evaluated(tool))
+            if not isfinite(found):
+                raise ValueError(f"{self._names[1]} is {found}")
+            metric = found
         except AmandaError:
             raise
         except Exception as caught:
