@@ -62,9 +62,11 @@ def runs_in_torch(name: str, seed: int, quick: bool, methods: Sequence[str] = ()
 
 
 def runs_in_keras(name: str, seed: int, quick: bool, methods: Sequence[str] = ()) -> list[Run]:
-    """The same in Keras, whose models are not copied but set back."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    """The same in Keras, whose models are not copied but set back, and without fusion of operators."""
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", TF_ENABLE_ONEDNN_OPTS="0")
     import tensorflow as tf
+
+    from amanda.drivers.tensorflow import without_fusion
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -72,16 +74,17 @@ def runs_in_keras(name: str, seed: int, quick: bool, methods: Sequence[str] = ()
     from _methods_keras import METHODS
 
     study, found = DigitsStudy(cnn if name == "CNN" else vit, *((3, 1) if quick else ())), []
-    model = study.dense(seed)
-    begun = model.get_weights()
-    for method in methods or METHODS:
-        *ways, options = METHODS[method]
-        scores, ends = [], []
-        for way in ways:
-            model.set_weights(begun)
-            scores.append(way(study, model, seed, **options))
-            ends.append(dict(enumerate(model.get_weights())))
-        found.append(Run(method, seed, scores[0], scores[1], same(*ends)))
+    with without_fusion():
+        model = study.dense(seed)
+        begun = model.get_weights()
+        for method in methods or METHODS:
+            *ways, options = METHODS[method]
+            scores, ends = [], []
+            for way in ways:
+                model.set_weights(begun)
+                scores.append(way(study, model, seed, **options))
+                ends.append(dict(enumerate(model.get_weights())))
+            found.append(Run(method, seed, scores[0], scores[1], same(*ends)))
     return found
 
 
@@ -147,9 +150,8 @@ deviation in percent over {seeds}. A tool is applied to the unmodified model; by
 by hooks or callbacks, and layers are exchanged for ones that quantise.
 
 *Equal scores* counts the seeds whose scores are the same to the last bit, *equal weights* is the share of
-weights that are the same bit for bit in the end, at the seed where it is least. TensorFlow fuses
-convolutions with what follows, other ones where routines run: then gradients are sums in another order, and
-quantisation-aware training ends at other weights, with scores of the same kind.
+weights that are the same bit for bit in the end, at the seed where it is least. Both ways are run without
+[fusion of operators](how-it-works.md) in TensorFlow, which would fuse others where routines run.
 
 {tables}
 ## What was measured

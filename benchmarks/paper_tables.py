@@ -75,8 +75,17 @@ TASKS = (
         "test_dynamic_prune_attention.py::test_states_and_gradients_are_those_of_a_model_that_takes_tokens_away",
         "test_dynamic_prune_tensorflow.py::test_every_mode_gives_what_pytorch_does",
     )),
-    Task("Subgraph rewriting", "", (
+    Task("Subgraph rewriting", "", everywhere(
         "test_rewrite.py::test_each_convolution_of_a_model_of_torchvision_takes_its_normalisation",
+        "test_rewrite_tensorflow.py::test_twins_of_models_of_torchvision_are_folded_in_every_mode",
+    )),
+    Task("Sweeps of sparsity and bits", "", (
+        "test_sweep.py::test_each_point_is_what_one_layer_changed_by_hand_gives",
+        "test_sweep_tensorflow.py::test_a_session_is_swept_as_any_program",
+        *["test_sweep_tensorflow.py::test_each_point_is_what_one_kernel_pruned_by_hand_gives"] * 2,
+    )),
+    Task("Rematerialisation", "", (
+        "test_remat_models.py::test_models_train_within_a_budget_with_the_same_gradients",
         None, None, None,
     )),
 )  # fmt: skip

@@ -67,7 +67,9 @@ def on_grid(x, scale, zero_point, low, high):
 
 class QuantizedDense(keras.layers.Dense):
     def call(self, inputs, training=None):
-        return self.activation(ops.matmul(self.of_input(inputs), self.of_kernel(self.kernel)) + self.bias)
+        return self.activation(
+            ops.add(ops.matmul(self.of_input(inputs), self.of_kernel(self.kernel)), self.bias)
+        )
 
     def inner(self):
         return [0]
@@ -79,7 +81,7 @@ class QuantizedConv2D(keras.layers.Conv2D):
         outputs = ops.conv(
             inputs, kernel, list(self.strides), self.padding, self.data_format, self.dilation_rate
         )
-        return self.activation(outputs + self.bias)
+        return self.activation(ops.add(outputs, ops.reshape(self.bias, (1, 1, 1, -1))))
 
     def inner(self):
         return [0, 1, 2]
@@ -87,7 +89,8 @@ class QuantizedConv2D(keras.layers.Conv2D):
 
 class QuantizedEinsumDense(keras.layers.EinsumDense):
     def call(self, inputs, training=None):
-        return ops.einsum(self.equation, self.of_input(inputs), self.of_kernel(self.kernel)) + self.bias
+        outputs = ops.einsum(self.equation, self.of_input(inputs), self.of_kernel(self.kernel))
+        return ops.add(outputs, self.bias)
 
     def inner(self):
         kernel, output = self.equation.split(",")[1].split("->")
