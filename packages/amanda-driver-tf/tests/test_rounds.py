@@ -274,9 +274,7 @@ def test_a_loop_of_a_session_is_differentiated_twice_over() -> None:
     assert other == 2 * one
 
 
-@pytest.mark.xfail(
-    strict=True, reason="notyet: gradients in a branch in a loop read what others read, not what its op gave"
-)
+@pytest.mark.usefixtures("control_flow")
 def test_gradients_of_a_branch_in_a_loop_read_what_the_op_gave() -> None:
     with tf.Graph().as_default() as graph:
         x = tf1.placeholder(tf.float32, [])

@@ -71,6 +71,7 @@ def rewrite_calls(
             function, identity, read_argument, rewriting, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
             depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
+            outer=body.captured,
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))

@@ -21,6 +21,10 @@ from ._syntax import FunctionSyntax, op_def
 from ._values import variable_of
 
 NUMBER = "amanda_number"
+_BRANCHING = ("If", "StatelessIf", "Case", "StatelessCase")
+
+Captured = Callable[[Any], Any]
+"""Of a symbol of a graph, the one of another graph that it stands for; None of others."""
 
 
 class Function:
@@ -131,6 +135,7 @@ def body_of(
     backward: bool = False,
     depth: int = 0,
     argument_variable: Callable[[int], Any] | None = None,
+    outer: Captured = lambda tensor: None,
 ) -> Body:
     """The nodes of a function that run.
 
@@ -140,6 +145,7 @@ def body_of(
     forward_call: where this is called for the gradients of a call, that one.
     depth: how many loops are around it.
     argument_variable: what holds the variable that an argument is the handle of; the argument by default.
+    outer: for a symbol of the graph that calls this one, the forward symbol that it stands for.
     """
     definition, graph = function.definition, function.graph
     run = executed(definition)
@@ -147,7 +153,8 @@ def body_of(
     syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
     names = function.names
     everything = graph.get_operations()
-    held = _captured(graph)
+    branches = forward_call is not None and forward_graph is not None and forward_call.type in _BRANCHING
+    held = _captured(graph, (forward_call, forward_graph) if branches else None, outer)
     forward_ops = _forward_operations(held, everything, forward_graph)
     forward = ForwardMap(everything, forward_ops, held, forward_call, backward)
     if rewriting is not None and forward.guessed:
@@ -181,25 +188,45 @@ def _has_custom_gradient(op: tf.Operation) -> bool:
     return kind.startswith(b"CustomGradient")
 
 
-def _captured(graph: Any) -> Callable[[Any], Any]:
+def _captured(graph: Any, branch: Any, outer: Captured) -> Captured:
     """For a placeholder of a graph, the symbol of another graph that it stands for.
 
-    So too for what a loop of gradients takes of what the rounds of another loop have accumulated.
+    So too for what a loop of gradients takes of what the rounds of another loop have accumulated, and for
+    what the gradients of a branch take of it: the call gives that, in an optional, which is empty where the
+    branch was not taken.
+    branch: the operation and graph of the branch that this one has gradients of; None of others.
+    outer: the same of the graph that calls this one.
     """
     held_by = captured_by(graph)
 
+    def of_branch(tensor: Any) -> Any:
+        """What the branch gives that a symbol stands for; another graph's where it gives none."""
+        given = held_by(tensor)
+        at = given
+        while branch is not None and at is not None:
+            if at.op is branch[0]:
+                return branch[1].outputs[at.value_index]
+            at = outer(at)
+        return given
+
     def held(tensor: Any) -> Any:
-        if tensor.op.type != "TensorListPopBack" or tensor.value_index != 1:
-            return held_by(tensor)
-        accumulated = held_by(tensor.op.inputs[0])
-        pushes = accumulated is not None and accumulated.op.type == "TensorListPushBack"
-        return accumulated.op.inputs[1] if pushes else None
+        op = tensor.op
+        if op.type == "TensorListPopBack" and tensor.value_index == 1:
+            return _put_into(held_by(op.inputs[0]), "TensorListPushBack", 1)
+        if op.type == "OptionalGetValue":
+            return _put_into(of_branch(op.inputs[0]), "OptionalFromValue", tensor.value_index)
+        return of_branch(tensor)
 
     return held
 
 
+def _put_into(holder: Any, kind: str, index: int) -> Any:
+    """The tensor that an operation of that kind puts into what holds it; None of others."""
+    return holder.op.inputs[index] if holder is not None and holder.op.type == kind else None
+
+
 def _forward_operations(
-    captured: Callable[[Any], Any], everything: Sequence[tf.Operation], graph: Any
+    captured: Captured, everything: Sequence[tf.Operation], graph: Any
 ) -> Mapping[str, tf.Operation] | None:
     """The operations of the graph that this one captures tensors of; None where it captures none."""
     for op in everything:

@@ -21,8 +21,8 @@ from ._side import Side, enum
 from ._slots import Recalled
 from ._syntax import Edge, input_sizes, output_sizes, references
 
-_PUSHES = ("StackPushV2", "TensorListPushBack")
-"""Ops that keep a tensor of each round of a loop, for the gradients of all who read it."""
+_PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
+"""Ops that keep a tensor of a round of a loop, or of a branch, for the gradients of all who read it."""
 
 
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
@@ -190,8 +190,14 @@ class _Rewriter:
         """Let the gradient operations of an operation read something else instead of a tensor."""
         self.own.setdefault((self.body.node_name(op), edge), ref)
         source = self.insertions.sources.get(ref)
-        if source is not None and source[0] is not None:
-            self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
+        if source is None or source[0] is None:
+            return
+        self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
+        read = {(one.op, one.value_index) for one in op.inputs}
+        while tensor.op.type == "Identity":  # loops keep what it is given for their gradients
+            tensor = tensor.op.inputs[0]
+            if (tensor.op, tensor.value_index) not in read:
+                self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
 
     def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
