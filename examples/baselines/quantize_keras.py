@@ -15,19 +15,22 @@ divided = tf.math.divide_no_nan
 
 
 class OfKernel:
-    """Fake quantisation with a symmetric scale for each output channel, of the present value.
+    """Fake quantisation with a symmetric scale for each output channel, of the value that was seen last.
 
-    mode: as of an input; a calibration is without quantisation.
+    mode: "calibrate" and "train" see it, the first without quantisation; else the scale is fixed.
     """
 
-    def __init__(self, bits: int, inner: list[int]) -> None:
+    def __init__(self, bits: int, inner: list[int], shape: tuple[int, ...]) -> None:
         self.high, self.inner, self.mode = float(2 ** (bits - 1) - 1), inner, "calibrate"
+        reduced = [1 if axis in inner else size for axis, size in enumerate(shape)]
+        self.largest = tf.Variable(tf.zeros(reduced), trainable=False)
 
     def __call__(self, x):
+        if self.mode != "fixed":
+            self.largest.assign(tf.reduce_max(tf.abs(x), self.inner, keepdims=True))
         if self.mode == "calibrate":
             return x
-        largest = tf.reduce_max(tf.abs(x), self.inner, keepdims=True)
-        scale = tf.maximum(divided(largest, self.high + 0.5), EPSILON)
+        scale = tf.maximum(divided(self.largest, self.high + 0.5), EPSILON)
         return on_grid(x, scale, tf.zeros([]), -self.high - 1, self.high)
 
 
@@ -111,7 +114,7 @@ class Quantized:
         self.model, self.layers = model, known(model)
         for layer in self.layers:
             layer.__class__ = KINDS[type(layer)]
-            layer.of_input, layer.of_kernel = OfInput(bits), OfKernel(bits, layer.inner())
+            layer.of_input, layer.of_kernel = OfInput(bits), OfKernel(bits, layer.inner(), layer.kernel.shape)
         self.set("calibrate")
         calibrate(model)
         self.set("fixed")
