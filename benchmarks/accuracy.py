@@ -136,9 +136,9 @@ def table(found: Sequence[Run]) -> list[str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation in percent."""
-    mean, deviation = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{100 * mean:.2f} ± {100 * deviation:.2f}"
+    """Mean and, of more than one, standard deviation in percent."""
+    mean = f"{100 * statistics.mean(values):.2f}"
+    return f"{mean} ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 PAGE = """\
@@ -150,8 +150,9 @@ deviation in percent over {seeds}. A tool is applied to the unmodified model; by
 by hooks or callbacks, and layers are exchanged for ones that quantise.
 
 *Equal scores* counts the seeds whose scores are the same to the last bit, *equal weights* is the share of
-weights that are the same bit for bit in the end, at the seed where it is least. Both ways are run without
-[fusion of operators](how-it-works.md) in TensorFlow, which would fuse others where routines run.
+weights that are the same bit for bit in the end, at the seed where it is least. In TensorFlow both ways
+are run without [fusion of operators](how-it-works.md), which would fuse others where routines run; the rows
+of the CNN in Keras other than QAT were measured with it. QAT there has two seeds, the ViT in Keras one.
 
 {tables}
 ## What was measured
