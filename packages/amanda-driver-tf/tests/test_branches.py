@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,15 @@ def branch_in_a_loop(flow, tanh, mul, x):
     return flow.loop(lambda i, y: flow.cond(i < 2, lambda: mul(tanh(y), x), lambda: tanh(y)), x)
 
 
+def branches_in_a_loop(flow, tanh, mul, x):
+    def turn(i, y):
+        return flow.cond(
+            i < 2, lambda: flow.cond(i < 1, lambda: mul(tanh(y), x), lambda: tanh(y) + 1), lambda: y * 1.5
+        )
+
+    return flow.loop(turn, x)
+
+
 def loop_in_a_branch(flow, tanh, mul, x):
     return flow.cond(x < 5, lambda: flow.loop(lambda i, y: mul(tanh(y), x), x), lambda: x)
 
@@ -112,6 +122,10 @@ def straight(value):
     return squared(value), lambda gradient: gradient
 
 
+def loop(flow, tanh, mul, x):
+    return flow.loop(lambda i, y: mul(tanh(y), x), x)
+
+
 def through(before: Callable[..., Any] = tf.identity, after: Callable[..., Any] = tf.identity):
     """Functions as they are with a routine before the product's first factor, and one after the other."""
     return (lambda y: after(tf.tanh(y))), (lambda one, other: tf.multiply(before(one), other))
@@ -130,6 +144,25 @@ def test_gradients_in_branches_read_what_their_op_read_and_gave(run, program) ->
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def scan(flow, tanh, mul, x):
+    def turn(state, value):
+        return mul(tanh(state * x), value)
+
+    values = [0.3, 0.6, 0.9]
+    return tf.scan(turn, tf.constant(values), x)[-1] if flow is InGraph else reduce(turn, values, x)
+
+
+@pytest.mark.parametrize("action", ["insert_before_op", "insert_after_op"])
+@pytest.mark.parametrize("program", [scan, branch_in_a_loop, branches_in_a_loop, loop_in_a_branch])
+def test_gradients_in_control_flow_of_version_1_go_through_differentiable_routines(program, action) -> None:
+    place = action.split("_")[1]
+    with amanda.apply(inserting(action, "Tanh", amanda.differentiable(lambda value: value * value))):
+        found = with_version_1(lambda x: program(InGraph, tf.tanh, tf.multiply, x))
+    routine = {"before": lambda y: tf.tanh(squared(y)), "after": lambda y: squared(tf.tanh(y))}[place]
+    expected = differentiated(lambda x: program(ByHand, routine, tf.multiply, x))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("run", [in_a_session, in_a_function, outside_a_function])
 def test_gradients_in_branches_go_through_differentiable_routines(run) -> None:
     with amanda.apply(
@@ -138,3 +171,23 @@ def test_gradients_in_branches_go_through_differentiable_routines(run) -> None:
         found = run(lambda x: case_in_a_loop(InGraph, *through(), x))
     expected = differentiated(lambda x: case_in_a_loop(ByHand, *through(after=squared), x))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("run", [in_a_session, in_a_function])
+def test_gradients_in_loops_read_what_an_identity_and_its_reader_were_given(run) -> None:
+    reading = inserting("insert_before_op", "Mul", lambda y, x: (squared(y), x))
+
+    def marked(y, x):
+        return tf.identity(y, name="marked") * x
+
+    def only_marked(context) -> None:
+        if context.get_op_type() == "Identity" and context.get_op().name.endswith("marked"):
+            context.insert_after_op(squared)
+
+    giving = amanda.Tool()
+    giving.add_inst_for_op(only_marked, require_outputs=True)
+    for tools, after in ([giving], straight), ([giving, reading], lambda y: straight(straight(y))):
+        with amanda.apply(*tools):
+            found = run(lambda x: loop(InGraph, tf.tanh, marked, x))
+        expected = differentiated(lambda x: loop(ByHand, *through(after), x))  # noqa: B023
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -59,6 +59,11 @@ class GradientEdges:
             return []
         return [i for i, tensor in enumerate(op.outputs) if is_differentiable(tensor)]
 
+    def last(self, forward: tf.Operation) -> tf.Operation:
+        """The last backward operation that a gradient enters; others may be where the values are made."""
+        group = self.groups[forward]
+        return next((op for op in reversed(group) if self.entering(op)), group[-1])
+
     def from_outside(self, op: tf.Operation) -> list[int]:
         """Positions of the inputs that are gradients of the forward operation's outputs.
 

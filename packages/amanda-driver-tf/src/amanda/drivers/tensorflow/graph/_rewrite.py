@@ -147,6 +147,20 @@ class _Rewriter:
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
             self._let_own_read(op, identity, edge, side.tensors[i], first[i])
+            if op.type == "Identity":
+                self._let_readers_keep(op, side.tensors[i], side.refs[i])
+
+    def _let_readers_keep(self, op: tf.Operation, tensor: Any, ref: str) -> None:
+        """Let gradients of those behind an Identity read what it gives: loops keep what it is given."""
+        source = self.insertions.sources.get(ref)
+        if source is None or source[0] is None:
+            return
+        given = op.inputs[0]
+        for reader in tensor.consumers():
+            if all(one.op is not given.op or one.value_index != given.value_index for one in reader.inputs):
+                self.rewriting.kept.setdefault(
+                    (op_id(self.body, reader.name), given.op.name, given.value_index), source
+                )
 
     def _replace(
         self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
@@ -197,7 +211,7 @@ class _Rewriter:
         while tensor.op.type == "Identity":  # loops keep what it is given for their gradients
             tensor = tensor.op.inputs[0]
             if (tensor.op, tensor.value_index) not in read:
-                self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
+                self.rewriting.kept[identity, tensor.op.name, tensor.value_index] = source
 
     def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
@@ -214,7 +228,7 @@ class _Rewriter:
             self.edges[node.name, i] = ref
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
-        if self.rewriting.taped and self.gradients.groups[forward][-1] is op:
+        if self.rewriting.taped and self.gradients.last(forward) is op:
             self._pull_at_inputs(op, forward, forward_id)
 
     def _pull_at_inputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
