@@ -18,6 +18,14 @@ from amanda import interceptor
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also in a process that was started in the background of a shell, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupts:
     """Raises a KeyboardInterrupt at some moment within the next seconds, or not at all."""
 
