@@ -14,6 +14,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 import amanda
+from amanda.drivers.tensorflow.session import _copies
 
 tf1 = tf.compat.v1
 
@@ -236,3 +237,30 @@ def test_errors_of_operations_have_the_users_names(graph, everywhere) -> None:
             session.run(y, {x: [1.0]})
         assert inside.value.op is vanilla.value.op is y.op
         assert "amanda_hidden" not in inside.value.message
+
+
+def test_a_copy_that_tensorflow_refuses_is_said_and_leaves_session_and_graph_as_they_were(
+    graph, everywhere, monkeypatch
+) -> None:
+    whole = _copies.partition
+
+    def nowhere(*args):
+        parted = whole(*args)
+        for node in parted.copied:
+            node.device = "/job:nowhere/task:7/device:CPU:0"
+        return parted
+
+    loss, train, init = train_graph()
+    before = shown(graph)
+    given = {"x:0": np.ones([4, 3])}
+    with tf1.Session(graph=graph) as session:
+        session.run(init)
+        with monkeypatch.context() as patch, amanda.apply(everywhere) as scope:
+            patch.setattr(_copies, "partition", nowhere)
+            session.run([loss, train], given)
+        assert [one.what for one in scope.report if "refuses" in one.reason] == ["a run of a session"]
+        assert shown(graph) == before
+        later = tf.reduce_sum(loss)
+        session.run([later, train], given)
+        with amanda.apply(everywhere):
+            session.run([later, train], given)

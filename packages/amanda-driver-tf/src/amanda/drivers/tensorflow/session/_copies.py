@@ -101,7 +101,7 @@ class Copies:
                     "their forward ops are told by names: TensorFlow's own record is not in a GraphDef",
                 )
             try:
-                route = self._placed(graph, request, own, rewritten, rewriting, frames)
+                route = self._placed(session, request, own, rewritten, rewriting, frames)
             except errors_impl.OpError as error:
                 rewriting.report("a run of a session", f"TensorFlow refuses the copy: {error.message}")
                 route = None
@@ -109,7 +109,7 @@ class Copies:
 
     def _placed(
         self,
-        graph: Any,
+        session: Any,
         request: Request,
         own: Mapping[str, Any],
         rewritten: Rewritten,
@@ -119,6 +119,7 @@ class Copies:
         """Put the copy beside the user's nodes, where it differs."""
         if not rewritten.changed:
             return None
+        graph = session.graph
         number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
         number.attr["dtype"].type = types_pb2.DT_INT64
         number.attr["shape"].shape.SetInParent()
@@ -138,7 +139,7 @@ class Copies:
         }
         also = list(dict.fromkeys(one for group in rewritten.inserted.values() for one in group))
         hidden = HiddenNodes.of(graph).put(
-            graph, copied, rewriting.library,
+            session, copied, rewriting.library,
             sorted({NUMBER, *also, *targets.values(), *feeds.names.values(),
                     *(name for name, _ in endpoints.values())}),
         )  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
-from tensorflow.python.framework import c_api_util
+from tensorflow.python.client.session import BaseSession
+from tensorflow.python.framework import c_api_util, ops
 
 from ._readers import hide_readers
 from ._vanilla import PREFIX, hide_nodes
@@ -49,16 +50,15 @@ class HiddenNodes:
         return cls._of[graph]
 
     def put(
-        self, graph: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]
+        self, session: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]
     ) -> Hidden:
-        """Import nodes whose inputs are each other, or the graph's own nodes.
+        """Import nodes whose inputs are each other, or those of the session's graph.
 
-        wanted: names of the nodes that will be asked for.
+        wanted: names of the nodes that will be asked for.  Raises OpError where such a session refuses them.
         """
         key = _digest(nodes, functions, wanted)
         if key not in self._imports:
-            hide_nodes(graph, [one.signature.name for one in functions])
-            self._imports[key] = _imported(graph, nodes, functions, wanted)
+            self._imports[key] = _imported(session, nodes, functions, wanted)
         return self._imports[key]
 
 
@@ -71,12 +71,17 @@ def _digest(nodes: Iterable[Any], functions: Iterable[Any], wanted: Iterable[str
     return whole.digest()
 
 
-def _imported(graph: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]) -> Hidden:
+def _imported(
+    session: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted: Collection[str]
+) -> Hidden:
     """Read by hidden nodes, a node of the user's has readers that Python does not know: it shows its own."""
+    graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
     graph_def, outputs, controls = _renamed(nodes, prefix)
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
+    _try(session, graph_def)
+    hide_nodes(graph, [one.signature.name for one in functions])
     names = list(wanted)
     hide_readers(graph, outputs, controls)
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
@@ -100,6 +105,56 @@ def _imported(graph: Any, nodes: Sequence[Any], functions: Sequence[Any], wanted
             c_api.TF_DeleteBuffer(buffer)
         operations = c_api.TF_ImportGraphDefResultsReturnOperations(results.results)
     return Hidden(prefix, dict(zip(names, operations, strict=True)))
+
+
+def _try(session: Any, graph_def: Any) -> None:
+    """Give nodes to a session and graph of their own first, with stand-ins for the user's nodes.
+
+    Nodes cannot be taken out of a graph again, and a session that refuses some runs no more.
+    """
+    own = {node.name for node in graph_def.node}
+    whole = graph_pb2.GraphDef()
+    session.graph._copy_functions_to_graph_def(whole, 0)
+    whole.MergeFrom(graph_def)
+    made: set[str] = set()
+    for node in whole.node:
+        for position, read in enumerate(node.input):
+            name, _, index = read.removeprefix("^").partition(":")
+            if name in own:
+                continue
+            stand_in = f"{name}/amanda_{index or 0}"
+            node.input[position] = f"^{stand_in}" if read.startswith("^") else stand_in
+            if stand_in not in made:
+                made.add(stand_in)
+                whole.node.append(_stand_in(stand_in, session.graph.get_operation_by_name(name), index))
+    scratch = ops.Graph()
+    with scratch._c_graph.get() as c_graph:
+        scoped = c_api_util.ScopedTFImportGraphDefOptions()
+        options = scoped.options
+        c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
+        buffer = c_api.TF_NewBufferFromString(whole.SerializeToString())
+        try:
+            c_api_util.ScopedTFImportGraphDefResults(
+                c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
+            )
+        finally:
+            c_api.TF_DeleteBuffer(buffer)
+    trial = BaseSession(graph=scratch, config=session._config)
+    try:
+        trial._extend_graph()
+    finally:
+        trial.close()
+
+
+def _stand_in(name: str, op: Any, index: str) -> Any:
+    """A node that gives what an operation does: a reference, a value, or nothing."""
+    node = node_def_pb2.NodeDef(name=name, op="NoOp")
+    if op.outputs:
+        tensor = op.outputs[int(index or 0)]
+        node.op = "VariableV2" if tensor.dtype._is_ref_dtype else "Placeholder"
+        node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    return node
 
 
 def _renamed(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
