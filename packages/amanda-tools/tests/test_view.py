@@ -228,7 +228,7 @@ def test_what_any_tool_tells_can_be_shown(tmp_path: Path, name: str, monkeypatch
     import torch
     from torch import nn
 
-    tool = amanda.load_tool(name)
+    tool = amanda.load_tool(name, **({"method": "dynamic"} if name == "quantize" else {}))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with amanda.apply(tool):
         model(torch.rand(3, 4) / torch.tensor(0.0)).sum().backward()

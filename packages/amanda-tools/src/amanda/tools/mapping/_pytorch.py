@@ -30,15 +30,18 @@ def standard(context: OpContext) -> None:
     _describe_backward_op(context)
 
 
-def shape(value: Any) -> tuple[int, ...] | None:
-    """Extents of a tensor; None for one that is nested, which has no fixed ones, or not initialised yet."""
-    if isinstance(value, type) or getattr(value, "is_nested", False):
+def shape(value: Any) -> tuple[int | None, ...] | None:
+    """Extents of a tensor, None for one that is no number; None for a tensor without a shape.
+
+    Nested tensors are such, and parameters of lazy modules.
+    """
+    if isinstance(value, type):
         return None
     try:
         extents = getattr(value, "shape", None)
-    except RuntimeError:  # a parameter of a lazy module
+    except RuntimeError:
         return None
-    return None if extents is None else tuple(extents)
+    return None if extents is None else tuple(one if isinstance(one, int) else None for one in extents)
 
 
 def dtype(value: Any) -> str | None:
@@ -112,7 +115,7 @@ def _is_parameter(value: Any) -> bool:
     return isinstance(value, Parameter) or isinstance(getattr(value, "_base", None), Parameter)
 
 
-def layout(kind: str, extents: Sequence[int] | None) -> str | None:
+def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
     """Axes of the data input: channels first, as everywhere in PyTorch, batched or not."""
     if extents is None:
         return None
@@ -125,7 +128,7 @@ def layout(kind: str, extents: Sequence[int] | None) -> str | None:
     return axes[len(axes) - len(extents) :] if len(extents) in (len(axes), len(axes) - 1) else None
 
 
-def weight_layout(kind: str, index: int, extents: Sequence[int] | None) -> str | None:
+def weight_layout(kind: str, index: int, extents: Sequence[int | None] | None) -> str | None:
     """Axes of the weight: O out, I in."""
     if kind == "linear":
         return "OI"
