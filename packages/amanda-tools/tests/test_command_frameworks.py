@@ -170,6 +170,19 @@ def test_workers_that_are_terminated_while_they_exit_leave_their_results(script:
     assert calls(script.parent / "out" / "flops.json", "linear") == 2 * 8
 
 
+BUDGET = """
+for _ in range(2):
+    model(torch.rand(200, 4)).sum().backward()
+"""
+
+
+def test_a_program_trains_within_a_budget_of_memory(script: Path) -> None:
+    script.write_text(MODEL + BUDGET)
+    amanda_run(script.parent, "-t", "remat:budget=4kB", "-o", "out", "train.py")
+    told = json.loads((script.parent / "out" / "remat.json").read_text())
+    assert any(row["evictions"] for row in told["rows"])
+
+
 RANKS = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
