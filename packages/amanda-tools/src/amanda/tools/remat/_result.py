@@ -24,10 +24,10 @@ class RematResult(Result):
         Column("type"),
         Column("module", show=partial(shortened, width=40)),
         Column("source", show=partial(shortened, width=40)),
-        Column("evictions", show="{:,}".format, total=True),
-        Column("evicted", show=partial(amount, unit="B"), total=True, unit="B"),
-        Column("rematerialisations", show="{:,}".format, total=True),
-        Column("seconds", show="{:.4f}".format, total=True, unit="s"),
+        Column("evictions", show="{:,}".format, total=True, merge="sum"),
+        Column("evicted", show=partial(amount, unit="B"), total=True, unit="B", merge="sum"),
+        Column("rematerialisations", show="{:,}".format, total=True, merge="sum"),
+        Column("seconds", show="{:.4f}".format, total=True, unit="s", merge="sum"),
     )
 
     def __init__(self, places: Sequence[Place], budget: int | None, peak: int, short: int) -> None:

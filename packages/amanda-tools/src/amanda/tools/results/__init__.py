@@ -8,9 +8,14 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
-from amanda.tools.results._merging import Mergeable, check_schema
+from amanda.tools.results._gathering import gather
+from amanda.tools.results._merging import Mergeable, by_rank, can_merge, check_schema, merge
 from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
+from amanda.tools.results._table import Table, load, restored
 from amanda.tools.results._text import amount, shortened
 
-__all__ = ["Column", "Mergeable", "PlottedResult", "Result", "amount", "check_schema", "shortened"]
+__all__ = [
+    "Column", "Mergeable", "PlottedResult", "Result", "Table", "amount", "by_rank", "can_merge",
+    "check_schema", "gather", "load", "merge", "restored", "shortened",
+]  # fmt: skip

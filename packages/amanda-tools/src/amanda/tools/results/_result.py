@@ -33,6 +33,8 @@ class Column:
     name: as in files and data frames.  show: how a value is written in a table.
     total: whether the values of all rows are added up below them.  number: aligned to the right.
     unit: of the values, for what shows files: "s", "ms", "us", "B"; "share" where 1 is all.
+    merge: how the values of several processes become one, where the result has no `merged` of its own; rows
+        are one row if they agree in all columns without it.
     """
 
     name: str
@@ -41,6 +43,12 @@ class Column:
     number: bool = False
     shown: bool = True
     unit: str = ""
+    merge: Literal["sum", "min", "max", "mean", ""] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What files say of it."""
+        told = {"name": self.name, "total": self.total, "unit": self.unit}
+        return {**told, "merge": self.merge} if self.merge else told
 
 
 class Result(ABC):
@@ -53,6 +61,8 @@ class Result(ABC):
     version: ClassVar[int] = 1
     columns: ClassVar[Sequence[Column]]
     title: str = ""
+    remarks: Sequence[str] = ()
+    """Sentences of whoever made or merged it, below those of `notes`."""
 
     @abstractmethod
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -66,6 +76,10 @@ class Result(ABC):
         """What files have besides the rows."""
         return {}
 
+    @property
+    def _sentences(self) -> list[str]:
+        return [*self.notes(), *self.remarks]
+
     # ---- for people ----
 
     def __str__(self) -> str:
@@ -78,7 +92,7 @@ class Result(ABC):
         console.width = max(LINE, Measurement.get(console, console.options.update(width=_ANY), table).maximum)
         console.print(table)
         console.width = LINE
-        for note in self.notes():
+        for note in self._sentences:
             console.print(note, highlight=False, markup=False)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
@@ -90,7 +104,7 @@ class Result(ABC):
         yield table
         if left_out:
             yield Text(f"There is no room for {', '.join(left_out)} here.")
-        yield from map(Text, self.notes())
+        yield from map(Text, self._sentences)
 
     def _table(self, width: int | None) -> tuple[Table, Sequence[str]]:
         """The table, and the names of the columns that it lacks for want of width."""
@@ -124,7 +138,7 @@ class Result(ABC):
         cells = [list(zip(self._shown(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
-        return _html.table(self.title, names, numbers, cells, self._totals(rows), self.notes())
+        return _html.table(self.title, names, numbers, cells, self._totals(rows), self._sentences)
 
     def _shown(self, row: Sequence[Any]) -> list[str]:
         return [
@@ -159,10 +173,8 @@ class Result(ABC):
             "version": self.version,
             **self.facts(),
             "title": self.title,
-            "notes": list(self.notes()),
-            "columns": [
-                {"name": column.name, "total": column.total, "unit": column.unit} for column in self.columns
-            ],
+            "notes": self._sentences,
+            "columns": [column.to_dict() for column in self.columns],
             "rows": [dict(zip(names, row, strict=True)) for row in self.rows()],
         }
 

@@ -1,0 +1,109 @@
+"""`amanda merge`: results that ranks or processes saved as one, also those of a run that did not end well."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from amanda.errors import AmandaError
+from amanda.tools.results import Result, by_rank, load
+from amanda.tools.results import merge as as_one
+
+_OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.json")
+_DESCRIPTION = """\
+Put results of several ranks, processes or runs together. FILES are of one tool, as .json; or a folder of
+`amanda run -o`, where the files of each tool's processes become TOOL.json."""
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Merge what the arguments name; 0, or 2 where it cannot be done."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    try:
+        merged = _merged(options.files, options.ranks, options.per_rank)
+        for tool, result in merged.items():
+            path = _path(options.files, options.output, tool)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                result.save(path)
+            if not options.quiet:
+                sys.stdout.write(f"{result}\n")
+    except (AmandaError, OSError) as error:
+        sys.stderr.write(f"amanda merge: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="amanda merge", description=_DESCRIPTION)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what results were saved in")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE",
+        help="where to save it, in the form that the suffix names; a folder for those of a folder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--per-rank", action="store_true", help="keep the rows of each, under a column `rank`"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="how many there were, to tell which are missing"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing")
+    return parser
+
+
+def _merged(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:
+    """Results by the name of their tool."""
+    if len(files) == 1 and files[0].is_dir():
+        found = _of_folder(files[0])
+    else:
+        found = {"": _of_files(files)}
+    made: dict[str, Result] = {}
+    for tool, results in found.items():
+        missing = missing_ranks(results, ranks)
+        made[tool] = by_rank(results) if per_rank else as_one(results, missing)
+        if per_rank and missing:
+            made[tool].remarks = [f"There is no result of {', '.join(missing)}."]
+    return made
+
+
+def _of_folder(folder: Path) -> dict[str, dict[str, Result]]:
+    found: dict[str, dict[str, Result]] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
+        if (named := _OF_PROCESS.fullmatch(path.name)) is not None:
+            found.setdefault(named[2], {})[named[1].rstrip(".")] = load(path)
+    if not found:
+        raise AmandaError(f"{folder} has no results of processes, such as rank0.flops.json")
+    return found
+
+
+def _of_files(files: Sequence[Path]) -> dict[str, Result]:
+    """By the part of the file's name that says the process; by the whole path where that is not its own."""
+    named = [_OF_PROCESS.fullmatch(path.name) for path in files]
+    labels = [
+        path.stem if name is None else name[1].rstrip(".") for path, name in zip(files, named, strict=True)
+    ]
+    if len(set(labels)) < len(labels):
+        labels = [str(path) for path in files]
+    return {label: load(path) for label, path in zip(labels, files, strict=True)}
+
+
+def _path(files: Sequence[Path], output: Path | None, tool: str) -> Path | None:
+    return output if not tool else (output or files[0]) / f"{tool}.json"
+
+
+def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
+    """Ranks without a result: up to the number of ranks, or to the last that has one."""
+    found = {int(one[1]) for one in map(re.compile(r"rank(\d+)").match, labels) if one is not None}
+    expected = range(max(found, default=-1) + 1 if ranks is None else ranks)
+    return [f"rank{rank}" for rank in expected if rank not in found]
+
+
+def by_number(label: str) -> list[tuple[str, int]]:
+    """A key for sorting, so that rank10 comes after rank2."""
+    parts = re.findall(r"(\D*)(\d*)", label)
+    return [(letters, int(digits or 0)) for letters, digits in parts]
