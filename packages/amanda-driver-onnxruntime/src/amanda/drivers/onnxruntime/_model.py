@@ -1,0 +1,166 @@
+"""A model as it is read: its graph without large weights, these as arrays, and the types of all values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, TensorProto, TypeProto, inliner, numpy_helper
+from onnx.external_data_helper import ExternalDataInfo
+
+from ._symbols import Array, Symbol, tensor_type
+
+SMALL = 1024
+"""Bytes up to which a constant stays in the graph: shapes and axes, which type inference reads."""
+
+
+class Model:
+    """A model whose nodes are analysed and rewritten.
+
+    proto: without functions, which are inlined, and without the data of large initializers.
+    constants: the value of each initializer and Constant node of the outermost graph.
+    opsets: version by domain.  overridable: names of inputs that have a default.
+    types: of the values of the outermost graph, by name, as far as they are known.
+    """
+
+    def __init__(self, proto: ModelProto, folder: str = "", overridable: Iterable[str] | None = None) -> None:
+        inlined = inliner.inline_local_functions(proto) if proto.functions else proto
+        self.constants: dict[str, Array] = {}
+        self.proto = self._light(inlined, folder)
+        graph = self.proto.graph
+        for node in graph.node:
+            value = constant_of(node)
+            if value is not None:
+                self.constants[node.output[0]] = value
+        self.opsets = {one.domain: one.version for one in self.proto.opset_import}
+        self.opsets["ai.onnx"] = self.opsets.get("", 1)
+        given = {one.name for one in graph.input}
+        inherent = given & self.constants.keys() if self.proto.ir_version >= 4 else set()
+        self.overridable = set(inherent if overridable is None else overridable)
+        self.inputs = [one.name for one in graph.input if one.name not in self.constants]
+        self.outputs = [one.name for one in graph.output]
+        self.types: dict[str, TypeProto] = {}
+
+    @classmethod
+    def of_file(cls, path: str, overridable: Iterable[str] | None = None) -> Model:
+        """The model in a file, whose external data stay there until they are read."""
+        return cls(onnx.load(path, load_external_data=False), str(Path(path).parent), overridable)
+
+    def infer_types(self, others: Callable[[ModelProto, Sequence[str]], Mapping[str, TypeProto]]) -> None:
+        """Find the types of all values; `others` gives those, by name, that ONNX' own inference does not."""
+        graph = infer_shapes(self.proto).graph
+        self.proto.graph.CopyFrom(graph)
+        self.types = types_in(graph)
+        unknown = [
+            name for node in graph.node for name in node.output if name and not is_typed(self.types.get(name))
+        ]
+        if unknown:
+            self.types.update(others(self.proto, unknown))
+
+    def symbol(self, name: str) -> Symbol:
+        """The symbol of a value of the outermost graph."""
+        constant = self.constants.get(name)
+        type = self.types.get(name)
+        if constant is None:
+            return Symbol(name, type)
+        type = type if is_typed(type) else tensor_type(constant.dtype, constant.shape)
+        if name in self.overridable:
+            return Symbol(name, type, default=constant)
+        return Symbol(name, type, constant)
+
+    def _light(self, proto: ModelProto, folder: str) -> ModelProto:
+        made = ModelProto()
+        made.CopyFrom(proto)
+        for tensor in made.graph.initializer:
+            self.constants[tensor.name] = array = array_of(tensor, folder)
+            if array.nbytes > SMALL and is_shared(array):
+                refer(tensor)
+        return made
+
+
+def array_of(tensor: TensorProto, folder: str = "") -> Array:
+    """A tensor's values, which cannot be written; external ones are mapped from their file."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        array = _mapped(tensor, folder)
+    else:
+        array = np.asarray(numpy_helper.to_array(tensor))
+    array.flags.writeable = False
+    return array
+
+
+def _mapped(tensor: TensorProto, folder: str) -> Array:
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    if dtype.kind not in "fiub" or not prod(tensor.dims):
+        return np.array(numpy_helper.to_array(tensor, folder))
+    where = ExternalDataInfo(tensor)
+    path = Path(folder, where.location)
+    return np.memmap(path, dtype, "r", where.offset or 0, tuple(tensor.dims))
+
+
+def is_shared(array: Array) -> bool:
+    """Whether sessions can use an array as it is."""
+    return array.dtype.kind in "fiub" and array.dtype.type.__module__ == "numpy"
+
+
+def refer(tensor: TensorProto) -> None:
+    """Let an initializer be one whose values a session is given apart."""
+    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+        tensor.ClearField(field)
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    tensor.external_data.add(key="location", value="in memory")
+
+
+def referred(name: str, array: Array) -> TensorProto:
+    """An initializer of an array, whose values a session is given apart where it is large."""
+    if array.nbytes <= SMALL or not is_shared(array):
+        return numpy_helper.from_array(np.asarray(array), name)
+    element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    tensor = TensorProto(name=name, data_type=element, dims=array.shape)
+    refer(tensor)
+    return tensor
+
+
+def constant_of(node: onnx.NodeProto) -> Array | None:
+    """What a Constant node gives; None of another node, and where it is no dense tensor."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
+        return None
+    (attribute,) = node.attribute
+    value: Any = onnx.helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        return array_of(value)
+    dtype = _CONSTANTS.get(attribute.name)
+    return None if dtype is None else np.array(value, dtype)
+
+
+_CONSTANTS: dict[str, Any] = {
+    "value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64,
+}  # fmt: skip
+
+
+def infer_shapes(proto: ModelProto) -> ModelProto:
+    """The model with the types of its values, as far as ONNX infers them."""
+    try:
+        return onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except Exception:  # what a model says of itself may contradict what is inferred: it runs all the same
+        return proto
+
+
+def types_in(graph: GraphProto) -> dict[str, TypeProto]:
+    """The types that a graph tells, by the name of the value."""
+    told = [*graph.value_info, *graph.output, *graph.input]
+    types = {one.name: one.type for one in told if one.HasField("type")}
+    for tensor in graph.initializer:
+        types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+    return types
+
+
+def is_typed(type: TypeProto | None) -> bool:
+    """Whether a type is known, its shape apart."""
+    if type is None or type.WhichOneof("value") is None:
+        return False
+    return type.WhichOneof("value") != "tensor_type" or bool(type.tensor_type.elem_type)

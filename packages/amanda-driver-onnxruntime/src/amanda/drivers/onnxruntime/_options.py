@@ -1,0 +1,19 @@
+"""Options of sessions that fuse nothing, so that a routine between two ops leaves every bit as it is."""
+
+from typing import Any
+
+import onnxruntime
+
+
+def session_options(options: Any = None) -> Any:
+    """SessionOptions of a session that runs its nodes as they are written, none fused, folded or moved.
+
+    Where routines change nothing, what such a session gives is the same to the bit in a scope as outside.
+    options: a SessionOptions to write that into, else a new one.
+
+    >>> session_options().graph_optimization_level.name
+    'ORT_DISABLE_ALL'
+    """
+    made = onnxruntime.SessionOptions() if options is None else options
+    made.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return made

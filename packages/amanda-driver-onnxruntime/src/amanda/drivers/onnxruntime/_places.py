@@ -1,0 +1,81 @@
+"""Routines at one place of a graph, and the items that a rewritten graph is a row of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from amanda.backend import Action, Execution, Inserted, Rounds, State, TensorOps
+
+
+class Place(Inserted):
+    """Routines whose results have the types that the graph has there.
+
+    dtypes: of the flat tensors that it gives back.
+    """
+
+    __slots__ = ("dtypes",)
+
+    dtypes: Sequence[Any]
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+        """The flat arrays that go back into the graph; routines are given views that cannot be written."""
+        lent = [_locked(one) for one in flat]
+        own = {id(view): one for view, one in zip(lent, flat, strict=True)}
+        results = super().run(execution, lent, rounds)
+        results = [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        return [own.get(id(one), one) for one in results]
+
+    def evaluate(self, flat: Sequence[Any], ops: TensorOps, state: State) -> list[Any]:
+        """What the routines make of constants, or of arrays that record what is computed of them."""
+        return self.run(Execution(state, ops, {}), flat)
+
+
+def _locked(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+def _typed(value: Any, dtype: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype == dtype:
+        return value
+    astype = getattr(value, "astype", None)
+    return np.asarray(value, dtype) if astype is None else astype(dtype)
+
+
+@dataclass
+class Compute:
+    """A node that a session runs."""
+
+    node: onnx.NodeProto
+
+
+@dataclass
+class Call:
+    """Routines that Python runs between two sessions.
+
+    slot: what runs.  reads: names of the values it is given.  gives: of those it gives.
+    waits: of those that have been computed when it runs.
+    """
+
+    slot: int
+    reads: list[str]
+    gives: list[str]
+    waits: list[str]
+
+
+Item = Compute | Call
+
+
+def inserted_at(actions: Sequence[Action], facts: Any, layout: Sequence[Any], dtypes: Sequence[Any]) -> Place:
+    """A place; layout: what `Inserted` takes besides."""
+    place = Place(actions, facts, *layout)
+    place.dtypes = tuple(dtypes)
+    return place

@@ -1,0 +1,25 @@
+"""What of ONNX Runtime the driver leans on beyond its public names."""
+
+from importlib.metadata import version
+
+import onnxruntime
+from amanda.errors import DriverError
+from onnxruntime.capi import onnxruntime_inference_collection as collection
+
+TESTED_VERSIONS = ("1.31",)
+_METHODS = ("run", "run_with_ort_values", "run_async", "run_with_iobinding")
+
+
+def check() -> None:
+    """Raises DriverError, which names what is missing, where sessions cannot be instrumented."""
+    session = getattr(collection, "Session", None)
+    lacking = [f"Session.{name}" for name in _METHODS if not hasattr(session, name)]
+    if not hasattr(onnxruntime.SessionOptions, "add_external_initializers"):
+        lacking.append("SessionOptions.add_external_initializers")
+    if lacking:
+        raise DriverError(
+            f"onnxruntime {onnxruntime.__version__} lacks {', '.join(lacking)}, without which its sessions "
+            f"cannot be instrumented; amanda-driver-onnxruntime {version('amanda-driver-onnxruntime')} was "
+            f"tested with onnxruntime {', '.join(TESTED_VERSIONS)}: pip install "
+            f'"onnxruntime=={TESTED_VERSIONS[-1]}.*", or a newer driver'
+        )

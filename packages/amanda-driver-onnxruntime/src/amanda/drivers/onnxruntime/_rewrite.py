@@ -1,0 +1,187 @@
+"""Analysis of a graph's nodes in order, and the edits that their actions ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onnx import AttributeProto, GraphProto, NodeProto
+
+from amanda.backend import GraphAnalysis, Namespace, OpFacts, State, Table, digest
+
+from ._computation import computation
+from ._facts import facts_of
+from ._insertions import Insertions
+from ._model import Model, array_of, constant_of, types_in
+from ._places import Compute, Item
+from ._schema import input_layout, output_layout
+from ._side import Side
+from ._symbols import Symbol
+from ._tensors import GraphTensors
+
+
+@dataclass
+class Rewriting:
+    """One rewrite of a model.
+
+    identity: 64 bits that name the model, the same in every process.
+    written: whether the result is to run without Python: what cannot is in `refused`, by the op's facts,
+    the action, and why; constants are then given to every routine, once.
+    items: the rewritten graph, in order.  constants: arrays that routines made, by name.
+    renamed: what is read instead of a value of the outermost graph.  symbol: that of a value there.
+    table: what runs at which slot.  free: whether routines may have changed shapes.
+    """
+
+    model: Model
+    state: State
+    namespace: Namespace
+    identity: int
+    written: bool = False
+    table: Table = field(default_factory=Table)
+    items: list[Item] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    reports: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[tuple[OpFacts, Any, str]] = field(default_factory=list)
+    changed: bool = False
+    free: bool = False
+
+    def __post_init__(self) -> None:
+        self.ops = GraphTensors()
+        self.analysis = GraphAnalysis(self.state, self.ops)
+        self.made = 0
+        self.symbol: Callable[[str], Symbol] = self.model.symbol
+
+    def run(self) -> None:
+        """Analyse every node, those in bodies of control flow too, and put the actions among them."""
+        graph = self.model.proto.graph
+        rewriter = Rewriter(graph, self, self.model.symbol)
+        rewriter.run()
+        self.items, self.renamed = rewriter.items, rewriter.current
+        self.symbol = rewriter.symbol
+
+    def report(self, what: str, reason: str) -> None:
+        """Note what tools do not see."""
+        if (what, reason) not in self.reports:
+            self.reports.append((what, reason))
+
+    def fresh(self, kind: str) -> str:
+        """A name that no value has."""
+        self.made += 1
+        return f"amanda/{kind}{self.made}"
+
+
+class Rewriter:
+    """The rewrite of one graph: the outermost one, or a body of control flow.
+
+    path: names of the nodes that the body is in.  current: what is read instead of a value.
+    """
+
+    def __init__(
+        self,
+        graph: GraphProto,
+        rewriting: Rewriting,
+        symbol: Callable[[str], Symbol],
+        path: tuple[str, ...] = (),
+        current: dict[str, str] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.rewriting = rewriting
+        self.path = path
+        self.current = dict(current or {})
+        self.items: list[Item] = []
+        self._outer_symbol = symbol
+        self._symbols: dict[str, Symbol] = {}
+        self._insertions = Insertions(rewriting, self.items, self._symbols, is_body=bool(path))
+        self._names = _unique_names(graph.node)
+        if path:
+            self._declare()
+
+    def run(self) -> None:
+        """Go through the nodes in order, which is that of the data."""
+        for node, name in zip(self.graph.node, self._names, strict=True):
+            self._at(node, name)
+
+    def symbol(self, name: str) -> Symbol:
+        """The symbol of a value, here or in a graph around."""
+        known = self._symbols.get(name)
+        return self._outer_symbol(name) if known is None else known
+
+    def _declare(self) -> None:
+        """Know what belongs to the body: it hides what has the same name outside."""
+        types = types_in(self.graph)
+        inner = [one.name for one in (*self.graph.input, *self.graph.initializer)]
+        inner += [name for node in self.graph.node for name in node.output]
+        values = {tensor.name: array_of(tensor) for tensor in self.graph.initializer}
+        values |= {
+            node.output[0]: value for node in self.graph.node if (value := constant_of(node)) is not None
+        }
+        for name in inner:
+            self.current.pop(name, None)
+            self._symbols[name] = Symbol(name, types.get(name), values.get(name))
+
+    def _at(self, node: NodeProto, name: str) -> None:
+        rewriting, opsets = self.rewriting, self.rewriting.model.opsets
+        input_names, input_sizes = input_layout(node, opsets)
+        _, output_sizes = output_layout(node, opsets)
+        inputs = self._side(node.input, input_sizes)
+        outputs = self._side(node.output, output_sizes)
+        place = "/".join((*self.path, name))
+        identity = digest(rewriting.identity, place)
+        original = computation(node, inputs, rewriting.model)
+        facts = facts_of(
+            node, place, identity, rewriting.namespace, input_names, inputs, rewriting.identity, original
+        )
+        combined = rewriting.analysis.forward(facts, outputs.values)
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        inputs.read(self.current)
+        self._insertions.insert_all(combined.before, inputs, facts)
+        copy.input[:] = inputs.refs
+        replaced = combined.replace is not None and self._insertions.replace(
+            combined.replace, inputs, outputs, facts, original
+        )
+        if not replaced:
+            self.items.append(Compute(copy))
+        self._insertions.insert_all(combined.after, outputs, facts)
+        self.current |= {outputs.before[i]: outputs.refs[i] for i in outputs.changed()}
+        for attribute in copy.attribute if not replaced else ():
+            for body in bodies(attribute):
+                self._rewrite_body(body, (*self.path, name, attribute.name))
+
+    def _rewrite_body(self, body: GraphProto, path: tuple[str, ...]) -> None:
+        rewriter = Rewriter(body, self.rewriting, self.symbol, path, self.current)
+        rewriter.run()
+        nodes = [item.node for item in rewriter.items if isinstance(item, Compute)]
+        del body.node[:]
+        body.node.extend(nodes)
+        for output in body.output:
+            output.name = rewriter.current.get(output.name, output.name)
+
+    def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:
+        return Side(names, [self.symbol(name) if name else None for name in names], sizes)
+
+
+def bodies(attribute: AttributeProto) -> Iterator[GraphProto]:
+    """The graphs that an attribute holds."""
+    if attribute.type == AttributeProto.GRAPH:
+        yield attribute.g
+    elif attribute.type == AttributeProto.GRAPHS:
+        yield from attribute.graphs
+
+
+def _unique_names(nodes: Sequence[NodeProto]) -> list[str]:
+    """The nodes' names; a type and a number for one without a name, or with that of another."""
+    counted = Counter(node.name for node in nodes)
+    numbers: Counter[str] = Counter()
+    names = []
+    for node in nodes:
+        if node.name and counted[node.name] == 1:
+            names.append(node.name)
+            continue
+        stem = node.name or node.op_type
+        names.append(f"{stem}:{numbers[stem]}")
+        numbers[stem] += 1
+    return names

@@ -1,0 +1,97 @@
+"""Tensor primitives: symbols at analysis, NumPy's arrays while a graph runs, recorded ones while traced."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from amanda.backend import TensorOps
+from amanda.errors import RoutineError
+
+from ._symbols import Symbol
+from ._tracing import TracedArray
+
+_TENSORS = (np.ndarray, np.generic, TracedArray, Symbol)
+
+
+class GraphTensors(TensorOps):
+    """ONNX Runtime has no backward pass, so nothing of autodiff has to be kept."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether a value is a tensor, symbolic, traced or real."""
+        return isinstance(value, _TENSORS)
+
+    def signature(self, inputs: Sequence[Any]) -> Hashable:
+        """dtype and rank of each tensor, also in lists."""
+        return tuple([_told(value, rank_alone=True) for value in inputs])
+
+    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+        """Shape of each tensor, as far as it is known, also in lists."""
+        return tuple([_told(value, rank_alone=False) for value in inputs])
+
+    def isolated(self) -> AbstractContextManager[Any]:
+        """Nothing records gradients."""
+        return nullcontext()
+
+    def version(self, value: Any) -> Any:
+        """Routines are given arrays that cannot be written."""
+        return None
+
+    def straight_through(self, original: Any, value: Any) -> Any:
+        """`value` in the type of `original`, whose shape it must have.
+
+        Raises RoutineError otherwise.
+        """
+        if not _agree(original.shape, value.shape):
+            raise RoutineError(
+                f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
+                "@amanda.differentiable if it is meant to change shapes"
+            )
+        wanted, found = original.dtype, value.dtype
+        if wanted == found:
+            return value
+        if (wanted.kind == "c") != (found.kind == "c"):
+            raise RoutineError(
+                f"a routine returned {found.name} where {wanted.name} was given; it may not turn real into "
+                "complex or back"
+            )
+        if not (is_floating(wanted) and is_floating(found)):
+            raise RoutineError(
+                f"a routine returned {found.name} where {wanted.name} was given; return "
+                f"{'a floating type' if is_floating(wanted) else 'that type'}"
+            )
+        return value.astype(wanted)
+
+    def write(self, target: Any, value: Any, isolated: bool) -> None:
+        """No op of ONNX writes into a tensor."""
+        raise RoutineError("a tensor of ONNX Runtime cannot be written")
+
+    def kept(self, value: Any) -> Any:
+        """The value, which hangs in no graph."""
+        return value
+
+    def copied(self, value: Any) -> Any:
+        """The value, which nothing writes into."""
+        return value
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether a type is a floating or complex one, of ml_dtypes too."""
+    return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
+
+
+def _told(value: Any, rank_alone: bool) -> Hashable:
+    if isinstance(value, Symbol):
+        return (value.dtype and value.dtype.name, value.ndim) if rank_alone else value.shape
+    return tuple([_told(one, rank_alone) for one in value]) if isinstance(value, list) else None
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return True
+    return len(one) == len(other) and all(
+        a is None or b is None or a == b for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,6 @@
+"""NumPy's functions recorded as nodes of ONNX."""
+
+from ._array import TracedArray
+from ._recorder import LEAST_OPSET, NotTraceable, Recorder
+
+__all__ = ["LEAST_OPSET", "NotTraceable", "Recorder", "TracedArray"]

@@ -1,0 +1,161 @@
+"""An array that records what is computed of it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import onnx
+from onnx import TypeProto
+
+from amanda.backend import when_imported
+
+from ._recorder import NotTraceable, Recorder
+
+
+class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """Stands for an array of NumPy: its operators, functions and methods record nodes of ONNX.
+
+    dtype: of its elements.  shape: None for an extent that is known at execution alone.
+    """
+
+    __array_priority__ = 1000
+
+    def __init__(self, recorder: Recorder, name: str, type: TypeProto) -> None:
+        self.recorder = recorder
+        self.name = name
+        self.type = type
+        self.dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(type.tensor_type.elem_type))
+
+    # ---- what is known ----
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Extents; None for one that is not known.  Raises NotTraceable where the rank is not known."""
+        if not self.type.tensor_type.HasField("shape"):
+            raise NotTraceable("it asks for the shape of a value whose rank is not known before it runs")
+        extents = self.type.tensor_type.shape.dim
+        return tuple(one.dim_value if one.HasField("dim_value") else None for one in extents)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes there are."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements there are."""
+        if None in self.shape:
+            raise NotTraceable(f"it asks for the size of a value of shape {self.shape}, known as it runs")
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def size_is_small(self) -> bool:
+        """Whether it is known to have few elements."""
+        return self.type.tensor_type.HasField("shape") and None not in self.shape and self.size <= 64
+
+    @property
+    def T(self) -> TracedArray:
+        """With its axes in reverse order."""
+        return self.transpose()
+
+    def __len__(self) -> int:
+        if not self.ndim or self.shape[0] is None:
+            raise NotTraceable(f"it asks for the length of a value of shape {self.shape}")
+        return int(self.shape[0])
+
+    def __repr__(self) -> str:
+        return f"<traced {self.dtype} {self.name}>"
+
+    __hash__ = object.__hash__
+
+    # ---- what has no counterpart ----
+
+    def __bool__(self) -> bool:
+        raise NotTraceable("it decides by a value that is known as it runs; numpy.where chooses in a graph")
+
+    def _number(self, *_: Any, **__: Any) -> Any:
+        raise NotTraceable("it makes a Python number, or an array, of a value that is known as it runs")
+
+    __float__ = __int__ = __index__ = __complex__ = __array__ = item = tolist = __setitem__ = _number
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    # ---- NumPy's protocols ----
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        from ._ufuncs import apply_ufunc
+
+        return apply_ufunc(self.recorder, ufunc, method, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        from ._functions import FUNCTIONS
+
+        known = FUNCTIONS.get(function)
+        if known is None:
+            raise NotTraceable(f"numpy.{function.__name__} has no counterpart in ONNX")
+        return known(*args, **kwargs)
+
+    # ---- methods ----
+
+    def astype(self, dtype: Any, **_: Any) -> TracedArray:
+        """In another element type."""
+        wanted = np.dtype(dtype)
+        if wanted == self.dtype:
+            return self
+        return self.recorder.add("Cast", self, to=onnx.helper.np_dtype_to_tensor_dtype(wanted))
+
+    def transpose(self, *axes: Any) -> TracedArray:
+        """With its axes in another order."""
+        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        made: Any = np.transpose(self, order or None)
+        return cast(TracedArray, made)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> TracedArray:
+        """In another shape."""
+        extents = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        made: Any = np.reshape(self, extents, **kwargs)
+        return cast(TracedArray, made)
+
+    def __getitem__(self, key: Any) -> TracedArray:
+        from ._indexing import indexed
+
+        return indexed(self, key)
+
+    def copy(self, *_: Any) -> TracedArray:
+        """Itself: nothing writes into it."""
+        return self
+
+    def flatten(self, *_: Any) -> TracedArray:
+        """In one row."""
+        return self.reshape(-1)
+
+    ravel = flatten
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(f"{name!r} of a traced array")
+        function = getattr(np, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        return method
+
+
+_METHODS = frozenset(
+    {"all", "any", "argmax", "argmin", "argsort", "clip", "cumsum", "dot", "max", "mean", "min", "prod",
+     "repeat", "round", "squeeze", "std", "sum", "swapaxes", "take", "var"}
+)  # fmt: skip
+"""Methods that are NumPy's functions of the same name."""
+
+
+def _dispatch() -> None:
+    """Let autoray, where a tool uses it, call NumPy's functions."""
+    import autoray
+
+    autoray.register_backend(TracedArray, "numpy")
+
+
+when_imported("autoray", _dispatch)

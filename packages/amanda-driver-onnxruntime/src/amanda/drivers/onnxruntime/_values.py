@@ -1,0 +1,47 @@
+"""Values between sessions: arrays, lists, dicts, and OrtValues of what NumPy has no type for."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxruntime import OrtValue
+
+
+def as_array(value: Any) -> Any:
+    """A tensor as an array; what is none, or of elements smaller than a byte, as it is."""
+    if not isinstance(value, OrtValue) or not value.is_tensor():
+        return value
+    try:
+        return value.numpy()
+    except RuntimeError:
+        return _of_memory(value)
+
+
+def _of_memory(value: Any) -> Any:
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.element_type()))
+    shape = tuple(value.shape())
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if value.device_name() != "cpu" or value.tensor_size_in_bytes() != size:
+        return value
+    return np.frombuffer(ctypes.string_at(value.data_ptr(), size), dtype).reshape(shape)
+
+
+def as_fed(value: Any) -> Any:
+    """A value as a session takes it."""
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype.type.__module__ != "numpy":
+        element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+        bits = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, element)
+    return value
+
+
+def as_ort_value(value: Any) -> Any:
+    """A value as `run_with_ort_values` gives it."""
+    fed = as_fed(value)
+    return OrtValue.ortvalue_from_numpy(fed) if isinstance(fed, np.ndarray) else fed
