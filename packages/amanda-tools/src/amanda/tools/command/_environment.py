@@ -13,6 +13,7 @@ VARIABLE = "AMANDA_TOOLS"
 PROCESS = "AMANDA_PROCESS"
 FOLDER = str(Path(__file__).parent / "launch")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Handed:
 
     root: id of the process that gathers and prints.  output: folder for results.  quiet: print nothing.
     frameworks: the import names at which the tools of a child begin.
+    every: seconds after which results are saved as they are so far; None for not before the end.
+    together: whether the program is one of several ranks, of which the last that ends gathers and prints.
     """
 
     tools: list[tuple[str, dict[str, Any]]]
@@ -29,6 +32,8 @@ class Handed:
     output: str | None
     quiet: bool
     frameworks: list[str]
+    every: float | None = None
+    together: bool = False
 
     def put(self, environment: MutableMapping[str, str]) -> None:
         """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""
@@ -45,12 +50,22 @@ class Handed:
         return cls(**json.loads(os.environ[VARIABLE]))
 
 
+def number_of_ranks() -> int:
+    """How many ranks the launcher says there are; 0 where it does not."""
+    found = next((os.environ[name] for name in _SIZES if os.environ.get(name, "").isdigit()), "0")
+    return int(found)
+
+
 def process_label() -> str:
-    """A name for this process: "main", "rank0", "process123", "rank0.process123" for a child of a rank."""
+    """A name for this process: "main", "rank0", "process123", "rank0.process123" for a child of a rank.
+
+    "rank0.restart1" where the launcher has started the ranks again.
+    """
     above = os.environ.get(PROCESS, "")
     rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
     if rank and not above.startswith("rank"):
-        label = rank
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        label = rank if restart == "0" else f"{rank}.restart{restart}"
     elif above:
         label = f"{rank}.process{os.getpid()}".lstrip(".")
     else:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from amanda.tools.command._environment import Handed
+from amanda.tools.command._environment import Handed, number_of_ranks
+from amanda.tools.command._labels import by_number, missing_ranks
 from amanda.tools.command._spec import Tooling
 from amanda.tools.command._telling import Teller
-from amanda.tools.results import Mergeable, Result
+from amanda.tools.results import Result, can_merge, merge, restored
 
 
 class Gathering:
@@ -27,32 +30,47 @@ class Gathering:
         self._tools = tools
         self._messages = list(messages)
         self._label = label
-        self._suffix = "" if label == "main" else label  # of one of several roots, where a rank has its own
+        # Of one of several roots that know nothing of each other, where a rank has its own.
+        self._suffix = "" if label == "main" or handed.together else label
 
-    def leave(self) -> None:
-        """Save this process's results and leave them for the root."""
+    def leave(self, saw_op: bool = True, ended: bool = True) -> None:
+        """Save this process's results and leave them for the root.
+
+        saw_op: whether it has any.  ended: False while it goes on, which the results then say.
+        """
+        handed, remark = self._handed, None
+        alone = handed.root == os.getpid() and not handed.together  # it is the root, and saves for itself
+        if not ended:
+            now = datetime.now(timezone.utc).isoformat(" ", "seconds")
+            remark = f"Saved at {now} of a process that went on."
         left: list[Any] = []
         for tooling in self._tools:
             try:
-                left.append(self._left(tooling))
+                label = self._suffix if alone else self._label
+                left.append(self._left(tooling, label, remark) if saw_op else None)
             except Exception as error:
                 left.append(None)
-                self._messages.append(
-                    f"the result of {tooling.name} is lost: {type(error).__name__}: {error}"
-                )
-        path = Path(self._handed.folder) / f"{self._label}.json"
+                self._lose(tooling, error)
+        if alone:
+            return
+        told = {"tools": left, "messages": self._messages, "ranks": number_of_ranks()}
+        path = Path(handed.folder) / f"{self._label}.json"
         waiting = path.with_suffix(".part")
-        waiting.write_text(json.dumps({"tools": left, "messages": self._messages}), encoding="utf-8")
+        waiting.write_text(json.dumps(told), encoding="utf-8")
         waiting.rename(path)
 
     def _lose(self, tooling: Tooling, error: Exception) -> None:
         self._messages.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
-    def _left(self, tooling: Tooling) -> dict[str, Any]:
-        result = getattr(tooling.tool, "result", None)
-        saved = self._save(tooling, result, self._label)
-        told = result.to_dict() if isinstance(result, Mergeable) and isinstance(result, Result) else None
-        return {"saved": saved, "result": told, "text": None if result is None else str(result)}
+    def _left(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
+        with tooling.tool._amanda.lock:  # its routines may run on other threads
+            result = getattr(tooling.tool, "result", None)
+            if remark is not None and isinstance(result, Result):
+                result.remarks = [*result.remarks, remark]
+            saved = self._save(tooling, result, label)
+            if isinstance(result, Result) and can_merge(result):
+                return {"saved": saved, "result": result.to_dict(), "text": None}
+            return {"saved": saved, "result": None, "text": None if result is None else str(result)}
 
     def tell(self, saw_op: bool) -> None:
         """Gather, merge, save and print. saw_op: whether this process has results of its own."""
@@ -60,21 +78,31 @@ class Gathering:
         if not self._handed.quiet:
             self._flush()
         teller = Teller(self._handed.quiet)
+        expected = max((one["ranks"] for one in others.values()), default=0)
+        missing = missing_ranks(others, expected)
         for index, tooling in enumerate(self._tools):
             theirs = {label: one["tools"][index] for label, one in others.items() if one["tools"][index]}
             try:
-                self._tell(teller, tooling, theirs, saw_op)
+                self._tell(teller, tooling, theirs, missing, saw_op)
             except Exception as error:  # of a tool, whose result is one of several
-                self._messages.append(
-                    f"the result of {tooling.name} is lost: {type(error).__name__}: {error}"
-                )
+                self._lose(tooling, error)
         messages = [*self._messages, *(message for one in others.values() for message in one["messages"])]
+        messages += [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
         teller.messages(list(dict.fromkeys(messages)))
-        shutil.rmtree(self._handed.folder, ignore_errors=True)
+        folder = Path(self._handed.folder)
+        if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # none is to come
+            shutil.rmtree(self._handed.folder, ignore_errors=True)
 
-    def _tell(self, teller: Teller, tooling: Tooling, theirs: dict[str, Any], saw_op: bool) -> None:
+    def _tell(
+        self,
+        teller: Teller,
+        tooling: Tooling,
+        theirs: dict[str, Any],
+        missing: Sequence[str],
+        saw_op: bool,
+    ) -> None:
         result = getattr(tooling.tool, "result", None)
-        labels = [*([self._label] if saw_op else []), *sorted(theirs, key=_by_number)]
+        labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
             teller.nothing(tooling)
             return
@@ -82,10 +110,12 @@ class Gathering:
             teller.unmatched(tooling)
         if result is None:
             return
-        if list(theirs) and isinstance(result, Mergeable):
-            parts = [type(result).from_dict(theirs[label]["result"]) for label in labels if label in theirs]
+        if theirs and can_merge(result):
+            parts = {label: restored(one["result"], result) for label, one in theirs.items()}
+            if saw_op:
+                parts = {self._label: result, **parts}
             own = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
-            merged = (result if saw_op else parts.pop(0)).merged(*parts)
+            merged = merge(parts, missing)
             saved = self._save(tooling, merged, self._suffix)
             each = [*own, *(one["saved"] for one in theirs.values())]
             teller.result(tooling, merged, labels, [path for path in (saved, *each) if path])
@@ -97,10 +127,8 @@ class Gathering:
             teller.text(tooling, one["text"], label, one["saved"])
 
     def _others(self) -> dict[str, Any]:
-        found = {}
-        for path in sorted(Path(self._handed.folder).glob("*.json")):
-            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        paths = sorted(Path(self._handed.folder).glob("*.json"), key=lambda path: by_number(path.stem))
+        return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
         """Save a result in its file, with the process's label in the name; the path, None without one."""
@@ -113,7 +141,9 @@ class Gathering:
             path = path.with_name(f"{label}.{path.name}")  # what it ends in says the form
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            result.save(path)
+            whole = path.with_name(f".{path.name}")  # a process that is killed leaves what it saved before
+            result.save(whole)
+            whole.replace(path)
         except Exception as error:  # what can still be told is told
             self._messages.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None
@@ -126,9 +156,3 @@ class Gathering:
             sys.stdout.flush()
         except (OSError, ValueError, AttributeError):
             return
-
-
-def _by_number(label: str) -> tuple[str, int]:
-    """So that rank10 comes after rank2."""
-    letters = label.rstrip("0123456789")
-    return letters, int(label[len(letters) :] or 0)

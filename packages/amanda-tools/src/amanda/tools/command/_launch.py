@@ -15,6 +15,7 @@ from types import FrameType
 
 from amanda._plugins import driven_frameworks
 from amanda.tools.command._environment import Handed
+from amanda.tools.command._ranks import folder_of_ranks
 from amanda.tools.command._spec import SpecError, ToolSpec, made
 
 _WITH_VALUE = "WXQ"
@@ -47,13 +48,21 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     return [found, *program[1:]], _is_python(Path(found))
 
 
-def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | None, quiet: bool) -> int:
+def launch(
+    program: Sequence[str],
+    tools: Sequence[ToolSpec],
+    output: Path | None,
+    quiet: bool,
+    every: float | None = None,
+) -> int:
     """Become the program, with the tools in its environment; comes back only where it is not Python's."""
     command, python = command_of(program)
-    folder = tempfile.mkdtemp(prefix="amanda-")
+    shared = folder_of_ranks() if python else None
+    folder = shared or tempfile.mkdtemp(prefix="amanda-")
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
-        None if output is None else str(output.absolute()), quiet, driven_frameworks(),
+        None if output is None else str(output.absolute()), quiet, driven_frameworks(), every,
+        shared is not None,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.put(environment)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from amanda.errors import AmandaError
+from amanda.tools.command._labels import by_number, missing_ranks
 from amanda.tools.results import Result, by_rank, load
 from amanda.tools.results import merge as as_one
 
@@ -94,16 +95,3 @@ def _of_files(files: Sequence[Path]) -> dict[str, Result]:
 
 def _path(files: Sequence[Path], output: Path | None, tool: str) -> Path | None:
     return output if not tool else (output or files[0]) / f"{tool}.json"
-
-
-def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
-    """Ranks without a result: up to the number of ranks, or to the last that has one."""
-    found = {int(one[1]) for one in map(re.compile(r"rank(\d+)").match, labels) if one is not None}
-    expected = range(max(found, default=-1) + 1 if ranks is None else ranks)
-    return [f"rank{rank}" for rank in expected if rank not in found]
-
-
-def by_number(label: str) -> list[tuple[str, int]]:
-    """A key for sorting, so that rank10 comes after rank2."""
-    parts = re.findall(r"(\D*)(\d*)", label)
-    return [(letters, int(digits or 0)) for letters, digits in parts]

@@ -28,10 +28,21 @@ from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
     metavar="FOLDER",
     help="Save each result in this folder.",
 )
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Save results as they are so far, too, for processes that are killed.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
-    tools: Sequence[str], config: Path | None, output: Path | None, quiet: bool, program: Sequence[str]
+    tools: Sequence[str],
+    config: Path | None,
+    output: Path | None,
+    every: float | None,
+    quiet: bool,
+    program: Sequence[str],
 ) -> int:
     """Run an unmodified program under tools.
 
@@ -53,7 +64,7 @@ def _command(
     if not program:
         raise SpecError("no program is given: a script, -m module, or a command")
     made(specs)  # so that what is wrong is said now
-    return launch(program, specs, output or settings.output, quiet)
+    return launch(program, specs, output or settings.output, quiet, every)
 
 
 def run(arguments: Sequence[str] = ()) -> int:

@@ -18,6 +18,9 @@ import amanda
 from amanda._plugins import plugin_manager
 from amanda.tools.command._environment import Handed, process_label
 from amanda.tools.command._gathering import Gathering
+from amanda.tools.command._labels import is_rank
+from amanda.tools.command._ranks import Rank
+from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._spec import ToolSpec, made
 from amanda.tools.command._threads import carry_to_threads
 from amanda.tools.command._tracebacks import show_program_alone
@@ -33,6 +36,9 @@ class Session:
         self._handed = handed
         self._pid = os.getpid()
         self._saw_op = False
+        self._leaving = threading.RLock()
+        self._rank: Rank | None = None
+        self.saving: Saving | None = None
         self._tools = made(ToolSpec(name, given) for name, given in handed.tools)
         self.scope = amanda.apply(*(tooling.tool for tooling in self._tools))
 
@@ -40,8 +46,13 @@ class Session:
         """Open the scope."""
         self._label = process_label()
         self._messages = Messages()
+        if self._handed.together and self._pid == self._handed.root:
+            self._rank = Rank(self._handed.folder, self._label)
         plugin_manager().register(self)
         self.scope.start()
+        if os.name == "posix" and (self._handed.every is not None or is_rank(self._label)):
+            self.saving = Saving(self._save, self._handed.every)
+            self.saving.start()
         carry_to_threads(self.scope)
 
     @hookimpl
@@ -54,14 +65,29 @@ class Session:
         if self._pid != os.getpid() or self.scope.closed:
             return
         try:
+            if self.saving is not None:
+                self.saving.end()
+            # No longer than that: it may wait for a routine that the signal has interrupted here.
+            self._leaving.acquire(timeout=GRACE)
             self.scope.stop()
-            gathering = Gathering(self._handed, self._tools, self._messages.told, self._label)
-            if self._pid == self._handed.root:
-                gathering.tell(self._saw_op)
-            elif self._saw_op:
-                gathering.leave()
+            self._tell_or_leave(Gathering(self._handed, self._tools, self._messages.told, self._label))
         except Exception as error:  # the program's own end is not ours to change
             say(f"amanda: the results of process {self._pid} are lost: {type(error).__name__}: {error}")
+
+    def _tell_or_leave(self, gathering: Gathering) -> None:
+        if self._rank is not None:
+            self._rank.end(lambda: gathering.leave(self._saw_op), lambda: gathering.tell(saw_op=False))
+        elif self._pid == self._handed.root:
+            gathering.tell(self._saw_op)
+        elif self._saw_op or is_rank(self._label):  # of a rank, also that it has none
+            gathering.leave(self._saw_op)
+
+    def _save(self) -> None:
+        """Leave the results as they are so far."""
+        with self._leaving:
+            if self._saw_op and not self.scope.closed:
+                messages = list(self._messages.told)
+                Gathering(self._handed, self._tools, messages, self._label).leave(ended=False)
 
 
 class Messages(logging.Handler):
@@ -97,6 +123,8 @@ class _Process:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
+            if self.session is not None and self.session.saving is not None:
+                self.session.saving.hear_signals()
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._end_by_signal)
@@ -109,6 +137,8 @@ class _Process:
             say(f"amanda: no tools in process {os.getpid()}: {error}")
 
     def _begin_in_child(self) -> None:
+        if self.session is not None and self.session.saving is not None:
+            self.session.saving.leave_signals()
         self._begin()
         # Its processes end without what `atexit` has; what it clears in a child is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")

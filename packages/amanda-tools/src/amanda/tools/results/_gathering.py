@@ -9,7 +9,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.results._merging import by_rank, merge
 from amanda.tools.results._result import Result
-from amanda.tools.results._table import Table
+from amanda.tools.results._table import restored
 
 
 def gather(result: Result, group: Any = None, *, to: int | None = None, per_rank: bool = False) -> Any:
@@ -50,9 +50,5 @@ def _together(result: Result, told: dict[str, str], per_rank: bool) -> Result:
     without = [f"{name} gave {text}" for name, text in told.items() if not text.startswith("{")]
     if without:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(without)}")
-    results = {}
-    for name, text in told.items():
-        content = json.loads(text)
-        same = content["schema"] == f"amanda.{result.name}" and hasattr(result, "from_dict")
-        results[name] = type(result).from_dict(content) if same else Table.of(content)  # type: ignore[attr-defined]
+    results = {name: restored(json.loads(text), result) for name, text in told.items()}
     return by_rank(results) if per_rank else merge(results)

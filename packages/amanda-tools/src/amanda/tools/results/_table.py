@@ -73,12 +73,12 @@ def load(path: str | Path) -> Result:
         raise AmandaError(f"{path} is no file of a result that can be read: {error!r}") from error
 
 
-def restored(found: Mapping[str, Any]) -> Result:
-    """A result from what its `to_dict` gave."""
+def restored(found: Mapping[str, Any], like: Result | None = None) -> Result:
+    """A result from what its `to_dict` gave; `like` is one of the class that it had, where that is known."""
     if not str(found["schema"]).startswith("amanda."):
         raise ValueError(f"the schema is {found['schema']!r}, not one of amanda")
     name = str(found["schema"]).removeprefix("amanda.")
-    kind: Any = _result_of(name)
+    kind: Any = type(like) if like is not None and like.name == name else _result_of(name)
     if not hasattr(kind, "from_dict"):
         return Table.of(found)
     result: Result = kind.from_dict(found)
