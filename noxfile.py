@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
 `python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, tf_versions,
-opdb, fuzz, soak, types, lint, wheels, bench.
+opdb, fuzz, soak, types, lint, wheels, docs, bench.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ LIBRARIES_NEED = (
     "termcolor", "tqdm", "websocket-client", "yacs", "zstandard",
 )  # fmt: skip
 CHECKS = ("mypy", "ruff", "nox")
+SITE = ("zensical", "mkdocstrings-python", "nbclient", "ipykernel", "pyyaml")
 SANITIZERS = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
     "-DAMANDA_CHECKED",
@@ -323,6 +324,16 @@ def share(session: nox.Session, environment: Environment) -> None:
         for home in (ROOT / ".nox" / "dev", environment.home)
     )
     (own / "shared.pth").write_text(f"{shared}\n")
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Run every snippet of docs/ and build the site into build/site, strictly; arguments go to the build."""
+    development(session).run("python", "-m", "pytest", "tests/docs")
+    environment = Environment(session, "docs")
+    environment.install(*SITE)
+    share(session, environment)
+    environment.run("python", "-m", "amanda_docs", *session.posargs, PYTHONPATH=str(ROOT / "website"))
 
 
 @nox.session(venv_backend="none")

@@ -15,7 +15,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    return [(found[1], found[2]) for found in BLOCK.finditer((DOCS / page).read_text())]
+    """Language and text of each block, with as many empty lines before it as it has lines above it."""
+    text = (DOCS / page).read_text()
+    above = (text[: found.start(2)].count("\n") for found in BLOCK.finditer(text))
+    return [
+        (found[1], "\n" * lines * (found[1] == "python") + found[2])
+        for lines, found in zip(above, BLOCK.finditer(text), strict=True)
+    ]
 
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python\n" in page.read_text()]
@@ -30,7 +36,7 @@ def test_snippets_print_what_the_page_says(page: str) -> None:
             assert printed == "", f"a snippet of {page} prints what the page does not show"
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
-                exec(compile(text, f"docs/{page}", "exec"), names)
+                exec(compile(text, str(DOCS / page), "exec"), names)
             printed, run = output.getvalue(), run + 1
         elif language == "text":
             assert printed == text

@@ -110,7 +110,7 @@ class ReentrantSample(TorchSample):
 
 
 class TestTorchDriver(DriverTests):
-    """The suite on PyTorch."""
+    """The suite on PyTorch, eager."""
 
     gaps: ClassVar = {} if interceptor.NATIVE else FALLBACK_GAPS
 

@@ -1,5 +1,20 @@
 """Every error that Amanda raises, in one tree under `AmandaError`."""
 
+__all__ = [
+    "ActionError",
+    "AmandaError",
+    "DependencyCycleError",
+    "DriverError",
+    "MutationError",
+    "OptionError",
+    "PluginError",
+    "ReplaceConflictError",
+    "RoutineError",
+    "ScopeError",
+    "ToolError",
+    "UnknownToolError",
+]
+
 
 class AmandaError(Exception):
     """Root of Amanda's errors; catch it to catch them all."""

@@ -173,7 +173,7 @@ class TensorFlowSample(Sample):
 
 
 class TestTensorFlowEagerDriver(DriverTests):
-    """The suite on TensorFlow."""
+    """The suite on TensorFlow, eager."""
 
     gaps: ClassVar = {
         "test_every_op_gives_what_it_gave": NO_OUT,

@@ -64,7 +64,7 @@ class FunctionSample(eager.TensorFlowSample):  # type: ignore[misc]
 
 
 class TestFunctionDriver(DriverTests):
-    """The suite on functions."""
+    """The suite on TensorFlow, functions."""
 
     gaps: ClassVar = {
         "test_an_exception_of_an_analysis_reaches_the_user_as_itself": SCOPES,

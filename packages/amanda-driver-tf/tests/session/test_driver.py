@@ -293,7 +293,7 @@ class SessionSample(Sample):
 
 
 class TestGraphDriver(DriverTests):
-    """The suite on sessions."""
+    """The suite on TensorFlow, sessions."""
 
     gaps: ClassVar = {
         "test_every_op_gives_what_it_gave": NO_OUT,

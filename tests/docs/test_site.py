@@ -1,0 +1,118 @@
+"""What `nox -s docs` makes the site of: the navigation, the links, the reference, the limitations."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from amanda_docs.fields import as_markdown
+from amanda_docs.gaps import gaps_table, meanings, suites
+from amanda_docs.navigation import unlisted
+from amanda_docs.pages import DOCS, GENERATED, LINK, ROOT
+
+PUBLIC = ["amanda", "amanda.drivers.torch", "amanda.drivers.tensorflow"]
+DRIVERS = sorted(ROOT.glob("packages/*/src/amanda/drivers/*/__init__.py"))
+IN_WHOLE = ["amanda.backend", "amanda.testing", "amanda.errors"]
+TOOLS = sorted(
+    f"amanda.tools.{path.parent.name}"
+    for path in ROOT.glob("packages/amanda-tools/src/amanda/tools/*/__init__.py")
+)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    assert unlisted() == [], "\n".join(unlisted())
+
+
+@pytest.mark.parametrize("page", sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")))
+def test_links_of_a_page_lead_to_files(page: str) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = {target.partition("#")[0] for target in LINK.findall(text)} - {""}
+    wanted = [one for one in targets if Path(one).name not in GENERATED]
+    assert [one for one in wanted if not ((DOCS / page).parent / one).exists()] == []
+
+
+@pytest.mark.parametrize("package", PUBLIC + IN_WHOLE + TOOLS)
+def test_every_public_name_is_in_the_reference_and_has_a_docstring(package: str) -> None:
+    listed = "".join(page.read_text() for page in (DOCS / "reference").rglob("*.md"))
+    page = DOCS / "tools" / f"{package.rpartition('.')[2]}.md"
+    whole = f"::: {package}\n" in listed or (package in TOOLS and page.exists())
+    module = importlib.import_module(package)
+    assert module.__doc__
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert whole or re.search(rf"^::: {package}\.(\w+\.)?{name}$", listed, re.MULTILINE), name
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert inspect.getdoc(value), name
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=lambda path: path.parent.name)
+def test_the_public_names_of_every_driver_are_in_the_reference(driver: Path) -> None:
+    """Read from source: not every framework is installed here."""
+    listed = (DOCS / "reference" / "drivers.md").read_text()
+    package = f"amanda.drivers.{driver.parent.name}"
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(driver.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    for name in names:
+        missing = f"docs/reference/drivers.md has no line `::: {package}.{name}`"
+        assert re.search(rf"^::: {package}\.(\w+\.)?{name}$", listed, re.MULTILINE), missing
+
+
+def test_each_gap_of_a_suite_is_in_the_table_of_limitations() -> None:
+    table = gaps_table()
+    found = suites()
+    assert len(found) >= 4
+    for suite in found:
+        assert suite.title in table.splitlines()[0]
+        for reason in suite.gaps.values():
+            assert f". {reason}" in table
+    tests = {test for section in meanings().values() for test in section}
+    assert {test for suite in found for test in suite.gaps} <= tests
+
+
+def test_the_gaps_that_are_read_are_those_that_pytest_sees() -> None:
+    """Read from source, as the suites are of frameworks that cannot all be installed together."""
+    module = imported(ROOT / "packages/amanda-driver-tf/tests/eager/test_driver.py")
+    marked = {}
+    for name, test in vars(module.TestTensorFlowEagerDriver).items():
+        for mark in getattr(test, "pytestmark", []):
+            if mark.name == "xfail":
+                marked[name] = mark.kwargs["reason"]
+    read = next(suite for suite in suites() if suite.title == "TensorFlow, eager")
+    assert read.gaps == marked
+
+
+def imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("suite_of_a_driver", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_dependency_is_on_the_page_about_installing() -> None:
+    page = (DOCS / "install.md").read_text()
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        text = file.read_text()
+        assert f"| {file.parent.name} |" in page, f"docs/install.md has no row for {file.parent.name}"
+        listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+        for name in re.findall(r'"([\w-]+)', listed[1] if listed else ""):
+            assert name in page, f"docs/install.md does not name {name}, which {file.parent.name} needs"
+
+
+def test_fields_of_a_docstring_become_a_list() -> None:
+    text = "What it is.\n\nfolder: where to.  frames, all: which.\n  More.\nRaises OSError where it fails."
+    fields = "- `folder`: where to.\n- `frames`, `all`: which.\n  More."
+    assert as_markdown(text, {"folder", "frames", "all"}) == (
+        f"What it is.\n\n{fields}\n\nRaises OSError where it fails."
+    )
