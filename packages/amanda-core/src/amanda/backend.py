@@ -12,15 +12,16 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from amanda._attributes import Attributes, replace_references
-from amanda._backward import BackwardStep, settled_step, settles
+from amanda._backward import BackwardStep, backward_id, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
 from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
 from amanda._imports import when_imported
 from amanda._interrupts import uninterrupted
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
-from amanda._routine import Saved, TensorOps
+from amanda._plan import BackwardPlan, Combined
+from amanda._routine import Saved, TensorOps, run_replacement, run_routine
 from amanda._source import codes
-from amanda._state import State, in_force
+from amanda._state import State, current_state, in_force
 from amanda.action import Action, ActionType, InstrumentationPoint
 from amanda.context import OpContext, OpFacts
 from amanda.namespace import Namespace
@@ -33,8 +34,10 @@ __all__ = [
     "Action",
     "ActionType",
     "Attributes",
+    "BackwardPlan",
     "BackwardStep",
     "Call",
+    "Combined",
     "Driver",
     "EagerDriver",
     "Execution",
@@ -50,10 +53,14 @@ __all__ = [
     "Table",
     "TensorOps",
     "Trace",
+    "backward_id",
     "codes",
+    "current_state",
     "digest",
     "in_force",
     "replace_references",
+    "run_replacement",
+    "run_routine",
     "settled_step",
     "settles",
     "uninterrupted",

@@ -27,7 +27,7 @@ from ._hooks import place_hooks_quickly
 from ._overrides import Unseen
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-_LEAF_PLACE = 1 << 32
+LEAF_PLACE = 1 << 32
 _ORDER_STEP = 1 << 40
 
 _sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -158,10 +158,10 @@ class _Backward:
             if not leaf:
                 place = number - mark.start
             elif isinstance(node.variable, torch.nn.Parameter):
-                place = _LEAF_PLACE + interceptor.ordinal(node.variable)
+                place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
                 others[id(mark)] = others.get(id(mark), -1) + 1
-                place = 2 * _LEAF_PLACE + others[id(mark)]
+                place = 2 * LEAF_PLACE + others[id(mark)]
             if id(node) in self._shared:
                 continue
             place += mark.order * _ORDER_STEP

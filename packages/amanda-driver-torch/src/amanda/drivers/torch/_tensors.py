@@ -254,11 +254,12 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    fitting: torch.Tensor = _without_gradient(_cast_to_fit, original, value)
+    fitting: torch.Tensor = _without_gradient(cast_to_fit, original, value)
     return fitting
 
 
-def _cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` in the floating type of `original`; an error where it cannot stand for it."""
     _same_shape(original, value)
     if original.is_complex() != value.is_complex():
         raise RoutineError(

@@ -1,0 +1,157 @@
+"""Routines that a graph calls as Python each time it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from amanda.backend import Action, Inserted, OpFacts, run_replacement
+from amanda.errors import RoutineError
+from torch.utils._pytree import tree_map
+
+from ._record import Given, filled
+
+if TYPE_CHECKING:
+    from amanda.backend import Execution
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a value of an op is a tensor or a list of tensors, so that a graph hands it over."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, torch.Tensor)
+
+
+class Values:
+    """The values at a place, taken apart: what a graph hands over as tensors and numbers, and the rest.
+
+    flat: the tensors.  numbers: the integers, which may be symbols.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.all = list(values)
+        self.given = [i for i, value in enumerate(values) if holds_tensors(value)]
+        self.sizes = [len(values[i]) if isinstance(values[i], (list, tuple)) else None for i in self.given]
+        self.flat: list[torch.Tensor] = [one for i in self.given for one in _listed(values[i])]
+        self.numbers: list[int | torch.SymInt] = []
+        self.others = {i: tree_map(self._taken, one) for i, one in enumerate(values) if i not in self.given}
+
+    def _taken(self, leaf: Any) -> Any:
+        if not isinstance(leaf, (torch.SymInt, int)) or isinstance(leaf, bool):
+            return leaf
+        self.numbers.append(leaf)
+        return Given(len(self.numbers) - 1)
+
+    @property
+    def pattern(self) -> Hashable:
+        """Which of the values are tensors."""
+        return tuple(self.given), tuple(self.sizes)
+
+    def with_tensors(self, flat: Sequence[torch.Tensor]) -> list[Any]:
+        """The values with other tensors."""
+        left = iter(flat)
+        placed = list(self.all)
+        for i, size in zip(self.given, self.sizes, strict=True):
+            placed[i] = next(left) if size is None else [next(left) for _ in range(size)]
+        return placed
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+class Called(Inserted):
+    """One routine at a place.
+
+    others: the values that are no tensors.  numbers: the integers of a run.
+    """
+
+    __slots__ = ("numbers", "others")
+
+    def __init__(self, action: Action, facts: OpFacts, values: Values, gives: Sequence[int]) -> None:
+        own = Action(action.type, action.func, action.tool, None, action.kwargs)
+        super().__init__([own], facts, len(values.all), values.given, values.sizes, gives)
+        self.others: Mapping[int, Any] = values.others
+        self.numbers: Sequence[int] = ()
+
+    def values(self, flat: Sequence[Any]) -> list[Any]:
+        """The values of the place, from the tensors that the graph hands over."""
+        values = super().values(flat)
+        for position, other in self.others.items():
+            values[position] = filled(other, self.numbers)
+        return values
+
+    def made(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What it gives, without data, where that is not like values that it is given."""
+        raise NotImplementedError
+
+
+class CalledInstead(Called):
+    """A routine in the place of an op.
+
+    compute: the op itself, on the values that the graph hands over.
+    """
+
+    __slots__ = ("compute",)
+
+    def __init__(
+        self, action: Action, facts: OpFacts, values: Values, compute: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        super().__init__(action, facts, values, ())
+        self.actions = (action,)
+        self.compute = compute
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """What the routine gives; the op's own outputs where it leaves the op to itself."""
+        (action,) = self.actions
+        values = self.values(flat)
+        run = execution.runs.setdefault((self.facts.op_id, ()), {})
+        result: Any = NotImplemented
+        if execution.runs_action(action):
+            result = run_replacement(
+                execution.ops, action, values, self.facts, run, original=self.facts.compute
+            )
+        if result is NotImplemented:
+            result = self.compute(values)
+        return list(_listed(result))
+
+    def made(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results = _listed(self.compute(self.values(values)))
+        return [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in results]
+
+
+class CalledForGradients(Called):
+    """A routine in the place of a backward op; leaving: which of the gradients that leave are wanted."""
+
+    __slots__ = ("leaving",)
+
+    def __init__(self, action: Action, facts: OpFacts, values: Values, leaving: Sequence[bool]) -> None:
+        super().__init__(action, facts, values, range(len(leaving)))
+        self.wanted = tuple(i for i, wanted in enumerate(leaving) if wanted)
+        self.actions = (action,)
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """The gradients that are wanted."""
+        (action,) = self.actions
+        own, kernels = flat[: -len(self.wanted)], flat[-len(self.wanted) :]
+        if not execution.runs_action(action):
+            return list(kernels)
+        run = execution.runs.setdefault((self.facts.op_id, ()), {})
+        result = run_replacement(execution.ops, action, self.values(own), self.facts, run)
+        if result is NotImplemented:
+            return list(kernels)
+        return gradients_of(result, len(self.gives), self.wanted, action, self.facts)
+
+
+def gradients_of(result: Any, count: int, wanted: Sequence[int], action: Action, facts: OpFacts) -> list[Any]:
+    """The wanted gradients among those that a replacement gave: all that leave, or those that are wanted."""
+    results = list(_listed(result))
+    if len(results) == count:
+        return [results[i] for i in wanted]
+    if len(results) == len(wanted):
+        return results
+    raise RoutineError(
+        f"{action} returned {len(results)} gradients; {facts.name} gives {count}, of which {len(wanted)} are "
+        f"wanted (positions {list(wanted)})"
+    )

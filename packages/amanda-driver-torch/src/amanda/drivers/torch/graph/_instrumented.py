@@ -1,0 +1,134 @@
+"""What stands in a rewritten graph for a node: its native ops, with the routines of tools around them.
+
+It is called wherever the graph runs: by a backend that traces the graph into another, which makes
+traceable routines part of that, and by one that runs the graph as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from amanda.backend import BackwardPlan, Combined, OpFacts
+from torch.utils._pytree import tree_flatten
+
+from ._held import Held
+from ._ops import TENSORS, Program
+from ._record import Replay, backward_nodes, filled, sequence, uninstrumented
+from ._routines import Routines
+
+
+class BackwardSite(NamedTuple):
+    """What tools do at one backward op: its facts, and its plan."""
+
+    facts: OpFacts
+    plan: BackwardPlan
+
+
+class Step:
+    """What tools do at one native op.
+
+    backward: by the backward op's place among those of the op.
+    """
+
+    def __init__(self, facts: OpFacts, combined: Combined) -> None:
+        self.facts = facts
+        self.combined = combined
+        self.backward: dict[int, BackwardSite] = {}
+
+    def __bool__(self) -> bool:
+        return self.combined.forward or bool(self.backward)
+
+
+class Inlet:
+    """A callable of a rewritten graph, called with an execution's token and what its routines hold first.
+
+    held: the tensors that traceable routines hold.
+    """
+
+    def __init__(self, name: str, program: Program) -> None:
+        self.__name__ = self.__qualname__ = f"instrumented_{name}"
+        self.__module__ = "amanda"
+        self.program = program
+        self.held = Held()
+
+    def __deepcopy__(self, memo: Any) -> Inlet:
+        return self
+
+    def __call__(self, token: torch.Tensor | None, *values: Any) -> Any:
+        """The node's value, of what tensors stand for those that are held, and of what the node is given."""
+        count = len(self.held.tensors)
+        with uninstrumented(), self.held.replaced_by(values[:count]):
+            return self.run(Routines(self.program, token), values[count:])
+
+    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+        """The node's value."""
+        raise NotImplementedError
+
+
+class Instrumented(Inlet):
+    """A node that comes to native ops."""
+
+    def __init__(self, name: str, program: Program, replay: Replay, steps: Sequence[Step]) -> None:
+        super().__init__(name, program)
+        self.replay = replay
+        self.steps = steps
+
+    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+        placed = tree_flatten(list(values))[0]
+        for call, step in zip(self.replay.calls, self.steps, strict=True):
+            args, kwargs = filled((call.args, call.kwargs), placed)
+            if step:
+                outputs = _run(step, self.replay.bind(call.site, args, kwargs), routines)
+            else:
+                outputs = call.site.invoke(args, kwargs)
+            placed += tree_flatten(outputs)[0]
+        return filled(self.replay.result, placed)
+
+
+def _run(step: Step, call: Any, routines: Routines) -> Any:
+    combined, facts = step.combined, step.facts
+    inputs = call.inputs
+    for action in combined.before:
+        inputs = routines.run(action, inputs, facts, call.mutable)
+    start = sequence()
+    outputs = NotImplemented
+    if combined.replace is not None:
+        outputs = routines.replace(combined.replace, call, inputs, facts)
+    if outputs is NotImplemented:
+        outputs = call.invoke(inputs)
+    values, rebuild = TENSORS.flatten(outputs)
+    written = call.written(inputs, values)
+    if step.backward:
+        tensors = [one for one in (*values, *written) if isinstance(one, torch.Tensor)]
+        for node, place in list(backward_nodes(tensors, start, sequence())):
+            if place in step.backward:
+                routines.hook(node, *step.backward[place])
+    changed = values
+    for action in combined.after:
+        mutable = [i for i, one in enumerate(changed) if any(one is own for own in written)]
+        changed = routines.run(action, changed, facts, mutable)
+    return outputs if changed is values else rebuild(changed)
+
+
+class Leaf(Inlet):
+    """A parameter as the graph reads it: routines see its whole gradient."""
+
+    def __init__(self, name: str, program: Program, site: BackwardSite) -> None:
+        super().__init__(name, program)
+        self.site = site
+
+    def run(self, routines: Routines, values: Sequence[Any]) -> Any:
+        (leaf,) = values
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
+            return leaf
+        read = leaf.view_as(leaf)
+        facts, plan = self.site
+
+        def entering(gradients: Sequence[Any]) -> Any:
+            with uninstrumented(), self.held.again():
+                return tuple(routines.in_turn([*plan.before], list(gradients), facts))
+
+        read.grad_fn.register_prehook(entering)
+        return read

@@ -1,0 +1,37 @@
+"""Where in the user's program a node of an FX graph comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+_FRAMEWORK = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_ROOT = re.compile(r"^[LG]\[[^\]]*\]\.?")
+_ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+_CONTAINERS = {"_modules", "_orig_mod", ""}
+
+
+def source_of(node: Node) -> str:
+    """The user's "file:line" that leads to a node; "" where that is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_FRAMEWORK)]
+    return own[-1] if own else ""
+
+
+def scope_of(node: Node, prefix: str = "") -> str:
+    """Path of the module whose call a node is of, from the outermost module: "layer1.0.conv1"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return ".".join(part for part in (prefix, _path(paths[-1]) if paths else "") if part)
+
+
+def _path(path: str) -> str:
+    spelt = _ITEM.sub(r".\1", _ROOT.sub("", path))
+    return ".".join(part for part in spelt.split(".") if part not in _CONTAINERS)

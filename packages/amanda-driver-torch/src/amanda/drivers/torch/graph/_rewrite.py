@@ -1,0 +1,194 @@
+"""The rewriting of an FX graph: tools analyse its ops, and nodes with routines take the place of nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from amanda.backend import BackwardPlan, GraphAnalysis, Namespace, OpFacts, backward_id, digest
+
+from .._autograd import LEAF_PLACE, AccumulateGrad
+from ._instrumented import BackwardSite, Inlet, Instrumented, Leaf, Step
+from ._making import Making
+from ._ops import TENSORS, Program
+from ._places import scope_of, source_of
+from ._record import NativeCall, Ran, run, uninstrumented
+from ._routines import Routines
+from ._symbols import Symbols
+from ._trials import Trials
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+
+class Rewriting:
+    """One graph on its way to another.
+
+    symbols: the graph's inputs without data, and what they stand for.  prefix: path of the module whose code
+    the graph is of.  instance: what tells the graph's ops from those of another model with the same code.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        symbols: Symbols,
+        program: Program,
+        namespace: Namespace,
+        prefix: str = "",
+        instance: int = 0,
+    ) -> None:
+        self.module = module
+        self.symbols = symbols
+        self.program = program
+        self.namespace = namespace
+        self._prefix = prefix
+        self._instance = instance
+        self._analysis = GraphAnalysis(program.state, TENSORS)
+        self._routines = Routines(program, None)
+        self._occurrences: Counter[int] = Counter()
+        self._steps: dict[Node, list[Step]] = {}
+        self._leaves: dict[int, BackwardSite] = {}
+        self._seen: set[int] = set()
+        self._trials = Trials(self._routines, symbols)
+
+    def rewritten(self) -> GraphModule | None:
+        """The graph with routines in it; None where tools insert nothing."""
+        try:
+            with uninstrumented():
+                with self.symbols.mode():
+                    ran = run(self.module, self.symbols.inputs, self.symbols.attribute)
+                self.symbols.learn(ran)
+                for one in ran.values():
+                    self._analyse(one)
+                if any(layer.wants_backward for layer in self._analysis.layer.chain):
+                    for one in reversed(ran.values()):
+                        self._analyse_backward(one)
+                changed = {one: steps for one, steps in self._steps.items() if any(steps)}
+                if not changed and not self._leaves:
+                    return None
+                with self.symbols.mode():
+                    return self._made(ran, changed)
+        except BaseException:
+            self._analysis.forget()
+            raise
+        finally:
+            self._analysis.finish()
+
+    # ---- analysis ----
+
+    def _analyse(self, one: Ran) -> None:
+        node = one.node
+        if one.obstacle:
+            name = getattr(node.target, "__name__", str(node.target))
+            self.program.report(name, one.obstacle, source_of(node))
+        if one.replay is None:
+            return
+        self._steps[node] = []
+        for call in one.calls:
+            facts = self._facts(node, call)
+            values, _ = TENSORS.flatten(call.outputs)
+            facts.inputs = list(call.call.inputs)
+            combined = self._analysis.forward(facts, values)
+            self._steps[node].append(Step(facts, combined))
+
+    def _facts(self, node: Node, call: NativeCall) -> OpFacts:
+        scope, source = scope_of(node, self._prefix), source_of(node)
+        native = call.call
+        variables = [self.symbols.variable(value) for value in native.inputs]
+        ordinals = tuple(self.symbols.ordinal(one) for one in variables if one is not None)
+        place = digest(
+            "graph", self._instance, scope, native.op_type(), node.meta.get("stack_trace") or "", *ordinals
+        )
+        self._occurrences[place] += 1
+        return OpFacts(
+            native.op, digest(place, self._occurrences[place]), self.namespace, native.names,
+            list(native.inputs), attributes=native.attributes(), scope=scope, source=source,
+            op_type=native.op_type(), parameters=native.parameters(), graph=("graph", self.program.number),
+            read_variables=lambda: ordinals, read_value=self.symbols.value, variable_of=self.symbols.variable,
+            compute=native.computation(),
+        )  # fmt: skip
+
+    def _analyse_backward(self, one: Ran) -> None:
+        for call, step in reversed(list(zip(one.calls, self._steps.get(one.node, ()), strict=False))):
+            for node, place in call.nodes:
+                with self.symbols.mode():
+                    entering, leaving = _gradients(node)
+                plan, facts = self._plan(step.facts, type(node), place, entering, leaving)
+                if plan:
+                    step.backward[place] = BackwardSite(facts, plan)
+            for leaf in call.leaves:
+                variable = self.symbols.variable(leaf)
+                if call.nodes and variable is not None and id(leaf) not in self._seen:
+                    self._seen.add(id(leaf))
+                    place = LEAF_PLACE + self.symbols.ordinal(variable)
+                    with self.symbols.mode():
+                        entering = [_like(leaf)]
+                    plan, facts = self._plan(step.facts, AccumulateGrad, place, entering, [])
+                    if plan:
+                        self._leaves[id(leaf)] = BackwardSite(facts, plan)
+
+    def _plan(
+        self, forward: OpFacts, kind: type, place: int, entering: list[Any], leaving: list[Any]
+    ) -> tuple[BackwardPlan, OpFacts]:
+        identity = backward_id(forward.op_id, kind.__name__, place)
+        facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
+        facts.grad_outputs = entering
+        return self._analysis.backward(facts, leaving), facts
+
+    # ---- making ----
+
+    def _made(self, ran: dict[Node, Ran], changed: dict[Node, list[Step]]) -> GraphModule:
+        inlets: dict[Node, Inlet] = {}
+        for node, steps in changed.items():
+            replay = ran[node].replay
+            assert replay is not None
+            instrumented = inlets[node] = Instrumented(node.name, self.program, replay, steps)
+            self._trials.forward(instrumented, ran[node], steps)
+        leaves: dict[Node, Inlet] = {}
+        for node, one in ran.items():
+            site = self._leaves.get(id(one.value))
+            if site is not None:
+                leaves[node] = Leaf(node.name, self.program, site)
+                self._trials.backward(leaves[node], site)
+        making = Making(self.module, self.program, self._calls_python(changed.values()))
+        for node, inlet in inlets.items():
+            making.replace(node, inlet, list(ran[node].held))
+        for node, inlet in leaves.items():
+            making.read_through(node, inlet)
+        for one in ran.values():
+            one.calls.clear()
+            if one.replay is not None:
+                one.replay.forget_symbols()
+        return making.finished()
+
+    def _calls_python(self, changed: Iterable[Sequence[Step]]) -> bool:
+        steps = [step for each in changed for step in each]
+        sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
+        actions = [action for site in sites for action in site.plan.actions]
+        actions += [action for step in steps for action in step.combined.actions]
+        actions += [step.combined.replace for step in steps if step.combined.replace is not None]
+        return not all(self._routines.inlines(action) for action in actions)
+
+
+def _gradients(node: Any) -> tuple[list[Any], list[Any]]:
+    """Gradients without data that enter a backward op, and that leave it; None where there is none."""
+    entering = [_empty(one) for one in node._input_metadata]
+    leaving: list[Any] = []
+    for child, position in node.next_functions:
+        if child is None:
+            leaving.append(None)
+        elif type(child) is AccumulateGrad:
+            leaving.append(_like(child.variable))
+        else:
+            leaving.append(_empty(child._input_metadata[position]))
+    return entering, leaving
+
+
+def _empty(metadata: Any) -> torch.Tensor:
+    return torch.empty(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+
+
+def _like(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(leaf.detach())

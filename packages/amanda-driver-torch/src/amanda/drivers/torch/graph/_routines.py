@@ -1,0 +1,156 @@
+"""Routines at the ops of a graph: part of it where they are traceable, else calls of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from amanda.action import differentiable
+from amanda.backend import Action, BackwardPlan, OpFacts, run_replacement, run_routine
+
+from ._called import Called, CalledForGradients, CalledInstead, Values, gradients_of
+from ._ops import Program, custom_ops, tensors
+from ._record import uninstrumented
+
+
+class Routines:
+    """Runs routines for one call of a node; token: of the execution, where routines are called as Python."""
+
+    def __init__(self, program: Program, token: torch.Tensor | None) -> None:
+        self.program = program
+        self.token = token
+
+    def inlines(self, action: Action) -> bool:
+        """Whether a routine becomes part of the graph."""
+        return action.traceable and not action.takes_run and action not in self.program.called_as_python
+
+    def run(
+        self, action: Action, values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
+    ) -> list[Any]:
+        """The values after a routine."""
+        if action.opening:
+            return values
+        if not self.inlines(action):
+            action = self._as_call(action, facts)
+        return run_routine(tensors(), action, values, facts, {}, self.program.state, mutable)
+
+    def in_turn(self, actions: Iterable[Action], values: list[Any], facts: OpFacts) -> list[Any]:
+        """The values after some routines."""
+        for action in actions:
+            values = self.run(action, values, facts)
+        return values
+
+    def replace(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
+        """What a routine gives instead of an op; NotImplemented: the op shall run."""
+        if self.inlines(action):
+            result = run_replacement(tensors(), action, inputs, facts, {}, call.targets, call.computation())
+            return result if result is NotImplemented else call.formed(result)
+        values = Values(inputs)
+        key = id(facts), action, values.pattern
+        compute = call.computation()
+        slot = self.program.slot(key, lambda: CalledInstead(action, facts, values, compute))
+        results = self._taped(slot, values, [])
+        if call.targets:
+            for target, result in zip(call.targets, results, strict=True):
+                inputs[target].copy_(result)
+            written = [inputs[target] for target in call.targets]
+            return written[0] if len(written) == 1 else tuple(written)
+        return call.formed(tuple(results)) if len(results) != 1 else results[0]
+
+    def hook(self, node: Any, facts: OpFacts, plan: BackwardPlan) -> None:
+        """Let routines run around a backward op of autograd's graph."""
+        entered: list[Any] = []
+
+        def before(gradients: Sequence[Any]) -> Any:
+            with uninstrumented():
+                entered[:] = self.in_turn(plan.before, list(gradients), facts)
+            return tuple(entered)
+
+        def after(gradients: Sequence[Any], outer: Sequence[Any]) -> Any:
+            with uninstrumented():
+                left = list(gradients)
+                if plan.replace is not None:
+                    left = self._replaced(plan.replace, left, entered, facts)
+                return tuple(self.in_turn(plan.after, left, facts))
+
+        if plan.before or plan.replace:
+            node.register_prehook(before)
+        if plan.after or plan.replace:
+            node.register_hook(after)
+
+    def _replaced(self, action: Action, left: list[Any], entered: list[Any], facts: OpFacts) -> list[Any]:
+        wanted = [i for i, one in enumerate(left) if one is not None]
+        if self.inlines(action):
+            result = run_replacement(tensors(), action, entered, facts, {})
+            if result is NotImplemented:
+                return left
+            results = gradients_of(result, len(left), wanted, action, facts)
+        else:
+            values = Values(entered)
+            likes = [left[i] for i in wanted]
+            leaving = tuple(one is not None for one in left)
+            slot = self.program.slot(
+                (id(facts), action, values.pattern, leaving),
+                lambda: CalledForGradients(action, facts, values, leaving),
+            )
+            results = custom_ops().call(
+                self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
+            )
+        placed = list(left)
+        for i, one in zip(wanted, results, strict=True):
+            placed[i] = one
+        return placed
+
+    def _as_call(self, action: Action, facts: OpFacts) -> Action:
+        """An action whose routine is a node that calls the routine."""
+        taped = (action.differentiable or self.program.state.autodiff) and not action.observer
+
+        def call(*given: Any) -> Any:
+            values = Values(given)
+            gives = () if action.observer else values.given
+            key = id(facts), action, values.pattern
+            slot = self.program.slot(key, lambda: Called(action, facts, values, gives))
+            likes = list(values.flat) if gives else []
+            if taped:
+                results = self._taped(slot, values, likes)
+            else:
+                results = custom_ops().call(
+                    self.token, values.flat, values.numbers, likes, self.program.number, slot
+                )
+            if not gives:
+                return None
+            placed = values.with_tensors(results)
+            return placed if len(placed) > 1 or isinstance(placed[0], list) else placed[0]
+
+        call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
+        return Action(action.type, differentiable(call) if taped else call, action.tool, action.select, {})
+
+    def _taped(self, slot: int, values: Values, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(
+            Taped.apply(  # type: ignore[no-untyped-call]
+                self.token, self.program.number, slot, len(likes), values.numbers, *values.flat, *likes
+            )
+        )
+
+
+class Taped(torch.autograd.Function):
+    """A routine that is called as Python and takes part in autodiff."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: torch.Tensor, program: int, slot: int, count: int, numbers: list[int], *given: Any
+    ) -> Any:
+        values, likes = list(given[: len(given) - count]), list(given[len(given) - count :])
+        ctx.slot = slot
+        ctx.count = count
+        ctx.save_for_backward(token, *values)
+        return tuple(custom_ops().tape(token, values, numbers, likes, program, slot))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        token, *values = ctx.saved_tensors
+        pulled = custom_ops().pull(token, list(gradients), values, ctx.slot)
+        needed = ctx.needs_input_grad[5 : 5 + len(values)]
+        given = [one if needs else None for one, needs in zip(pulled, needed, strict=True)]
+        return None, None, None, None, None, *given, *[None] * ctx.count
