@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from amanda import AmandaError
 from amanda_docs.fields import as_markdown
 from amanda_docs.gaps import gaps_table, meanings, suites
 from amanda_docs.navigation import unlisted
@@ -98,6 +99,22 @@ def imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("package", ["amanda.errors", *TOOLS, "amanda.drivers.onnxruntime"])
+def test_every_public_error_has_a_page_whose_snippet_raises_it(package: str) -> None:
+    module = importlib.import_module(package)
+    errors = [name for name in module.__all__ if _is_error(getattr(module, name))]
+    assert errors or package != "amanda.errors"
+    for name in errors:
+        page = DOCS / "errors" / f"{name}.md"
+        assert page.exists(), f"{package}.{name} has no page docs/errors/{name}.md"
+        assert re.search(rf"^except (\w+\.)*{name}( as error)?:$", page.read_text(), re.MULTILINE), page
+        assert f"({name}.md)" in (DOCS / "errors" / "index.md").read_text()
+
+
+def _is_error(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, AmandaError)
 
 
 def test_every_dependency_is_on_the_page_about_installing() -> None:

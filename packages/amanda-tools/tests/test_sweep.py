@@ -230,6 +230,8 @@ def test_what_cannot_be_swept_is_said(model: Digits, digits: tuple[Tensor, Tenso
         SparsitySweep(0.9)  # type: ignore[arg-type]
     with pytest.raises(SweepError, match="gave 'good'; give a number"):
         SparsitySweep(lambda: "good", progress=False).run()
+    with pytest.raises(SweepError, match=r"gave tensor\(\[.*; give a number"):
+        SparsitySweep(lambda: torch.ones(2), progress=False).run()
     with pytest.raises(PruneError, match="pattern"):
         SparsitySweep(lambda: loss(model, digits), pattern="3:2", progress=False).run()
     with pytest.raises((OptionError, TypeError), match="colour"):

@@ -150,6 +150,6 @@ class Sweep(Generic[Level]):
     def _number(self, value: Any) -> float:
         try:
             return float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # torch's own, for several numbers
             name = getattr(self._evaluate, "__qualname__", self._evaluate)
             raise SweepError(f"{name} gave {value!r}; give a number, such as an accuracy") from error
