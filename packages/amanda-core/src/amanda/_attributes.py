@@ -82,6 +82,7 @@ def replace_references(
     for holder in holders:
         for name in dir(holder):
             value = inspect.getattr_static(holder, name, None)
-            value = value.__func__ if isinstance(value, staticmethod) else value
+            if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
+                value = value.__func__
             if id(value) in by_target:
                 attributes.set(holder, name, by_target[id(value)])

@@ -1,6 +1,6 @@
 """The driver itself: which calls it intercepts and how each reaches the core."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Reader
 
 from ._autograd import Autograd
 from ._calls import TorchCall
+from ._collectives import PROCESS_GROUP, is_functional, wait
 from ._modules import enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
@@ -131,7 +132,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         replace_references(
             self._attributes,
             detours,
-            [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction],
+            [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_GROUPS],
         )
         functions = Functions(torch._C._VariableFunctions, dict(detours))
         self._attributes.set(torch._C, "_VariableFunctions", functions)
@@ -174,6 +175,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 state.report("torch.fx.symbolic_trace", RECORDED)
                 return site.invoke(args, kwargs)
             ops = self.unseen
+        if is_functional(args[0]) if site.key in _HEADED else site.key.startswith("c10d::"):
+            key = 0  # native code knows no value that is still on its way, and no list of lists
         return EagerDriver.handle(ops, state, memo, op_id, site, args, kwargs, key, done)
 
     @cached_property
@@ -190,6 +193,13 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         head, rest = args[:1], args[1:]
         op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False)
+
+    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's result as a list; that of a functional collective is waited for."""
+        values, rebuild = self.flatten(outputs)
+        if is_functional(call.op):
+            wait(values)
+        return values, rebuild
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """What keeps ops from being instrumented at this moment, and why."""
@@ -215,6 +225,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
 
 RECORDED = "the ops are recorded as they are"
+_GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 """Sites whose first argument says what is called."""

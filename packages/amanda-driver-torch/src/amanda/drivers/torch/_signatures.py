@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._collectives import METHODS
 from ._targets import Target, by_callable
 
 
@@ -96,6 +97,7 @@ PYTHON_SIGNATURES: dict[str, tuple[str, ...]] = {
     "_from_dlpack": ("(Any dlpack)",),
     "_to_dlpack": ("(Tensor data)",),
     "_to_dlpack_versioned": ("(Tensor data)",),
+    **{f"ProcessGroup.{method}": (f"({signature})",) for method, (_, signature) in METHODS.items()},
 }
 
 # Positional orders that torch still accepts, with a warning.

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Attributes, in_force, when_imported
 
+from ._collectives import tell_of_reducers
 from ._operators import Operators
 from ._requirements import found
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MACHINERY = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
     ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
+    # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached"): None,
 }
 """Functions of torch whose ops are none of the user's, and what is to be said of those that run a program."""
 
@@ -39,6 +42,7 @@ class Surroundings:
         self._operators.open()
         self._follow_checkpoints(attributes)
         self._follow_replicas(attributes)
+        tell_of_reducers(attributes)
         for module, name in MACHINERY:
             self._leave.append(when_imported(module, functools.partial(_let_be, attributes, module, name)))
         self._run_compiled_callables_eagerly()

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from ._collectives import collectives
+
 Kind = Literal["function", "method", "getset", "slot", "classmethod"]
 
 
@@ -162,7 +164,11 @@ def _operators() -> tuple[Target, ...]:
         name = called.__name__
         canonical = CANONICAL.get(name, name)
         found[id(called)] = Target(called, kind, name, canonical, _is_inplace(canonical))
-    return tuple(found.values())
+    groups = (
+        Target(called, "function", f"ProcessGroup.{method}", canonical, False)
+        for method, canonical, called in collectives()
+    )
+    return *found.values(), *groups
 
 
 @cache

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from amanda.tools.dump._arrays import dtype_of
 from amanda.tools.dump._entry import Summary
-from amanda.tools.mapping import backend_of
+from amanda.tools.mapping import backend_of, local
 from amanda.tools.stats import Accumulator
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def array(tensor: Any) -> NDArray[Any] | None:
 
 
 def extents(tensor: Any) -> tuple[int, ...]:
-    """Shape of a tensor; of a nested one the number of its elements."""
+    """Shape of what this process holds of a tensor; of a nested one the number of its elements."""
+    tensor = local(tensor)
     if getattr(tensor, "is_nested", False):
         return (int(tensor.numel()),)
     return tuple(int(extent) for extent in tensor.shape)
@@ -96,7 +97,7 @@ def _strided(tensor: Tensor) -> Tensor | None:
 
     if tensor.is_nested or tensor.device.type == "meta":
         return None
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).as_subclass(torch.Tensor)

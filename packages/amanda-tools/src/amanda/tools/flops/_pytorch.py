@@ -7,7 +7,8 @@ from math import prod
 
 import amanda
 from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._formulas import STEPS
+from amanda.tools.flops._formulas import STEPS, no_cost
+from amanda.tools.mapping import local, share
 
 
 def roles(context: amanda.OpContext) -> None:
@@ -20,7 +21,7 @@ def roles(context: amanda.OpContext) -> None:
         one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value])
     ]
     owned = [one for one in inputs if isinstance(one, Parameter)] if context["phase"] == "forward" else []
-    context["parameters"] = sum(one.numel() for one in owned)
+    context["parameters"] = sum(local(one).numel() for one in owned)
     context["backward_macs"] = _backward_macs
 
 
@@ -42,9 +43,10 @@ def _backward_macs(context: amanda.OpContext) -> int:
     size = prod(entering)
     macs = 0
     if left is not None:
-        macs += size * (left.shape[-1] if left.dim() else 1)
+        macs += round(size * (left.shape[-1] if left.dim() else 1) * share([left]))
     if right is not None:
-        macs += size * (right.shape[-2] if right.dim() > 1 else right.shape[-1] if right.dim() else 1)
+        width = right.shape[-2] if right.dim() > 1 else right.shape[-1] if right.dim() else 1
+        macs += round(size * width * share([right]))
     return macs
 
 
@@ -91,10 +93,18 @@ _FOREACH = """
     round rsqrt sign sqrt sub zero
 """.split()
 
+_PLACES = (
+    "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink split_with_sizes_copy".split()
+)
+
+LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
+"""Of ops that move tensors between processes, which cost bytes alone."""
+
 FORMULAS: dict[str, Formula] = {
     "_transformer_encoder_layer_fwd": encoder_layer,
     "_native_multi_head_attention": attention_layer,
     **{f"_foreach_{word}{end}": foreach for word in _FOREACH for end in ("", "_")},
     **{f"_fused_{word}_": fused_optimizer for word in ("adam", "adamw", "sgd", "adagrad")},
+    **dict.fromkeys(_PLACES, no_cost),
 }
 """Formulas by ATen's names."""

@@ -13,7 +13,7 @@ from amanda.tools.flops import _pytorch, _tensorflow
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
 from amanda.tools.flops._formulas import FORMULAS, MOVES, no_cost
 from amanda.tools.flops._result import FlopsResult, Place
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.mapping import MappingTool, StandardMapping, local, share
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
@@ -82,6 +82,7 @@ class FlopsTool(amanda.Tool):
         names = (context.get_op_type(), kind)
         if all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
             self._fill(place, names, shapes, _bytes(context, [*context.get_inputs(), *outputs]))
+            _divide(place, share(outputs))
             place = self._places.setdefault((context.get_op_id(), astuple(place)), place)
             context["cost"] = None if place.flops is None else Cost(place.macs or 0, place.flops)
             context.insert_after_op(self._count, outputs=[], place=place)
@@ -101,7 +102,9 @@ class FlopsTool(amanda.Tool):
         if custom is not None:
             return custom(shapes)
         formula = next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
-        if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+        if names[0].startswith(_pytorch.LIBRARIES):
+            formula = no_cost
+        elif names[0].endswith("Dataset") or "DatasetV" in names[0]:
             formula = no_cost  # what its functions compute is in no op
         if formula is None:
             return None
@@ -141,13 +144,13 @@ class FlopsTool(amanda.Tool):
         if context["cost"] is None and forward == context["type"]:
             return None
         if forward == "scaled_dot_product_attention":
-            return _attention_backward(context)
+            return _attention_backward(context, share(grads))
         if forward in _CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
         if forward in _MOVES or forward == "accumulate_grad":
             return Cost()
         shape = context["shape"]
-        return Cost(0, sum(_size(shape(grad)) for grad in grads))
+        return Cost(0, sum(_size(shape(local(grad))) for grad in grads))
 
     # ---- execution ----
 
@@ -190,10 +193,17 @@ class FlopsTool(amanda.Tool):
         place.calls += 1
 
 
-def _attention_backward(context: amanda.OpContext) -> Cost:
+def _divide(place: Place, part: float) -> None:
+    """Count what this process computes of an op that several compute together."""
+    if part != 1.0 and place.flops is not None:
+        place.macs, place.flops = round((place.macs or 0) * part), round(place.flops * part)
+
+
+def _attention_backward(context: amanda.OpContext, part: float) -> Cost:
     """The scores once more, then the gradients of values, scores, queries and keys."""
     q, k, v = (context["shape"](one) for one in context.get_inputs()[:3])
-    return Cost.of_macs(prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]), prod(q[:-1]) * k[-2] * 6)
+    scores = prod(q[:-1]) * k[-2]
+    return Cost.of_macs(round(scores * (3 * q[-1] + 2 * v[-1]) * part), round(scores * 6 * part))
 
 
 def roles(context: amanda.OpContext) -> None:
@@ -241,7 +251,7 @@ def _bytes(context: amanda.OpContext, values: Sequence[Any]) -> int:
     for value in values:
         if isinstance(value, (list, tuple)):
             total += _bytes(context, value)
-        elif (extents := context["shape"](value)) is not None and None not in extents:
+        elif (extents := context["shape"](local(value))) is not None and None not in extents:
             total += prod(extents) * _WIDTHS.get(context["dtype"](value), 4)
     return total
 

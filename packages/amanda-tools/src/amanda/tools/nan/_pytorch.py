@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amanda.tools.mapping import local
 from amanda.tools.stats import numbers
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ def plain(tensor: Tensor) -> Tensor | None:
 
     if tensor.is_meta:
         return None
+    tensor = local(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         tensor = numbers(tensor)
     if tensor.is_complex():

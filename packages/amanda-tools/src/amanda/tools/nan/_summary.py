@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from autoray import do
 
-from amanda.tools.mapping import backend_of
+from amanda.tools.mapping import backend_of, local
 from amanda.tools.nan import _pytorch, _tensorflow
 
 
@@ -29,6 +29,7 @@ class Summary(NamedTuple):
     @classmethod
     def of(cls, tensor: Any, dtype: str) -> Summary:
         """The summary of a tensor of floating or complex numbers (the magnitudes of the latter)."""
+        tensor = local(tensor)
         nested = getattr(tensor, "is_nested", False)
         shape = (int(tensor.numel()),) if nested else tuple(int(extent) for extent in tensor.shape)
         tensor = _numbers(tensor)

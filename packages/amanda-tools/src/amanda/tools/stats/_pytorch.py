@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from amanda.tools.mapping import local
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,10 +16,10 @@ BLOCK, CACHED_BLOCK = 1 << 22, 1 << 15
 
 
 def numbers(tensor: Tensor) -> tuple[Tensor, int]:
-    """The numbers that a tensor stores, in one row; how many zeros it does not store."""
+    """The numbers that a tensor stores in this process, in one row; how many zeros it does not store."""
     import torch
 
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     size = tensor.numel()

@@ -8,7 +8,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import UNINITIALISED, StandardMapping
+from amanda.tools.mapping import UNINITIALISED, StandardMapping, is_partial
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
 from amanda.tools.stats._sketch import Bins
@@ -127,6 +127,7 @@ class StatsTool(amanda.Tool):
             kind = dtype(value)
             if kind is not None and kind.startswith(_NUMBERS):
                 label = "weight gradient" if i == weight else name.format(i)
+                label += " (partial)" if is_partial(value) else ""
                 self._stream(place, label, kind).add(value)
 
     def _stream(self, place: _Place, label: str, dtype: str) -> Accumulator:
