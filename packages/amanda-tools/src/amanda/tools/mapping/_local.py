@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ def local(tensor: Any) -> Any:
 
     One that a collective is still making is waited for.  Without a gradient where it is not `tensor` itself.
     """
-    if not _is_wrapper(type(tensor)):
+    if not _is_wrapper(tensor.__class__):
         return tensor
     import torch
 
@@ -24,7 +23,7 @@ def local(tensor: Any) -> Any:
 
 def is_partial(tensor: Any) -> bool:
     """Whether what processes hold of a distributed tensor is yet to be reduced to its values."""
-    if not _is_wrapper(type(tensor)):
+    if not _is_wrapper(tensor.__class__):
         return False
     return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
@@ -35,7 +34,7 @@ def share(tensors: Any) -> float:
     A result that is sharded, or is yet to be reduced, takes each process its part; a replicated one all.
     """
     for tensor in tensors:
-        if _is_wrapper(type(tensor)) and hasattr(tensor, "placements"):
+        if _is_wrapper(tensor.__class__) and hasattr(tensor, "placements"):
             whole = tensor.numel()
             held = local(tensor).numel() / whole if whole else 1.0
             sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -46,6 +45,6 @@ def share(tensors: Any) -> float:
 
 
 @cache
-def _is_wrapper(kind: Hashable) -> bool:
+def _is_wrapper(kind: Any) -> bool:
     """Whether tensors of a class are distributed ones or results on their way, by what they can do."""
     return hasattr(kind, "to_local") or hasattr(kind, "trigger_wait")
