@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
 `python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, tf_versions,
-opdb, fuzz, soak, types, lint, wheels, docs, bench.
+opdb, fuzz, soak, mindspore, types, lint, wheels, docs, bench.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ nox.options.error_on_missing_interpreters = True
 ROOT = Path(__file__).parent
 DISTRIBUTIONS = [
     ROOT / "packages" / f"amanda-{name}"
-    for name in ("core", "driver-torch", "driver-tf", "driver-onnxruntime", "tools")
+    for name in ("core", "driver-torch", "driver-tf", "driver-onnxruntime", "driver-mindspore", "tools")
 ]
 BIN = "Scripts" if os.name == "nt" else "bin"
 
@@ -71,6 +71,8 @@ SANITIZERS = (
 PARALLEL = ("--numprocesses=2", "--durations=10")
 SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")
 TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
+# Its wheel is built against NumPy 1, and it wants a newer protobuf than TensorFlow does.
+BOUND_BY_MINDSPORE = ("numpy", "protobuf", "ml-dtypes", "pandas", "scipy")
 BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
 SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 
@@ -170,6 +172,21 @@ def tf_versions(session: nox.Session) -> None:
         environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
         environment.install("--no-deps", "--no-build-isolation", *editable)
         environment.run("python", "-m", "pytest", str(tests), f"--ignore={tests / 'keras_zoo'}")
+
+
+@nox.session(venv_backend="none")
+def mindspore(session: nox.Session) -> None:
+    """Run the MindSpore driver's tests in an environment of its own; arguments after -- go to pytest."""
+    environment = Environment(session, "mindspore")
+    environment.install("torch==2.13.0", but=BOUND_BY_MINDSPORE)
+    needed = ("mindspore==2.10.0", "numpy<2", *BUILD, *TOOLS, "pytest")
+    environment.install(*needed, but=BOUND_BY_MINDSPORE)
+    names = ("core", "driver-torch", "driver-mindspore", "tools")
+    paths = [path for path in DISTRIBUTIONS if path.name.removeprefix("amanda-") in names]
+    editable = [argument for path in paths for argument in ("--editable", str(path))]
+    environment.install("--no-deps", "--no-build-isolation", *editable)
+    chosen = session.posargs or ["packages/amanda-driver-mindspore/tests"]
+    environment.run("python", "-m", "pytest", *chosen)
 
 
 @nox.session(venv_backend="none")

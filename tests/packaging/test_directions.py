@@ -24,6 +24,7 @@ OWN = {
     "amanda-driver-torch": {"torch"},
     "amanda-driver-tf": {"tensorflow", "keras"},
     "amanda-driver-onnxruntime": {"onnxruntime"},
+    "amanda-driver-mindspore": {"mindspore"},
 }
 
 

@@ -122,6 +122,7 @@ def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
         ("torch", "amanda-driver-torch"),
         ("tf", "amanda-driver-tf"),
         ("onnxruntime", "amanda-driver-onnxruntime"),
+        ("mindspore", "amanda-driver-mindspore"),
         ("tools", "amanda-tools"),
     ):
         (line,) = (line for line in requires if line.endswith(f"extra == '{extra}'"))
@@ -132,6 +133,7 @@ def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
 NEEDS = {
     "amanda-driver-tf": {"amanda-core", "numpy"},
     "amanda-driver-onnxruntime": {"amanda-core", "numpy", "onnx", "onnxruntime"},
+    "amanda-driver-mindspore": {"amanda-core"},
 }
 
 

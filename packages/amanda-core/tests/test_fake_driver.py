@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from amanda.testing import DriverTests, FakeDriver, Sample, fake, never
+import amanda
+from amanda.testing import DriverTests, FakeDriver, Sample, attached, fake, never
 
 
 class Network(fake.Module):
@@ -103,3 +104,24 @@ class TestFakeDriver(DriverTests):
     @pytest.fixture
     def sample(self) -> Sample:
         return FakeSample()
+
+
+class Hearing(FakeDriver):
+    """Keeps what `begin` tells."""
+
+    heard: ClassVar[list[list[float]]] = []
+
+    def begin(self, made: Any, inputs: Sequence[Any]) -> None:
+        self.heard.append([one.numbers[0] for one in inputs])
+
+
+@pytest.mark.parametrize("action", ["insert_before_op", "replace_op"])
+def test_a_driver_hears_what_an_op_is_given_of_routines_before_its_backward_ops_are_made(action: str) -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: getattr(context, action)(lambda value: fake.mul(value, 2)))
+    tool.add_inst_for_op(lambda context: None, backward=True)
+    Hearing.heard.clear()
+    with attached(Hearing), amanda.apply(tool):
+        made = fake.relu(fake.tensor([3.0], requires_grad=True))
+    assert made.numbers == [6.0]
+    assert Hearing.heard == [[6.0 if action == "insert_before_op" else 3.0]]

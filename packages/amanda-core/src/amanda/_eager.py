@@ -149,6 +149,12 @@ class EagerExecution(TensorOps):
     def tracing(self) -> AbstractContextManager[Any]:
         """Context around the op that finds the backward ops which it makes; made before its routines run."""
 
+    def begin(self, made: Any, inputs: Sequence[Any]) -> None:
+        """Hear what the op, or what replaces it, is given in the context `made` that is entered next.
+
+        What routines returned is among it: backward ops that these values come from are not of the op.
+        """
+
     @abstractmethod
     def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
         """Leave the trace with the backward ops that the context `made` has found.
@@ -308,6 +314,7 @@ class EagerExecution(TensorOps):
         if trace is None or tracing is None:
             outputs = self._compute(combined, call, inputs, told, run, saved)
         else:
+            self.begin(tracing, inputs)
             with tracing as made:
                 outputs = self._compute(combined, call, inputs, told, run, saved)
         values, rebuild = self.results(call, outputs)

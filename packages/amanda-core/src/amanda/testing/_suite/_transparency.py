@@ -175,9 +175,14 @@ def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
         if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
             found[name] = dict(vars(module))
             for value in list(vars(module).values()):
-                if issubclass(type(value), type) and value.__module__.startswith(root):
+                if issubclass(type(value), type) and _home(value).startswith(root):
                     found[value] = dict(vars(value))
     return found
+
+
+def _home(kind: type) -> str:
+    """Name of the module that a class is of; some of native code have none."""
+    return str(getattr(kind, "__module__", ""))
 
 
 def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:

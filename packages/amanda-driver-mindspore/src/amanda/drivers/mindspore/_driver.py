@@ -1,0 +1,148 @@
+"""The driver itself: which calls it intercepts and how each reaches the core."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mindspore
+import mindspore._c_expression as native
+from amanda import interceptor
+from amanda.backend import (
+    DRIVER_API,
+    FRAMEWORK,
+    SKIPPED,
+    Attributes,
+    Call,
+    Namespace,
+    State,
+    codes,
+    digest,
+)
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Site
+from mindspore import Parameter, Tensor
+from mindspore.common._grad_function import _Function
+
+from ._autograd import Autograd
+from ._calls import ApplyCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
+from ._generic import Generic
+from ._jit import report_compiled
+from ._modules import cell_path, enclose_cells
+from ._operation import operation
+from ._recompute import follow_recomputation
+from ._targets import Target, targets
+
+_CALLS: dict[str, type[MindSporeCall]] = {
+    "kernel": KernelCall,
+    "overload": OverloadCall,
+    "method": MethodCall,
+}
+APPLY = "Function.apply"
+
+
+class MindSporeDriver(Autograd):
+    """MindSpore, PyNative mode."""
+
+    api = DRIVER_API
+    framework = "mindspore"
+    modes = ("eager",)
+    identity_types = (Parameter,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attributes = Attributes()
+        self._generic = Generic(self.handle)
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """`mindspore/<version>/eager`."""
+        return Namespace(f"mindspore/{mindspore.__version__}/eager")
+
+    # ---- attaching ----
+
+    def attach(self) -> None:
+        """Place every site, enclose the calls of cells, and follow backward passes."""
+        _prepare()
+        if interceptor.NATIVE:
+            for site in self._sites:
+                site.place()
+        else:
+            for site, target in self._sites.items():
+                self._attributes.set(*_place_of(target), Detour(site))
+        self._attributes.set(_Function, "apply", classmethod(Detour(self._apply)))
+        self._generic.enter(self._attributes)
+        enclose_cells(self._attributes)
+        self.follow_backward(self._attributes)
+        follow_recomputation(self._attributes)
+        report_compiled(self._attributes)
+
+    def detach(self) -> None:
+        """Leave MindSpore as it was."""
+        self._attributes.restore()
+        if interceptor.NATIVE:
+            for site in self._sites:
+                site.remove()
+
+    @cached_property
+    def _sites(self) -> dict[Site, Target]:
+        return {self._site(target): target for target in targets()}
+
+    def _site(self, target: Target) -> Site:
+        name = target.operator
+        # What native code does by a function in Python is how it does it, and no op beside.
+        return Site(
+            target.callable, operation(name), name, digest("mindspore", name), self.handle, IMPLEMENTATION
+        )
+
+    @cached_property
+    def _apply(self) -> Site:
+        function = vars(_Function)["apply"].__func__
+        flags = TRANSPARENT | IMPLEMENTATION
+        return Site(function, operation(APPLY), APPLY, digest("mindspore", APPLY), self.handle, flags)
+
+    # ---- calls ----
+
+    def handle(
+        self,
+        state: State,
+        memo: Memo | None,
+        op_id: int,
+        site: Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: int = 0,
+        done: tuple[Any, int, Any, Any] | None = None,
+    ) -> Any:
+        """Bring a call to the core, but for functions of MindSpore's own that compute nothing."""
+        if site is self._apply and args[0].__module__.startswith("mindspore."):
+            return site.invoke(args, kwargs)
+        return super().handle(state, memo, op_id, site, args, kwargs, key, done)
+
+    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call with its inputs in schema order."""
+        if site is self._apply:
+            return ApplyCall(site, args, kwargs)
+        target = self._sites.get(site)
+        return (PrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
+
+    def variable_of(self, value: Any) -> Any:
+        """A parameter, or a leaf that gradients are computed of, as itself."""
+        if isinstance(value, Parameter):
+            return value
+        return value if isinstance(value, Tensor) and value._requires_grad and value._is_leaf else None
+
+    def scope_name(self, subjects: Sequence[Any]) -> str:
+        """Path of the calling cell in the network."""
+        return cell_path(subjects)
+
+
+def _prepare() -> None:
+    """Tell the interceptor about MindSpore; idempotent."""
+    codes.add_root(f"{Path(mindspore.__file__).parent}/", FRAMEWORK)
+    codes.add_root(f"{Path(__file__).parent}/", SKIPPED)
+    interceptor.add_identity_type(Parameter)
+
+
+def _place_of(target: Target) -> tuple[Any, str]:
+    """Where a detour is set: methods on the class in Python, which the native one does not let be set."""
+    return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)

@@ -1,0 +1,52 @@
+"""Primitives that the executor runs by name: a site for each, made when it is met first."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mindspore._c_expression as native
+from amanda.backend import Attributes, digest
+from amanda.interceptor import IMPLEMENTATION, Detour, Site
+from mindspore.graph import api
+
+from ._operation import operation
+from ._targets import NO_OPERATORS, operator_of
+
+METHODS = ("run_op_async", "real_run_op")
+
+
+class Generic:
+    """Stands in for the two methods of the executor.
+
+    handler: whom calls are brought to.
+    """
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self._handler = handler
+        self._detours: dict[tuple[str, str], Detour] = {}
+
+    def enter(self, attributes: Attributes) -> None:
+        """Take the places until `attributes` are restored."""
+        for method in METHODS:
+            attributes.set(api._PyNativeExecutor, method, self._stand_in(method))
+
+    def _stand_in(self, method: str) -> Callable[..., Any]:
+        detours, original = self._detours, vars(native.PyNativeExecutor_)[method].__func__
+
+        def run(executor: Any, primitive: Any, name: str, args: Any) -> Any:
+            if name in NO_OPERATORS:
+                return original(executor._executor, primitive, name, args)
+            detour = detours.get((method, name))
+            if detour is None:
+                detour = detours[method, name] = self._detour(original, name)
+            return detour(executor._executor, primitive, name, args)
+
+        return run
+
+    def _detour(self, original: Any, name: str) -> Detour:
+        key = operator_of(name)
+        # A native callable is placed, not detoured: this one stands for all primitives.
+        site = Site(
+            partial(original), operation(key), key, digest("mindspore", key), self._handler, IMPLEMENTATION
+        )
+        return Detour(site)

@@ -1,0 +1,71 @@
+"""Recomputation: what runs again in the backward pass runs at the place where it ran first."""
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import Attributes, in_force
+
+recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
+
+
+def follow_recomputation(attributes: Attributes) -> None:
+    """Let both ways of recomputing bring the ops of a second run under the ids of the first."""
+    attributes.set(recompute, "recompute_without_reentrant", _replayed_block())
+    attributes.set(recompute._RecomputeCell, "construct", _kept_construct())
+    attributes.set(recompute._RecomputeCell, "bprop", _replayed_bprop())
+
+
+def _replayed_block() -> Callable[..., Any]:
+    original = recompute.recompute_without_reentrant
+
+    @wraps(original)
+    def recompute_without_reentrant(block: Any, *args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        if activation is None:
+            return original(block, *args, **kwargs)
+        snapshot = interceptor.snapshot()
+
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            with in_force(activation):
+                return snapshot.replay(block, *args, **kwargs)
+
+        return original(replayed, *args, **kwargs)
+
+    return recompute_without_reentrant
+
+
+_PLACES = "_amanda_places"
+
+
+def _kept_construct() -> Callable[..., Any]:
+    original = recompute._RecomputeCell.construct
+
+    @wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+        activation = interceptor.active()
+        place = None if activation is None else (activation, interceptor.snapshot())
+        self.__dict__.setdefault(_PLACES, []).append(place)
+        if place is None:
+            return original(self, *args, **kwargs)
+        return place[1].replay(original, self, *args, **kwargs)
+
+    return construct
+
+
+def _replayed_bprop() -> Callable[..., Any]:
+    original = recompute._RecomputeCell.bprop
+
+    @wraps(original)
+    def bprop(self: Any, *args: Any) -> Any:
+        places = self.__dict__.get(_PLACES)
+        place = places.pop() if places else None
+        if place is None:
+            return original(self, *args)
+        activation, snapshot = place
+        with in_force(activation):
+            return snapshot.replay(original, self, *args)
+
+    return bprop

@@ -1,0 +1,150 @@
+"""Which native callables of MindSpore are operators, and what each is called.
+
+Python reaches MindSpore's kernels by generated functions (`pyboost_relu`), by generated classes
+(`ConcatPrim_`), by objects that pick among overloads (`_add_instance`) and by methods of tensors; what
+has none of these goes through the executor by the name of its primitive (`_generic.py`). Pure-Python
+functions (`mint.nn.functional.linear`, `ops.cross_entropy`) are absent: what they call natively is here.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import mindspore._c_expression as native
+from mindspore.common._tensor_cpp_method import tensor_cpp_methods
+from mindspore.ops.auto_generate import gen_ops_prim, pyboost_inner_prim
+
+Kind = Literal["kernel", "overload", "method"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One native callable to intercept.
+
+    callable: what is called.  holder, name: where Python finds it.
+    kind: "kernel" is called with a primitive and a list of its arguments, "overload" with itself and the
+        arguments, "method" with a tensor and the arguments.
+    operator: name of the operator, one for all its spellings.
+    """
+
+    callable: Any
+    holder: Any
+    name: str
+    kind: Kind
+    operator: str
+
+
+SPELLINGS = {
+    **{f"__{name}__": name for name in ("add", "sub", "mul", "pow", "abs", "getitem", "setitem")},
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul")},
+    "__truediv__": "div",
+    "__itruediv__": "div_",
+    "__ifloordiv__": "floor_divide_",
+    "__mod__": "remainder",
+    "__imod__": "remainder_",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "__xor__": "bitwise_xor",
+    "divide": "div",
+    "true_divide": "div",
+    "subtract": "sub",
+    "negative": "neg",
+    "absolute": "abs",
+    "clip": "clamp",
+    "le": "less_equal",
+    "lt": "less",
+    "ge": "greater_equal",
+    "gt": "greater",
+    "ne": "not_equal",
+    **{f"arc{name}": f"a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tan2", "tanh")},
+    "_item": "item",
+    "_tolist": "tolist",
+    "assign_value_cpp": "assign_value",
+}
+"""Names for which an operator is called otherwise; every other keeps its own."""
+
+READS_AND_WRITES = (
+    "__getitem__", "__setitem__", "_item", "_tolist", "asnumpy", "assign_value_cpp", "to_dlpack",
+)  # fmt: skip
+"""Methods of tensors that MindSpore does not list among its operators."""
+
+
+@cache
+def targets() -> tuple[Target, ...]:
+    """Every operator of the running MindSpore that is a native callable, each callable once."""
+    found: dict[int, Target] = {}
+    for target in (*_kernels(), *_overloads(), *_methods()):
+        found.setdefault(id(target.callable), target)
+    return tuple(found.values())
+
+
+def _kernels() -> Iterator[Target]:
+    for name, function in vars(native).items():
+        if name.startswith("pyboost_"):
+            yield Target(function, gen_ops_prim, name, "kernel", name.removeprefix("pyboost_"))
+    for name, primitive in vars(pyboost_inner_prim).items():
+        if name.endswith("_impl"):
+            holder = next(kind for kind in type(primitive).__mro__ if kind.__name__.endswith("Prim_"))
+            call = vars(holder)["__call__"]
+            yield Target(call.__func__, holder, "__call__", "kernel", name.removesuffix("_impl"))
+
+
+def _overloads() -> Iterator[Target]:
+    for name, instance in vars(native).items():
+        if name.endswith("_instance") and type(instance).__name__.endswith("Functional_"):
+            holder = type(instance)
+            operator = name.removeprefix("_").removesuffix("_instance")
+            call = vars(holder)["__call__"].__func__
+            yield Target(call, holder, "__call__", "overload", SPELLINGS.get(operator, operator))
+
+
+def _methods() -> Iterator[Target]:
+    methods = vars(native.TensorPy)
+    for name in (*tensor_cpp_methods, *READS_AND_WRITES):
+        if name in methods:
+            yield Target(methods[name], native.TensorPy, name, "method", SPELLINGS.get(name, name))
+
+
+NO_OPERATORS = frozenset(
+    {"typeof", "Shape", "DType", "Rank", "Size", "TensorShape", "Partial", "Depend", "UpdateState", "Load",
+     "hastype", "IsInstance", "isconstant", "make_tuple", "stop_gradient"}
+)  # fmt: skip
+"""Primitives that read no data of a tensor, or only tell autodiff what to do."""
+
+
+@cache
+def operator_of(primitive: str) -> str:
+    """The operator that a primitive is, by its class's name: "BiasAdd" is "bias_add"."""
+    return _by_class().get(primitive) or snake(primitive)
+
+
+@cache
+def _by_class() -> dict[str, str]:
+    suffix = "_op"
+    return {
+        type(value).__name__: name.removesuffix(suffix)
+        for name, value in vars(gen_ops_prim).items()
+        if name.endswith(suffix) and isinstance(value, gen_ops_prim.Primitive)
+    }
+
+
+def snake(name: str) -> str:
+    """`MaxPool3DWithArgmax` as `max_pool3d_with_argmax`."""
+    lowered = re.sub(r"(\d)D(?![a-z])", r"\1d", name)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", lowered).lower()
+
+
+_WRITING = re.compile(r"Assign|Apply|Fused|Scatter(?!Nd$|NdV)|Inplace")
+
+
+def writes(operator: str) -> bool:
+    """Whether an operator writes into its first input."""
+    trailing = operator.endswith("_") and not operator.endswith("__")
+    return trailing or operator.startswith("inplace_") or operator in ("setitem", "assign_value")
+
+
+def writing_primitive(name: str) -> bool:
+    """Whether a primitive writes into its first input."""
+    return _WRITING.match(name) is not None
