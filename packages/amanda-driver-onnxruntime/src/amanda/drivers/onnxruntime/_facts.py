@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sysconfig
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from ._operation import Operation
 from ._side import Side
 from ._symbols import Symbol, read_value
 
-_SITE = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
+_FRAMEWORK = re.compile(r"/(?:site|dist)-packages/torch/")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -35,20 +34,19 @@ def facts_of(
     """Facts of a node; names: of its inputs.  graph: the identity of the graph that it is in."""
     told = {entry.key: entry.value for entry in node.metadata_props}
     operation = Operation(node, name, graph)
-    read = tuple(one.name for one in inputs.symbols if one is not None and _holds(one))
+    read = tuple(one.root for one in inputs.symbols if one is not None and one.root is not None)
+    held = [i for i, value in enumerate(inputs.values) if _holder(graph, value) is not None]
     return OpFacts(
         operation, op_id, namespace, names, inputs.values, attributes=Attributes(node),
         scope=scope_of(name, told), source=source_of(told), read_value=read_value, op_type=operation.type,
-        graph=graph, read_variables=lambda: read, original=original, variable_of=_variable_of,
+        graph=graph, read_variables=lambda: read, original=original, parameters=held,
+        variable_of=lambda value: _holder(graph, value),
     )  # fmt: skip
 
 
-def _holds(symbol: Symbol) -> bool:
-    return symbol.constant is not None or symbol.default is not None
-
-
-def _variable_of(value: Any) -> str | None:
-    return value.name if isinstance(value, Symbol) and _holds(value) else None
+def _holder(graph: Hashable, value: Any) -> tuple[Hashable, str] | None:
+    """What names the initializer that a value is, or is made of alone, in every session: graph and name."""
+    return (graph, value.root) if isinstance(value, Symbol) and value.root is not None else None
 
 
 def scope_of(name: str, told: Mapping[str, str]) -> str:
@@ -69,7 +67,7 @@ def scope_of(name: str, told: Mapping[str, str]) -> str:
 def source_of(told: Mapping[str, str]) -> str:
     """ "file:line" of the innermost user's line that an exporter tells; "" where it tells none."""
     frames = _FRAME.findall(told.get("pkg.torch.onnx.stack_trace", ""))
-    own = [frame for frame in frames if not frame[0].startswith(_SITE)]
+    own = [frame for frame in frames if not _FRAMEWORK.search(frame[0])]
     return ":".join((own or frames)[-1]) if frames else ""
 
 

@@ -69,8 +69,8 @@ class Model:
             return Symbol(name, type)
         type = type if is_typed(type) else tensor_type(constant.dtype, constant.shape)
         if name in self.overridable:
-            return Symbol(name, type, default=constant)
-        return Symbol(name, type, constant)
+            return Symbol(name, type, default=constant, root=name)
+        return Symbol(name, type, constant, root=name)
 
     def _light(self, proto: ModelProto, folder: str) -> ModelProto:
         made = ModelProto()

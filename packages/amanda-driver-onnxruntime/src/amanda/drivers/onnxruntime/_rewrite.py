@@ -13,6 +13,7 @@ from amanda.backend import GraphAnalysis, Namespace, OpFacts, State, Table, dige
 
 from ._computation import computation
 from ._facts import facts_of
+from ._forms import formed
 from ._insertions import Insertions
 from ._model import Model, array_of, constant_of, types_in
 from ._places import Compute, Item
@@ -107,7 +108,11 @@ class Rewriter:
     def symbol(self, name: str) -> Symbol:
         """The symbol of a value, here or in a graph around."""
         known = self._symbols.get(name)
-        return self._outer_symbol(name) if known is None else known
+        if known is None:
+            known = self._outer_symbol(name)
+            if not self.path:
+                self._symbols[name] = known
+        return known
 
     def _declare(self) -> None:
         """Know what belongs to the body: it hides what has the same name outside."""
@@ -120,7 +125,8 @@ class Rewriter:
         }
         for name in inner:
             self.current.pop(name, None)
-            self._symbols[name] = Symbol(name, types.get(name), values.get(name))
+            root = "/".join((*self.path, name)) if name in values else None
+            self._symbols[name] = Symbol(name, types.get(name), values.get(name), root=root)
 
     def _at(self, node: NodeProto, name: str) -> None:
         rewriting, opsets = self.rewriting, self.rewriting.model.opsets
@@ -143,13 +149,26 @@ class Rewriter:
         replaced = combined.replace is not None and self._insertions.replace(
             combined.replace, inputs, outputs, facts, original
         )
-        if not replaced:
+        if not replaced and not self._is_formed(copy, inputs, outputs):
             self.items.append(Compute(copy))
         self._insertions.insert_all(combined.after, outputs, facts)
         self.current |= {outputs.before[i]: outputs.refs[i] for i in outputs.changed()}
         for attribute in copy.attribute if not replaced else ():
             for body in bodies(attribute):
                 self._rewrite_body(body, (*self.path, name, attribute.name))
+
+    def _is_formed(self, node: NodeProto, inputs: Side, outputs: Side) -> bool:
+        """Whether what a node gives is a constant in another form, so that no session computes it."""
+        array = formed(node, inputs.symbols)
+        if array is None:
+            return False
+        name, source = node.output[0], inputs.symbols[0]
+        root = None if source is None else source.root
+        self._symbols[name] = outputs.symbols[0] = Symbol.of_array(name, array, root)
+        if self.rewriting.written:
+            return False
+        self.rewriting.constants[name] = array
+        return True
 
     def _rewrite_body(self, body: GraphProto, path: tuple[str, ...]) -> None:
         rewriter = Rewriter(body, self.rewriting, self.symbol, path, self.current)

@@ -22,10 +22,10 @@ class Symbol:
     type: its TypeProto; None where that is not known.  dtype: of a tensor's elements, None where it is no
     tensor.  shape: None for an extent that is known at execution alone, and for an unknown rank.
     constant: what it always is; None where it is computed or given.  default: what a graph's input is where
-    it is not given.
+    it is not given.  root: name of the initializer that it is, or is made of alone.
     """
 
-    __slots__ = ("__weakref__", "constant", "default", "dtype", "name", "shape", "type")
+    __slots__ = ("__weakref__", "constant", "default", "dtype", "name", "root", "shape", "type")
 
     def __init__(
         self,
@@ -33,17 +33,19 @@ class Symbol:
         type: TypeProto | None = None,
         constant: Array | None = None,
         default: Array | None = None,
+        root: str | None = None,
     ) -> None:
         self.name = name
         self.type = type
         self.constant = constant
         self.default = default
+        self.root = root
         self.dtype, self.shape = _of_tensor(type)
 
     @classmethod
-    def of_array(cls, name: str, array: Array) -> Symbol:
+    def of_array(cls, name: str, array: Array, root: str | None = None) -> Symbol:
         """The symbol of a constant."""
-        return cls(name, tensor_type(array.dtype, array.shape), constant=array)
+        return cls(name, tensor_type(array.dtype, array.shape), constant=array, root=root)
 
     def like(self, name: str, shape_is_kept: bool = True) -> Symbol:
         """A symbol of the same type for a value that takes the place of this one."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from amanda.backend import TensorOps
-from amanda.errors import RoutineError
+from amanda.errors import MutationError, RoutineError
 
 from ._symbols import Symbol
 from ._tracing import TracedArray
@@ -35,6 +35,21 @@ class GraphTensors(TensorOps):
     def isolated(self) -> AbstractContextManager[Any]:
         """Nothing records gradients."""
         return nullcontext()
+
+    def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine; one that writes into what it was given has made a mistake.
+
+        Raises MutationError.
+        """
+        try:
+            return func(*values, **kwargs)
+        except ValueError as error:
+            if "read-only" not in str(error):
+                raise
+            raise MutationError(
+                "a routine wrote into a value that it was given; return a new value instead, as NumPy's "
+                "operators give"
+            ) from error
 
     def version(self, value: Any) -> Any:
         """Routines are given arrays that cannot be written."""

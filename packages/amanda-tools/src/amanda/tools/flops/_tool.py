@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _pytorch, _tensorflow
+from amanda.tools.flops import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
 from amanda.tools.flops._formulas import FORMULAS, MOVES, no_cost
 from amanda.tools.flops._result import FlopsResult, Place
@@ -20,8 +20,8 @@ _AT_EXECUTION: Any = object()
 
 logger = logging.getLogger("amanda")
 
-_FORMULAS = {**FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS}
-_MOVES = MOVES | _tensorflow.MOVES
+_FORMULAS = {**FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS, **_onnxruntime.FORMULAS}
+_MOVES = MOVES | _tensorflow.MOVES | _onnxruntime.MOVES
 _CONTRACTIONS = frozenset(
     {"linear", "matmul", "addmm", "addmv", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
      "conv_transpose2d", "conv_transpose3d", "depthwise_conv2d", "lstm", "gru", "rnn_tanh", "rnn_relu"}

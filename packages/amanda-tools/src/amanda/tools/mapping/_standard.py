@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from amanda.tools.mapping import _pytorch, _tensorflow
+from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.mapping._rules import MappingTool
 
 UNINITIALISED = frozenset(
@@ -37,4 +37,9 @@ class StandardMapping(MappingTool):
     def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
         # A framework's half is a module of its own: a function `standard(context)` that writes
         # every key above.
-        super().__init__([["pytorch", _pytorch.standard], ["tensorflow", _tensorflow.standard], *rules])
+        own = [
+            ["pytorch", _pytorch.standard],
+            ["tensorflow", _tensorflow.standard],
+            ["onnxruntime", _onnxruntime.standard],
+        ]
+        super().__init__([*own, *rules])

@@ -1,0 +1,414 @@
+"""The conformance suite on ONNX Runtime: a call of a module or an op is a run of a session.
+
+What a call computes is built once for the signature of its arguments. ONNX Runtime has no backward pass:
+`backward` does nothing here, so that tests of forward and backward alike show what holds of the forward pass.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import amanda
+import amanda.backend
+from amanda.drivers.onnxruntime import OnnxRuntimeDriver, session_options
+from amanda.testing import DriverTests, Sample, never
+
+Pair = namedtuple("Pair", "values indices")
+
+IN_PLACE = never("no op of ONNX writes into a tensor")
+NO_BACKWARD = never("ONNX Runtime has no backward pass")
+NODES = never("an op is a node of a graph, however often it is run, and from wherever")
+SYMBOLS = never("a graph is analysed before it runs, on symbols")
+ARGUMENTS = never("a weight is an initializer of the graph, and the schema's names are its own")
+
+
+POINTS = pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[NO_BACKWARD] * (point > 1)) for point in range(4)]
+)
+ACTIONS = pytest.mark.parametrize(
+    "action",
+    [
+        pytest.param(action.value, marks=[NO_BACKWARD] * action.is_backward)
+        for action in amanda.backend.ActionType
+    ],
+)
+
+
+class Parameter:
+    """A weight: an initializer of the models that read it."""
+
+    def __init__(self, values: Any) -> None:
+        self.value = np.array(values, np.float64)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+
+class Value:
+    """A value of a graph that is being built."""
+
+    def __init__(self, graph: Building, name: str) -> None:
+        self.graph, self.name = graph, name
+
+
+class Building:
+    """Nodes of a model that is being built."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.weights: dict[str, Any] = {}
+        self.path: list[str] = []
+
+    def name(self, value: Any) -> str:
+        if isinstance(value, Value):
+            return value.name
+        array = value.value if isinstance(value, Parameter) else np.array(value, np.float64)
+        self.weights[name := f"weight{len(self.weights)}"] = array
+        return name
+
+    def add(self, type: str, inputs: Sequence[Any], outputs: int = 1, **attributes: Any) -> Any:
+        names = [f"v{len(self.nodes)}_{i}" for i in range(outputs)]
+        label = "/".join(["", *self.path, f"{type}_{len(self.nodes)}"])
+        given = [self.name(one) for one in inputs]
+        node = helper.make_node(type, given, names, label, **attributes)
+        lines = traceback.format_list(one for one in traceback.extract_stack() if one.filename != __file__)
+        node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value="".join(lines))  # as torch.onnx does
+        self.nodes.append(node)
+        made = [Value(self, name) for name in names]
+        return made[0] if outputs == 1 else Pair(*made)
+
+
+class Program:
+    """A session that computes a function of arrays."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        graph = Building()
+        self.given = [i for i, one in enumerate(args) if isinstance(one, (np.ndarray, list))]
+        symbols, inputs = list(args), []
+        for i in self.given:
+            arrays = args[i] if isinstance(args[i], list) else [args[i]]
+            values = [Value(graph, f"x{i}_{k}") for k in range(len(arrays))]
+            inputs += [
+                helper.make_tensor_value_info(
+                    value.name, helper.np_dtype_to_tensor_dtype(one.dtype), [None] * one.ndim
+                )
+                for value, one in zip(values, arrays, strict=True)
+            ]
+            symbols[i] = values if isinstance(args[i], list) else values[0]
+        Module.building.append(graph)
+        try:
+            self.form = function(*symbols)
+        finally:
+            Module.building.pop()
+        outputs = list(self.form) if isinstance(self.form, Pair) else [self.form]
+        made = helper.make_model(
+            helper.make_graph(
+                graph.nodes, "graph", inputs, [onnx.ValueInfoProto(name=one.name) for one in outputs],
+                [numpy_helper.from_array(value, name) for name, value in graph.weights.items()],
+            ),
+            opset_imports=[helper.make_opsetid("", 18)], ir_version=9,
+        )  # fmt: skip
+        self.names = [one.name for one in outputs]
+        self.session = onnxruntime.InferenceSession(
+            made.SerializeToString(), session_options(), ["CPUExecutionProvider"]
+        )
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        feed = {}
+        for i in self.given:
+            arrays = args[i] if isinstance(args[i], list) else [args[i]]
+            feed |= {f"x{i}_{k}": one for k, one in enumerate(arrays)}
+        results = self.session.run(self.names, feed)
+        return Pair(*results) if isinstance(self.form, Pair) else results[0]
+
+
+class Module:
+    """A run of a session where it is called with arrays; elsewhere, a part of what is being built."""
+
+    building: ClassVar[list[Building]] = []
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.scope = ""
+        self.programs: dict[Any, Program] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Module):
+            value.scope = name
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "programs": {}}
+
+    def __call__(self, *args: Any) -> Any:
+        if not any(isinstance(one, (np.ndarray, list)) and not _is_symbolic(one) for one in args):
+            path = self.building[-1].path
+            path += [self.scope] * bool(self.scope)
+            try:
+                return self.forward(*args)
+            finally:
+                del path[len(path) - bool(self.scope) :]
+        key = tuple(map(_signature, args))
+        if key not in self.programs:
+            self.programs[key] = Program(self.forward, args)
+        return self.programs[key](args)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(one, Value) for one in value)
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_signature, value))
+    return (value.dtype.name, value.ndim) if isinstance(value, np.ndarray) else value
+
+
+class Linear(Module):
+    """A layer without bias."""
+
+    def __init__(self, weight: Sequence[Any]) -> None:
+        self.weight = Parameter(weight)
+        super().__init__(self._product)
+
+    def _product(self, x: Any) -> Any:
+        return x.graph.add("MatMul", [x, self.weight])
+
+
+class Network(Module):
+    """Two layers and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__(self._layers)
+        self.first = Linear([[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]])
+        self.second = Linear([[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]])
+
+    def _layers(self, x: Any) -> Any:
+        hidden = self.first(x)
+        return self.second(hidden.graph.add("Relu", [hidden]))
+
+
+def _node(type: str, outputs: int = 1, **attributes: Any) -> Any:
+    """An op of the sample: a module of one node."""
+
+    def op(self: OnnxSample) -> Any:
+        return self.ops.setdefault(
+            type, Module(lambda *args: Module.building[-1].add(type, args, outputs, **attributes))
+        )
+
+    return property(op)
+
+
+class OnnxSample(Sample):
+    """Sessions of models that are built for each call."""
+
+    driver = OnnxRuntimeDriver
+    names: ClassVar = {
+        "linear": "MatMul", "relu": "Relu", "add": "Add", "cat": "Concat", "pair": "TopK", "many": "MatMul",
+    }  # fmt: skip
+    dtypes = (np.dtype("float64"), np.dtype("float32"), np.dtype("int64"), np.dtype("complex128"))
+    relu_backward = "none"
+    leaf_backward = "none"
+
+    linear = _node("MatMul")
+    relu = _node("Relu")
+    add = _node("Add")
+    many = _node("MatMul")
+
+    def __init__(self) -> None:
+        self.ops: dict[str, Module] = {}
+
+    @property
+    def add_(self) -> Any:
+        raise NotImplementedError("no op of ONNX writes into a tensor")
+
+    @property
+    def cat(self) -> Any:
+        return self.ops.setdefault(
+            "Concat", Module(lambda tensors: Module.building[-1].add("Concat", tensors, axis=0))
+        )
+
+    @property
+    def pair(self) -> Any:
+        def largest(x: Any) -> Any:
+            made = Module.building[-1]
+            made.weights["count"] = np.array([2], np.int64)
+            return made.add("TopK", [x, Value(made, "count")], 2)
+
+        return self.ops.setdefault("TopK", Module(largest))
+
+    @property
+    def item(self) -> Any:
+        return lambda tensor: tensor.item()
+
+    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+        return np.array(values, dtype or np.float64)
+
+    def parameter(self, values: Sequence[Any]) -> Any:
+        return Parameter(values)
+
+    def bits(self, tensor: Any) -> bytes:
+        return b"" if tensor is None else self._array(tensor).tobytes()
+
+    def numbers(self, tensor: Any) -> list[Any]:
+        return list(self._array(tensor).ravel().tolist())
+
+    @staticmethod
+    def _array(tensor: Any) -> Any:
+        return tensor.value if isinstance(tensor, Parameter) else np.asarray(tensor)
+
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        return tensor.astype(dtype)
+
+    def overwrite(self, tensor: Any) -> None:
+        tensor[...] = 0
+
+    def gradient(self, tensor: Any) -> Any:
+        return None
+
+    def backward(self, tensor: Any) -> None:
+        pass
+
+    def model(self) -> Any:
+        return Network()
+
+    def module(self, forward: Any) -> Any:
+        return Module(forward)
+
+    def checkpoint(self, function: Any, tensor: Any) -> Any:
+        return function(tensor)
+
+    def beyond(self) -> None:
+        x = self.input()
+        self.relu(x)
+        (program,) = self.ops["Relu"].programs.values()
+        binding = program.session.io_binding()
+        binding.bind_cpu_input("x0_0", x)
+        binding.bind_output(program.names[0])
+        program.session.run_with_iobinding(binding)
+
+
+class TestOnnxRuntimeDriver(DriverTests):
+    """The suite on sessions."""
+
+    gaps: ClassVar = {
+        "test_every_op_gives_what_it_gave": IN_PLACE,
+        "test_a_changed_output_is_in_the_tensor_given_as_out": IN_PLACE,
+        "test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor": IN_PLACE,
+        "test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor": IN_PLACE,
+        "test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor": IN_PLACE,
+        "test_an_in_place_op_passes_gradients_straight_through": IN_PLACE,
+        "test_a_value_handed_back_unchanged_adds_nothing": never("a routine is given a view of an array"),
+        "test_an_output_that_is_no_tensor_is_seen_and_changed": never("`item()` is no op"),
+        "test_a_tool_that_decides_by_shape_is_asked_for_each": SYMBOLS,
+        "test_a_tool_that_decides_by_a_callable_is_asked_for_each_answer": SYMBOLS,
+        "test_ops_of_a_routine_are_not_instrumented": SYMBOLS,
+        "test_outputs_are_known_after_the_op": SYMBOLS,
+        "test_a_plan_dies_with_its_parameter": never("a plan dies with the session, which holds the weights"),
+        "test_inputs_are_in_the_order_of_the_schema": ARGUMENTS,
+        "test_keyword_arguments_are_put_in_their_place": ARGUMENTS,
+        "test_a_routine_is_given_the_inputs_that_it_selects": ARGUMENTS,
+        "test_arguments_that_are_no_tensors_are_attributes_by_name": ARGUMENTS,
+        **dict.fromkeys(
+            [
+                "test_an_op_has_the_same_id_outside_modules_in_the_next_iteration",
+                "test_an_op_keeps_its_id_when_a_neighbour_is_skipped",
+                "test_two_calls_on_one_line_are_two_ops",
+                "test_one_call_site_over_several_weights_is_several_ops",
+                "test_repeats_of_a_place_are_told_apart_up_to_a_cap",
+                "test_ids_are_bounded_in_a_loop_outside_modules",
+                "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run",
+                "test_a_checkpoint_outside_modules_computes_the_same_ops_again",
+            ],
+            NODES,
+        ),
+        **dict.fromkeys(
+            [
+                "test_a_scope_follows_the_backward_pass_that_it_starts",
+                "test_backward_routines_run_only_in_a_scope_with_their_tool",
+                "test_of_several_tools_those_run_whose_scope_is_open_at_the_backward_pass",
+                "test_a_backward_op_is_analysed_when_its_scope_opens_for_it",
+                "test_an_innermost_routine_is_next_to_the_backward_op",
+                "test_the_inner_scope_sees_what_the_outer_put_in_the_context",
+                "test_backward_routines_of_nested_scopes_all_run",
+                "test_all_points_of_an_op_run_in_order",
+                "test_gradients_are_changed_before_and_after_a_backward_op",
+                "test_changed_gradients_hold_for_every_backward_pass",
+                "test_a_replacement_takes_part_in_the_backward_pass",
+                "test_the_identity_as_a_replacement_removes_the_op",
+                "test_a_replacement_is_given_what_computes_the_op",
+                "test_a_replacement_of_a_backward_op_gives_the_gradients",
+                "test_two_tools_that_replace_one_backward_op_are_both_named",
+                "test_gradients_pass_an_isolated_routine_straight_through",
+                "test_an_output_that_is_changed_passes_gradients_straight_through",
+                "test_gradients_reach_the_original_weights_of_the_model",
+                "test_a_differentiable_routine_takes_part_in_the_backward_pass",
+                "test_autodiff_enabled_makes_routines_differentiable",
+                "test_a_differentiable_routine_is_free_in_shape",
+                "test_another_floating_type_is_cast_back",
+                "test_a_gradient_that_is_changed_keeps_its_shape",
+                "test_an_op_is_analysed_once_for_a_set_of_tools",
+                "test_with_the_cache_off_analysis_runs_at_every_execution",
+                "test_a_backward_op_first_seen_later_is_analysed_then",
+                "test_backward_ops_have_ids_that_stay",
+                "test_backward_analyses_see_what_forward_analyses_put_in",
+                "test_one_op_may_have_many_backward_ops_each_with_its_own_context",
+                "test_backward_sees_gradients_in_and_out",
+                "test_forward_values_are_there_for_the_first_backward_analysis",
+                "test_forward_values_are_dropped_after_the_first_execution",
+                "test_the_gradient_of_a_leaf_is_changed_before_it_is_stored",
+                "test_what_stores_a_gradient_is_not_replaced",
+                "test_run_goes_from_the_forward_to_the_backward_routines_of_one_execution",
+                "test_run_is_freed_with_the_graph_of_its_execution",
+            ],
+            NO_BACKWARD,
+        ),
+    }
+
+    @pytest.fixture
+    def sample(self) -> Sample:
+        return OnnxSample()
+
+    @POINTS
+    def test_an_exception_of_an_analysis_reaches_the_user_as_itself(self, sample: Sample, point: int) -> None:
+        super().test_an_exception_of_an_analysis_reaches_the_user_as_itself(sample, point)
+
+    @POINTS
+    def test_an_exception_in_an_analysis_leaves_the_framework_as_it_was(
+        self, sample: Sample, point: int
+    ) -> None:
+        super().test_an_exception_in_an_analysis_leaves_the_framework_as_it_was(sample, point)
+
+    @ACTIONS
+    def test_an_exception_of_a_routine_reaches_the_user_as_itself(self, sample: Sample, action: str) -> None:
+        super().test_an_exception_of_a_routine_reaches_the_user_as_itself(sample, action)
+
+    @ACTIONS
+    def test_an_exception_in_a_routine_leaves_the_framework_as_it_was(
+        self, sample: Sample, action: str
+    ) -> None:
+        super().test_an_exception_in_a_routine_leaves_the_framework_as_it_was(sample, action)
+
+    @pytest.mark.parametrize(
+        "mark",
+        [
+            amanda.observer,
+            pytest.param(amanda.traceable, marks=never("a traceable routine is called when it is traced")),
+            amanda.differentiable,
+        ],
+    )
+    def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
+        super().test_marked_routines_are_accepted_and_run(sample, mark)

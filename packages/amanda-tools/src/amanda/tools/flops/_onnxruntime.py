@@ -1,0 +1,57 @@
+"""What ONNX' operators cost that have no word in the vocabulary, or other inputs than the word's."""
+
+from __future__ import annotations
+
+from math import prod
+
+from amanda.tools.flops._cost import Cost, Formula, Shapes
+from amanda.tools.flops._formulas import no_cost, visits
+
+_FREE = """
+    BlackmanWindow Col2Im Compress Constant ConstantOfShape DepthToSpace DequantizeLinear
+    DynamicQuantizeLinear EyeLike Gather GatherElements GatherND HammingWindow HannWindow If Loop Multinomial
+    NonMaxSuppression Optional OptionalGetElement OptionalHasElement QuantizeLinear RandomNormal
+    RandomNormalLike RandomUniform RandomUniformLike Resize ReverseSequence Scan Scatter ScatterElements
+    ScatterND SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength Shape
+    Size SpaceToDepth SplitToSequence StringNormalizer TensorScatter Trilu Unique Upsample
+""".split()
+_ONE_STEP = (
+    "Hardmax MaxUnpool ReduceL1 ReduceL2 ReduceLogSum ReduceSumSquare Shrink Swish ThresholdedRelu".split()
+)
+
+
+def product_and_sum(op: Shapes) -> Cost:
+    """alpha A B + beta C, either factor transposed."""
+    left = op.inputs[0]
+    depth = left[0] if op.attributes.get("transA") else left[-1]
+    has_bias = len(op.inputs) > 2 and op.inputs[2] is not None
+    return Cost.of_macs(prod(op.out) * depth, prod(op.out) if has_bias else 0)
+
+
+def quantised_product(op: Shapes) -> Cost:
+    """The product of the first input and the fourth; scales and zero points lie between."""
+    return Cost.of_macs(prod(op.out) * op.inputs[0][-1])
+
+
+def recurrent(op: Shapes) -> Cost:
+    """Every step multiplies the input and the state by the two weights."""
+    return Cost.of_macs(prod(op.inputs[0][:-1]) * (prod(op.inputs[1]) + prod(op.inputs[2])))
+
+
+def pooling(op: Shapes) -> Cost:
+    """Every output element visits its window."""
+    return Cost(0, prod(op.out) * prod(op.attributes.get("kernel_shape", ())))
+
+
+FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(_FREE, no_cost),
+    **dict.fromkeys(_ONE_STEP, visits(1)),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), pooling),
+    "Gemm": product_and_sum, "QLinearMatMul": quantised_product,
+    "LSTM": recurrent, "GRU": recurrent, "RNN": recurrent,
+    "ReduceLogSumExp": visits(4), "MeanVarianceNormalization": visits(7), "LRN": visits(5),
+}  # fmt: skip
+"""Formulas by ONNX' types."""
+
+MOVES = frozenset(_FREE)
+"""Types of operators that compute nothing."""

@@ -1,0 +1,112 @@
+"""ONNX Runtime's half of StandardMapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from amanda import OpContext
+from amanda.tools.mapping._onnxruntime_names import SPATIAL, WORDS
+
+_AXES = {1: "W", 2: "HW", 3: "DHW"}
+_NORMS = ("batch_norm", "instance_norm", "group_norm")
+_WEIGHT_AT = {
+    "batch_norm": 1, "instance_norm": 1, "group_norm": 1, "layer_norm": 1, "rms_norm": 1, "linear": 1,
+    "prelu": 1, "embedding": 0, "lstm": 1, "gru": 1, "rnn_tanh": 1,
+}  # fmt: skip
+_QUANTISED = {
+    "QLinearConv": 3,
+    "QLinearMatMul": 3,
+    "SkipLayerNormalization": 2,
+    "SkipSimplifiedLayerNormalization": 2,
+}
+"""Where the weight is of types that have something else before it."""
+
+
+def standard(context: OpContext) -> None:
+    """Write every key of StandardMapping for an op of ONNX Runtime, which has no backward pass."""
+    if "shape" in context:
+        return
+    name, inputs = context.get_op_type(), context.get_inputs()
+    kind = _kind(context, name, inputs)
+    weight = _weight_index(context, kind, name, inputs)
+    context["type"] = kind
+    context["in_place"] = False
+    context["phase"] = "forward"
+    context["backward_type"] = context["weight_grad_index"] = None
+    context["weight_index"] = weight
+    context["layout"] = _layout(kind, name, shape(inputs[0]) if inputs else None)
+    context["weight_layout"] = (
+        None if weight is None else _weight_layout(context, kind, name, shape(inputs[weight]))
+    )
+    context["shape"] = shape
+    context["dtype"] = dtype
+
+
+def shape(value: Any) -> tuple[int | None, ...] | None:
+    """Extents of a tensor, None for one that is known as it runs; None for one of unknown rank."""
+    extents = getattr(value, "shape", None)
+    return None if extents is None else tuple(extents)
+
+
+def dtype(value: Any) -> str | None:
+    """Name of a tensor's element type."""
+    kind = getattr(value, "dtype", None)
+    return None if kind is None else str(kind.name)
+
+
+def _kind(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
+    if name in SPATIAL:
+        axes = _spatial_axes(inputs)
+        return name if axes is None else f"{SPATIAL[name]}{axes}d"
+    if name == "Gather" and _is_held(context, 0) and context.get_attrs().get("axis", 0) == 0:
+        return "embedding"
+    if name == "Attention" and context.get_op().domain != "com.microsoft":
+        return "scaled_dot_product_attention"
+    if name == "Mean":
+        return "add_n"
+    return WORDS.get(name, name)
+
+
+def _spatial_axes(inputs: Sequence[Any]) -> int | None:
+    """How many axes there are beside batch and channels."""
+    ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
+    return next((rank - 2 for rank in ranks if rank > 2), None)
+
+
+def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:
+    """Where the weight is: by the schema; in a product, the factor that an initializer holds."""
+    if name in _QUANTISED:
+        index: int | None = _QUANTISED[name]
+    elif kind == "matmul":
+        factors = [i for i in (0, 1) if _is_held(context, i)]
+        return factors[0] if len(factors) == 1 else None
+    else:
+        index = 1 if kind.startswith("conv") else _WEIGHT_AT.get(kind)
+    return index if index is not None and index < len(inputs) and shape(inputs[index]) is not None else None
+
+
+def _is_held(context: OpContext, index: int) -> bool:
+    """Whether an input is an initializer, or made of one alone."""
+    return index < len(context.get_inputs()) and context.get_variable(index) is not None
+
+
+def _layout(kind: str, name: str, extents: Sequence[int | None] | None) -> str | None:
+    """Axes of the data input, channels first as everywhere in ONNX."""
+    if extents is None or not (name in SPATIAL or kind in _NORMS):
+        return None
+    return "NC" + _AXES.get(len(extents) - 2, "") if 2 <= len(extents) <= 5 else None
+
+
+def _weight_layout(
+    context: OpContext, kind: str, name: str, extents: Sequence[int | None] | None
+) -> str | None:
+    """Axes of the weight: O out, I in."""
+    if kind == "linear":
+        return "OI" if context.get_attrs().get("transB", 0) else "IO"
+    if kind == "matmul":
+        first = context["weight_index"] == 0
+        return ("OI" if first else "IO") if extents is not None and len(extents) == 2 else None
+    if kind.startswith("conv") and extents is not None:
+        return ("IO" if name == "ConvTranspose" else "OI") + _AXES[len(extents) - 2]
+    return None
