@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amanda.tools.mapping import _pytorch_names, _tensorflow_names
+from amanda.tools.mapping import _onnxruntime_names, _pytorch_names, _tensorflow_names
 
 _SHARED = """
     add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not
@@ -12,5 +12,7 @@ _SHARED = """
     to item
 """.split()
 
-VOCABULARY = frozenset((*_SHARED, *_pytorch_names.WORDS.values(), *_tensorflow_names.WORDS.values()))
+_TABLES = (_pytorch_names.WORDS, _tensorflow_names.WORDS, _onnxruntime_names.WORDS)
+
+VOCABULARY = frozenset((*_SHARED, *(word for table in _TABLES for word in table.values())))
 """Words that mean the same in every framework; what is in no list keeps the framework's own name."""
