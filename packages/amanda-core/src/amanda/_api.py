@@ -1,5 +1,6 @@
 """The public names of `amanda`."""
 
+from amanda._inlining import Inlined, Instrumented, instrument
 from amanda._plugins import Plugin, list_drivers, list_tools, load_tool
 from amanda._report import Report, Uninstrumented
 from amanda._scope import Scope, apply
@@ -31,7 +32,9 @@ __all__ = [
     "Action",
     "ActionType",
     "AmandaError",
+    "Inlined",
     "InstrumentationPoint",
+    "Instrumented",
     "Namespace",
     "OpContext",
     "Plugin",
@@ -48,6 +51,7 @@ __all__ = [
     "disabled",
     "enabled",
     "innermost",
+    "instrument",
     "is_cache_enabled",
     "is_enabled",
     "list_drivers",

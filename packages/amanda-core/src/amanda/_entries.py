@@ -15,6 +15,7 @@ from amanda.errors import PluginError
 logger = logging.getLogger("amanda")
 
 DRIVERS, TOOLS, COMMANDS, HOOKS = "amanda.drivers", "amanda.tools", "amanda.commands", "amanda.plugins"
+ARTEFACTS = "amanda.artefacts"
 
 State = Literal["ready", "not loaded", "absent", "broken import", "wrong API", "duplicate"]
 
@@ -94,7 +95,7 @@ class Registry:
     def _look(self) -> None:
         installed = entry_points()
         seen: dict[tuple[str, ...], Entry] = {}
-        for group in (DRIVERS, TOOLS, COMMANDS, HOOKS):
+        for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
             for point in installed.select(group=group):
                 entry = Entry(point)
                 key = (group, entry.name, entry.distribution, entry.version, point.value)

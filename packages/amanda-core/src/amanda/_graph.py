@@ -194,12 +194,10 @@ class Inserted:
         """The flat tensors that go back into the graph; `rounds` of the loops around the place."""
         key = self.facts.op_id, tuple(rounds[: self.depth])
         run = execution.runs.setdefault(key, {}) if self.takes_run else {}
-        own = len(flat) - self.reads
-        values = self.values(flat[:own])
         if self.actions and self.actions[0].type.is_replacement:
-            return self._replaced(self.actions[0], execution, values, run, flat[own:])
+            return self.replaced(self.actions[0], execution.ops, flat, run)
         actions = [action for action in self.actions if execution.runs_action(action)]
-        return self.apply(actions, values, execution.ops, execution.state, run)
+        return self.apply(actions, self.values(flat), execution.ops, execution.state, run)
 
     def apply(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
@@ -209,15 +207,11 @@ class Inserted:
             values = run_routine(ops, action, values, self.facts, run, state)
         return spread(values[position] for position in self.gives)
 
-    def _replaced(
-        self,
-        action: Action,
-        execution: Execution,
-        values: list[Any],
-        run: dict[str, Any],
-        reads: Sequence[Any],
-    ) -> list[Any]:
-        result = run_replacement(execution.ops, action, values, self.facts, run, (), self.original, reads)
+    def replaced(self, action: Action, ops: TensorOps, flat: Sequence[Any], run: dict[str, Any]) -> list[Any]:
+        """Call a replacement on the flat tensors; those that the place gives back."""
+        own = len(flat) - self.reads
+        values, reads = self.values(flat[:own]), flat[own:]
+        result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
         if result is NotImplemented:
             with explained(self.facts, action.tool, str(action)):
                 raise RoutineError(

@@ -3,6 +3,7 @@
 A driver attaches to its framework while at least one scope is open. Between `attach` and
 `detach` it brings every op to the core: it builds an `OpContext` for an op met for the first
 time, triggers the analysis routines on it, and runs the `Action`s that they recorded.
+For files of models a distribution registers an `Artefact`, in the group `amanda.artefacts`.
 Drivers of eager frameworks subclass `EagerDriver`, which leaves only tensor primitives to write.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from amanda._artefacts import Artefact
 from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep, backward_id, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
 from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
 from amanda._imports import when_imported
+from amanda._inlining import Inlining
 from amanda._interrupts import uninterrupted
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._plan import BackwardPlan, Combined
@@ -33,6 +36,7 @@ __all__ = [
     "SKIPPED",
     "Action",
     "ActionType",
+    "Artefact",
     "Attributes",
     "BackwardPlan",
     "BackwardStep",
@@ -42,6 +46,7 @@ __all__ = [
     "EagerDriver",
     "Execution",
     "GraphAnalysis",
+    "Inlining",
     "Inserted",
     "InstrumentationPoint",
     "Namespace",

@@ -208,9 +208,16 @@ class OpContext(dict[str, Any]):
         """Whether this is the context of a backward op."""
         return not self.is_forward()
 
+    def is_static(self) -> bool:
+        """Whether the op is of a file that is instrumented, where a routine has to be `@amanda.traceable`.
+
+        Nothing runs there: what is not in the file, or in the tool, is not known.
+        """
+        return self._facts.namespace[-1] == "static"
+
     @property
     def namespace(self) -> Namespace:
-        """Framework, version and mode that the op belongs to."""
+        """Framework, version and mode that the op belongs to; a fourth tag "static" for an op of a file."""
         return self._facts.namespace
 
     # ---- instrumentation ----

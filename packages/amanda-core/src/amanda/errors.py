@@ -62,3 +62,11 @@ class ScopeError(AmandaError, RuntimeError):
 
 class DriverError(AmandaError, RuntimeError):
     """A driver cannot serve its framework as it found it."""
+
+
+class ArtefactError(AmandaError, ValueError):
+    """A file of a model cannot be read, instrumented or written."""
+
+
+class NotTraceableError(ArtefactError):
+    """Routines that run as Python cannot be written into a file."""

@@ -55,6 +55,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "framework.ops:Operation._control_outputs",
         "framework.ops:SymbolicTensor.consumers",
     ),
+    "saved_model": (
+        *_ENGINE,
+        "checkpoint.checkpoint_options:CheckpointOptions",
+        "saved_model.fingerprinting_utils:write_fingerprint",
+        "saved_model.load:Loader",
+        "saved_model.loader_impl:parse_saved_model",
+    ),
     "function": (
         *_ENGINE,
         "eager.context:Context.call_function",

@@ -1,11 +1,13 @@
-"""`amanda run`: an unmodified program under tools.
+"""`amanda run`: an unmodified program under tools; `amanda instrument`: tools written into a model's file.
 
 amanda run -t flops -t "nan:stop,module=encoder" -- train.py --epochs 1
+amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 """
 
+from amanda.tools.command._instrument import instrument
 from amanda.tools.command._merge import merge
 from amanda.tools.command._options import Option, options_of
 from amanda.tools.command._run import run
 from amanda.tools.command._spec import SpecError, Tooling, ToolSpec
 
-__all__ = ["Option", "SpecError", "ToolSpec", "Tooling", "merge", "options_of", "run"]
+__all__ = ["Option", "SpecError", "ToolSpec", "Tooling", "instrument", "merge", "options_of", "run"]

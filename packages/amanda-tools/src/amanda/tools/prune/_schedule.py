@@ -63,6 +63,12 @@ class Schedule:
         return step - (step - self.begin) % frequency
 
     @property
+    def last(self) -> int:
+        """The step for which the masks are that stay; of a schedule without an end, its first."""
+        made = self.latest(self.begin if self.end is None else self.end)
+        return self.begin if made is None else made
+
+    @property
     def goes_on(self) -> bool:
         """Whether masks are made again after the first time."""
         return self.kind == "cubic" or self.frequency is not None

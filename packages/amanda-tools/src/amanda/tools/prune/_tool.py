@@ -20,7 +20,7 @@ from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
 from amanda.tools.prune._selection import LOOKUPS, WITHIN, Selection
-from amanda.tools.prune._weight import NEVER, Weight
+from amanda.tools.prune._weight import NEVER, Weight, masked_for_good
 from amanda.tools.steps import Steps
 
 _numbers = count()
@@ -77,7 +77,7 @@ class PruneTool(amanda.Tool):
         self._left: set[Hashable] = set()
         self._reasons: dict[str, str] = {}
         self._key = f"pruned by {next(_numbers)}"
-        self._preparing = self._stepped = False
+        self._preparing = self._stepped = self._static = False
         self._first, self.step_number = 0, 0
         self._steps = Steps()
         self._steps.on_step(self._turn)
@@ -139,9 +139,9 @@ class PruneTool(amanda.Tool):
         self._preparing = True
         try:
             yield
-            self._make_gathered(self._next_update)
+            self._make_gathered(self._schedule.last if self._static else self._next_update)
         finally:
-            self._preparing = False
+            self._preparing = self._static = False
             self._steps.restart()
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,9 +169,20 @@ class PruneTool(amanda.Tool):
         if index is None or context["phase"] != "forward":
             return
         weight = self._weight(context, index)
-        if weight is not None:
+        if weight is not None and context.is_static():
+            self._inline(context, index, weight)
+        elif weight is not None:
             context[self._key] = weight
             context.insert_before_op(self._mask, inputs=[index], weight=weight)
+
+    def _inline(self, context: amanda.OpContext, index: int, weight: Weight) -> None:
+        """Mask a weight of a file for good; what it holds is asked for once, when the tool is prepared."""
+        if not weight.is_masked and weight.magnitudes is None:
+            weight.magnitudes = weight.gathered(context.get_value(index), revive=False)
+        if weight.is_masked:
+            context.insert_before_op(masked_for_good, inputs=[index], **weight.inlined())
+        elif self._preparing:
+            self._static = True
 
     def _backward(self, context: amanda.OpContext) -> None:
         index = context["weight_grad_index"]
@@ -202,6 +213,8 @@ class PruneTool(amanda.Tool):
             reason: str | None = f"its shape is {extents}"
         elif "float" not in str(context["dtype"](value)):
             reason = f"its type is {context['dtype'](value)}"
+        elif context.is_static() and context.get_value(context["weight_index"]) is value:
+            reason = "it is computed when the model runs"
         else:
             reason = self._options.pattern.misfit(canonical_extents(extents, layout), layout is not None)
         if reason is not None:
@@ -234,7 +247,7 @@ class PruneTool(amanda.Tool):
         )  # fmt: skip
 
     def _state(self, context: amanda.OpContext, framework: Any, name: str, start: Any) -> Any:
-        return self.keep(context, name, lambda: framework.stored(start))
+        return self.keep(context, name, lambda: framework.stored(start), framework.stored)
 
     # ---- execution ----
 

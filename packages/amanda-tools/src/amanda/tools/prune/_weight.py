@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from autoray import do, get_dtype_name
 
+import amanda
 from amanda.tools.prune._framework import Array, Framework, framework_of
 from amanda.tools.prune._layout import canonical, restored
 
@@ -75,6 +77,11 @@ class Weight:
         mask, grown = self._tensors_like(value)
         return value * mask if grown is None else (value - grown) * mask
 
+    def inlined(self) -> Mapping[str, Any]:
+        """What `masked_for_good` is to be given besides the weight."""
+        given = {"kept": self.kept} if self.grown is None else {"kept": self.kept, "grown": self.grown}
+        return {name: self.framework.numbers(array) for name, array in given.items()}
+
     def masked_gradient(self, gradient: Any) -> Any:
         """The gradient where the weight is kept; None for no change."""
         return gradient * self._tensors_like(gradient)[0] if self.is_masked else None
@@ -135,3 +142,14 @@ class Weight:
         self.updated[...] = update
         self.magnitudes = self.gradient = None
         self._tensors.clear()
+
+
+@amanda.traceable
+def masked_for_good(value: Any, kept: Any, grown: Any = None) -> Any:
+    """A weight as ops read it from now on, as `Weight.masked` gives it, by tensor code alone.
+
+    kept, grown: arrays of NumPy of the weight's shape.
+    """
+    framework = framework_of(value)
+    mask = framework.as_mask(kept, value)
+    return value * mask if grown is None else (value - framework.as_mask(grown, value)) * mask

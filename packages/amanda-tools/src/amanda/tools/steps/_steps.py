@@ -87,6 +87,8 @@ class Steps(amanda.Tool):
     # ---- analysis ----
 
     def _look(self, context: amanda.OpContext) -> None:
+        if context.is_static():  # no step of it
+            return
         place = self._place(context)
         if place is None:
             return

@@ -25,7 +25,7 @@ The caller runs `rewrite` in `context.eager_mode()` with instrumentation off, th
 
 from ._backward import ForwardMap, records
 from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
-from ._functions import NUMBER, Function, body_of, copy_of, function_named, function_of
+from ._functions import NUMBER, Function, body_of, copy_of, edited, function_named, function_of
 from ._generators import callees, draws
 from ._rewrite import rewrite
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
@@ -50,6 +50,7 @@ __all__ = [
     "constant_value",
     "copy_of",
     "draws",
+    "edited",
     "function_named",
     "function_of",
     "records",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from amanda.backend import GraphAnalysis, Inserted, Namespace, State, Table, digest
+from amanda.backend import GraphAnalysis, Inlining, Inserted, Namespace, State, Table, digest
 from tensorflow.python.framework import tensor_util
 
 from ._values import GraphTensors
@@ -129,6 +129,8 @@ class Rewriting:
     callees: graphs of the functions that a forward operation calls, by the operation and place.
     ids: op ids and facts of the forward operations that were analysed.
     origin: the same of forward operations of another graph, which was rewritten before; None of others.
+    inlining: where routines are written into a file for good: none may run as Python.
+    find: a function by its name, where it is not one of the runtime; None where it is out of reach.
     """
 
     state: State
@@ -146,9 +148,15 @@ class Rewriting:
     taped: dict[int, list[Taped]] = field(default_factory=dict)
     depths: dict[int, int] = field(default_factory=dict)
     origin: Callable[[tf.Operation], Any] = lambda op: None
+    inlining: Inlining | None = None
+    find: Callable[[str], Any] | None = None
 
     def __post_init__(self) -> None:
-        self.analysis = GraphAnalysis(self.state, GraphTensors(), self.layer)
+        tensors = GraphTensors()
+        if self.inlining is None:
+            self.analysis = GraphAnalysis(self.state, tensors, self.layer)
+        else:
+            self.analysis = self.inlining.analysis(tensors)
 
     def add(self, inserted: Inserted | Any) -> int:
         """The slot of routines."""
@@ -167,7 +175,9 @@ class Rewriting:
 
     def report(self, what: str, reason: str) -> None:
         """Note what could not be instrumented, to be told at every execution."""
-        if (what, reason) not in self.reports:
+        if self.inlining is not None:
+            self.inlining.leave(what, reason)
+        elif (what, reason) not in self.reports:
             self.reports.append((what, reason))
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from amanda.backend import digest
 
 from ._body import Body, Rewriting, Rewritten, op_id
-from ._functions import body_of, copy_of
+from ._functions import body_of, copy_of, edited
 from ._rounds import enter
 from ._slots import INT64
 
@@ -34,6 +34,7 @@ def rewrite_calls(
 ) -> str | None:
     """Rewrite what an operation calls; its last input, the number, or None where nothing was inserted.
 
+    It is "" where routines are inlined for good.
     read: what an input of an operation reads now.  made: gets the nodes that are needed besides.
     """
     name = body.node_name(op)
@@ -61,14 +62,15 @@ def rewrite_calls(
 
     found = []
     for place, reference in callees:
-        function = body.functions(reference.name)
+        function = (rewriting.find or body.functions)(reference.name)
         if function is None:
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
         identity = digest(op_id(body, op.name), place)
         forward = body.forward_of(op)
+        told = None if rewriting.inlining is not None else rewriting
         inner = body_of(
-            function, identity, read_argument, rewriting, rewriting.differentiated,
+            function, identity, read_argument, told, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
             depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
             outer=body.captured,
@@ -77,6 +79,13 @@ def rewrite_calls(
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
     if not any(rewritten.changed for *_, rewritten in found):
         return None
+    if rewriting.inlining is not None:
+        for _, reference, function, _, rewritten in found:
+            copy = edited(function.definition, rewritten)
+            rewriting.library.append(copy)
+            reference.name = copy.signature.name
+            node.op = kind if copy.signature.is_stateful else node.op
+        return ""
     if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
            for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")

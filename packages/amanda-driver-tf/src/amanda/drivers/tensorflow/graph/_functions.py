@@ -15,6 +15,7 @@ from tensorflow.python.framework import function_def_to_graph, ops, tensor_util
 
 from ._backward import ForwardMap
 from ._body import Body, Rewriting, Rewritten
+from ._original import original
 from ._rounds import captured_by, next_round
 from ._slots import INT64
 from ._syntax import FunctionSyntax, op_def
@@ -102,9 +103,17 @@ def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
     names: dict[str, str] = {}
     for node, op in zip(definition.node_def, operations, strict=False):
         if node.op != op.type or not node.name.startswith(op.name):
-            return None
+            return _same_names(operations, definition)
         names[op.name] = node.name
     return names
+
+
+def _same_names(operations: Sequence[tf.Operation], definition: Any) -> dict[str, str] | None:
+    """The names where they are the same in a graph that was made of a definition, whose order is another."""
+    types = {op.name: op.type for op in operations}
+    if any(types.get(node.name) != node.op for node in definition.node_def):
+        return None
+    return {node.name: node.name for node in definition.node_def}
 
 
 def executed(definition: Any) -> set[str]:
@@ -260,6 +269,10 @@ class _Reading:
             if not isinstance(value, ops.EagerTensor) or form is None:
                 return tensor
             return tf.reshape(value, form) if op.type == "Reshape" else tf.transpose(value, form)
+        if op.type in ("ExpandDims", "Squeeze", "StridedSlice"):
+            values = [self(given) for given in op.inputs]
+            known = all(isinstance(one, ops.EagerTensor) for one in values)
+            return original(op)(values) if known else tensor
         value = tensor_util.constant_value(tensor)
         return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
 
@@ -286,17 +299,10 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0) ->
     Its name tells its content, so that equal copies are one function.
     step: of a loop's body how the number changes with each round: it is the last output then.
     """
-    copy = function_pb2.FunctionDef()
-    copy.CopyFrom(definition)
-    del copy.node_def[:]
-    copy.node_def.extend(rewritten.nodes)
+    copy = _edited(definition, rewritten)
     for attribute in ("_XlaMustCompile", "_xla_compile_id"):
         copy.attr.pop(attribute, None)
     copy.signature.input_arg.append(op_def_pb2.OpDef.ArgDef(name=NUMBER, type=INT64))
-    for argument, text in zip(definition.signature.output_arg, rewritten.outputs, strict=True):
-        copy.ret[argument.name] = text
-    for key, name in definition.control_ret.items():
-        copy.control_ret[key] = rewritten.removed.get(name, name)
     inserted = dict.fromkeys(name for names in rewritten.inserted.values() for name in names)
     inserted |= dict.fromkeys(rewritten.removed.get(name, name) for name in rewritten.called)
     for name in inserted:
@@ -310,6 +316,31 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0) ->
         copy.ret[f"{NUMBER}_out"] = number
     if inserted:
         copy.signature.is_stateful = True
+    return _named(copy, definition)
+
+
+def edited(definition: Any, rewritten: Rewritten) -> Any:
+    """A FunctionDef of an edited body with routines that are native, under a name that tells its content."""
+    copy = _edited(definition, rewritten)
+    if any((known := op_def(node.op)) is not None and known.is_stateful for node in copy.node_def):
+        copy.signature.is_stateful = True
+    return _named(copy, definition)
+
+
+def _edited(definition: Any, rewritten: Rewritten) -> Any:
+    """The function with the nodes and results of its edited body."""
+    copy = function_pb2.FunctionDef()
+    copy.CopyFrom(definition)
+    del copy.node_def[:]
+    copy.node_def.extend(rewritten.nodes)
+    for argument, text in zip(definition.signature.output_arg, rewritten.outputs, strict=True):
+        copy.ret[argument.name] = text
+    for key, name in definition.control_ret.items():
+        copy.control_ret[key] = rewritten.removed.get(name, name)
+    return copy
+
+
+def _named(copy: Any, definition: Any) -> Any:
     content = digest(copy.SerializeToString(deterministic=True))
     copy.signature.name = f"{definition.signature.name}_amanda_{content:016x}"
     return copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -71,8 +71,10 @@ class Insertions:
             else:
                 self._insert(op, list(group), side, facts, where)
 
-    def _kind(self, action: Action) -> tuple[bool, bool, bool]:
-        return action.observer, self.takes_part(action), action.traceable
+    def _kind(self, action: Action) -> tuple[bool, bool, bool, int]:
+        # Written into a file each tool's are a function of their own, so that it is told which fails.
+        tool = id(action.tool) if self.rewriting.inlining is not None else 0
+        return action.observer, self.takes_part(action), action.traceable, tool
 
     def takes_part(self, action: Action) -> bool:
         """Whether a routine takes part in autodiff."""
@@ -100,6 +102,10 @@ class Insertions:
             inline = traced(node, [side.tensors[i] for i in given], self.rewriting)
         if inline is not None:
             name = self._inline(op, inline, refs, gives_types, where == "before")
+        elif self.rewriting.inlining is not None:
+            for action in actions if not gives_types else ():
+                tell_python(action, facts, "it is given nothing that it can change", self.rewriting)
+            return
         else:
             name = self.add(op, node, refs, types, gives_types, where == "before")
         for k in range(len(given)):
@@ -127,7 +133,7 @@ class Insertions:
             why = "what it gives is kept for a backward function in another graph"
         for action in node.actions:
             if not action.differentiable:
-                tell_python(action, why, self.rewriting)
+                tell_python(action, node.facts, why, self.rewriting)
 
     def _passed(self, name: str, index: int, kind: int) -> str:
         """An output behind an operation that does nothing, and that TensorFlow does not take away."""
@@ -139,12 +145,20 @@ class Insertions:
         return self.output_of(node.name, 0)
 
     def _inline(
-        self, op: tf.Operation, routine: Traced, refs: Sequence[str], gives: Sequence[int], ahead: bool
+        self,
+        op: tf.Operation,
+        routine: Traced,
+        refs: Sequence[str],
+        gives: Sequence[int],
+        ahead: bool,
+        waits: Sequence[str] = (),
     ) -> str:
         """Make a node that calls a traced routine; its name."""
         self.rewriting.library += routine.definitions
-        name = f"amanda/traced{len(self.made)}"
-        waits = self._waits(self.body.node_name(op), refs) if ahead and not refs else []
+        numbers = count(len(self.made))  # one that was written into a file may be there already
+        name = next(one for i in numbers if (one := f"amanda/traced{i}") not in self.body.nodes)
+        if ahead and not refs:
+            waits = self._waits(self.body.node_name(op), refs)
         routine.written = "" if self.body.syntax.dead_values else ":output:0"
         self.made += routine.call(name, refs, waits, gives)
         return name
@@ -204,7 +218,8 @@ class Insertions:
         if not all(is_plain(tensor) for tensor in outputs.tensors):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return None
-        tell_python(action, f"it replaces {op.type}", self.rewriting)
+        if self.rewriting.inlining is None:
+            tell_python(action, facts, f"it replaces {op.type}", self.rewriting)
         positions = inputs.selected([action.select if action.reads else None])
         flat = inputs.flat(positions)
         sizes = [inputs.sizes[i] for i in positions]
@@ -219,10 +234,16 @@ class Insertions:
         refs = [*(inputs.refs[i] for i in flat), *(one.ref for one in reads)]
         types = [*(enum(inputs.tensors[i]) for i in flat), *(enum(one.tensor) for one in reads)]
         waits = [text for text in self.body.nodes[self.body.node_name(op)].input if text.startswith("^")]
-        name = self.add(
-            op, node, refs, types, [enum(tensor) for tensor in outputs.tensors], ahead=True, instead=True,
-            waits=waits if reads else None,
-        )  # fmt: skip
+        gives = [enum(tensor) for tensor in outputs.tensors]
+        if self.rewriting.inlining is not None:
+            symbols = [*(inputs.tensors[i] for i in flat), *(one.tensor for one in reads)]
+            inline = traced(node, symbols, self.rewriting)
+            if inline is None:
+                return None
+            name = self._inline(op, inline, refs, gives, False, waits)
+        else:
+            waits = waits if reads else None
+            name = self.add(op, node, refs, types, gives, ahead=True, instead=True, waits=waits)
         outputs.refs = [self.output_of(name, i) for i in range(len(outputs.refs))]
         for i, ref in enumerate(outputs.refs):
             self.sources[ref] = (node.keeps, 1, i)
@@ -240,7 +261,7 @@ class Insertions:
         self, op: tf.Operation, action: Action, entering: Side, leaving: Side, facts: OpFacts
     ) -> None:
         """Let a routine compute the gradients that leave a backward operation."""
-        tell_python(action, f"it replaces {op.type}", self.rewriting)
+        tell_python(action, facts, f"it replaces {op.type}", self.rewriting)
         gives = [i for i, tensor in enumerate(leaving.tensors) if is_plain(tensor)]
         positions = range(entering.count)
         node = self.node([action], facts, entering.count, positions, entering.sizes, gives, gives)

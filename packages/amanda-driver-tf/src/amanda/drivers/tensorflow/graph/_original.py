@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,16 @@ def original(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
                 if function is None
                 else f"{kind} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}"
             )
-        return function(**dict(zip(names, inputs, strict=True)), **attributes)
+        given = {**dict(zip(names, inputs, strict=True)), **attributes}
+        renamed = _renamed(function, list(given))
+        return function(**{renamed.get(name, name): value for name, value in given.items()})
 
     return compute
+
+
+def _renamed(function: Callable[..., Any], names: Sequence[str]) -> dict[str, str]:
+    """What Python calls arguments that have another name in TensorFlow's definition of the op."""
+    parameters = [name for name in inspect.signature(function).parameters if name != "name"]
+    ours = [name for name in names if name not in parameters]
+    theirs = [name for name in parameters if name not in names]
+    return dict(zip(ours, theirs, strict=False))

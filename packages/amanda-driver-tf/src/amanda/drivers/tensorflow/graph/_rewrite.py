@@ -39,7 +39,7 @@ class _Rewriter:
     own: what the gradient operations of an operation read instead of a tensor, and itself where it
     is as it was.
     returned: what the body gives back instead of a tensor, where others read it as it is.
-    called: by the name of an operation whose functions were edited, the number that it is given.
+    called: by the name of an operation whose functions were edited, the number that it is given, if any.
     """
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
@@ -54,7 +54,7 @@ class _Rewriter:
         self.removed: dict[str, str] = {}
         self.called: dict[str, str] = {}
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
-        if self.forward:
+        if self.forward and rewriting.inlining is None:
             rewriting.differentiated = True
         self.gradients = GradientEdges(body, self.forward)
         self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
@@ -75,7 +75,11 @@ class _Rewriter:
         """The edited body."""
         for op in self.body.ops:
             forward = self.forward.get(op)
-            if forward is not None:
+            if forward is not None and self.rewriting.inlining is not None:
+                self.rewriting.report(
+                    f"the backward ops of {forward.name}", "only forward ops are, of a file"
+                )
+            elif forward is not None:
                 self._at_backward(op, forward)
             elif not self.body.backward:
                 self._at_forward(op)
@@ -94,10 +98,9 @@ class _Rewriter:
         if changed:
             self._connect()
         nodes = [node for name, node in self.body.nodes.items() if name not in self.removed]
+        numbered = [name for name, number in self.called.items() if number]
         outputs = [self.returned.get(edge) or self._read_output(edge) for edge in self.body.outputs]
-        return Rewritten(
-            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, list(self.called)
-        )
+        return Rewritten([*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered)
 
     def _wait_for_forward_call(self, op: tf.Operation) -> None:
         """Let a call of gradients come after the call that keeps what they need."""
@@ -116,6 +119,8 @@ class _Rewriter:
         facts, outputs = facts_of(
             op, identity, self.rewriting.namespace, body.read_value, node, body.identity, body.variable_of
         )
+        if self.rewriting.inlining is not None:
+            facts.source = ""  # the line that reads the file
         combined = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)
         self._by_id[identity] = op
@@ -361,7 +366,7 @@ class _Rewriter:
             refs = [self._read(name, i, edge) for i, edge in enumerate(self._edges(node))]
             waits = [after for one in controls for after in self._behind(one)]
             waits += self.insertions.ahead.get(name, [])
-            number = [self.called[name]] if name in self.called else []
+            number = [self.called[name]] if self.called.get(name) else []
             texts = [*refs, *number, *dict.fromkeys(f"^{one}" for one in waits)]
             if list(node.input) != texts:
                 del node.input[:]

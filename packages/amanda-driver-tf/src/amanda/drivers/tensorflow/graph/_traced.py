@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, digest
+from amanda.backend import Action, OpFacts, digest
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops, tensor_util
@@ -31,8 +31,7 @@ class Traced:
         with graph.as_default():
             given = [tf.compat.v1.placeholder(one.dtype.base_dtype, one.shape) for one in tensors]
             graph.inputs = list(given)
-            values = node.values(given)
-            graph.outputs = self._outputs(node, values, rewriting)
+            graph.outputs = self._outputs(node, given, rewriting)
         self.constants = []
         for external, _ in graph.captures:  # the graph has appended them to its inputs
             if not isinstance(external, ops.EagerTensor) or external.dtype in (tf.resource, tf.variant):
@@ -49,8 +48,11 @@ class Traced:
         self.types = [enum(tensor) for tensor in graph.inputs]
 
     @staticmethod
-    def _outputs(node: Node, values: list[Any], rewriting: Rewriting) -> list[Any]:
-        flat = node.apply(node.actions, values, _TENSORS, rewriting.state, {})
+    def _outputs(node: Node, given: list[Any], rewriting: Rewriting) -> list[Any]:
+        if node.actions[0].type.is_replacement:
+            flat = node.replaced(node.actions[0], _TENSORS, given, {})
+        else:
+            flat = node.apply(node.actions, node.values(given), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(one, dtype)) for one, dtype in zip(flat, node.dtypes, strict=True)]
 
     def call(self, name: str, inputs: Sequence[str], waits: Sequence[str], gives: Sequence[int]) -> list[Any]:
@@ -74,20 +76,22 @@ def traced(node: Node, tensors: Sequence[Any], rewriting: Rewriting) -> Traced |
     if not all(action.traceable and not action.takes_run for action in node.actions):
         for action in node.actions:
             if action.takes_run:
-                tell_python(action, "it takes `run`, which belongs to one execution", rewriting)
+                tell_python(action, node.facts, "it takes `run`, which belongs to one execution", rewriting)
         return None
     try:
         return Traced(node, tensors, rewriting)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         for action in node.actions:
-            tell_python(action, f"it cannot be traced: {reason}", rewriting)
+            tell_python(action, node.facts, f"it cannot be traced: {reason}", rewriting)
         return None
 
 
-def tell_python(action: Action, why: str, rewriting: Rewriting) -> None:
-    """Report that a traceable routine runs as Python."""
-    if action.traceable:
+def tell_python(action: Action, facts: OpFacts, why: str, rewriting: Rewriting) -> None:
+    """Report that a traceable routine runs as Python; where none may, it is refused."""
+    if rewriting.inlining is not None:
+        rewriting.inlining.refuse(action, facts, why)
+    elif action.traceable:
         rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
 

@@ -1,0 +1,254 @@
+"""Routines that are written into the file of a model for good, so that they run without Amanda."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from amanda._artefacts import Artefact, artefact_kind
+from amanda._graph import GraphAnalysis
+from amanda._order import in_order
+from amanda._plan import Combined, layer_of
+from amanda._report import Uninstrumented
+from amanda._state import State, disabled
+from amanda._targets import check_target, whole
+from amanda.errors import ArtefactError, NotTraceableError
+
+if TYPE_CHECKING:
+    from amanda._routine import TensorOps
+    from amanda.action import Action
+    from amanda.context import OpFacts
+    from amanda.tool import Tool
+
+_LISTED = 12
+
+
+class Inlined(NamedTuple):
+    """A routine at an op, which is in the file now.
+
+    type: of the op, StandardMapping's word if a tool asked for it.  action: "insert_before_op" and its like.
+    stored: whether what it gives was computed and stored, since all that it is given is in the file.
+    """
+
+    type: str
+    scope: str
+    op: str
+    action: str
+    routine: str
+    tool: str
+    stored: bool
+
+
+@dataclass
+class Instrumented:
+    """What `amanda.instrument` has written: the file, its kind, how many ops were analysed, and the routines.
+
+    left: what could not be instrumented, and why.
+    """
+
+    path: Path
+    kind: str
+    analysed: int
+    inlined: list[Inlined]
+    left: list[Uninstrumented]
+
+
+class _Refused(NamedTuple):
+    tool: str
+    action: str
+    why: str
+
+
+@dataclass
+class Inlining:
+    """The routines of some tools on their way into a file.
+
+    state: the tools in force, for what a driver's engine needs of it.
+    """
+
+    state: State
+    analysed: int = 0
+    left: list[Uninstrumented] = field(default_factory=list)
+    _actions: list[tuple[Action, OpFacts, str]] = field(default_factory=list)
+    _stored: set[int] = field(default_factory=set)
+    _refused: dict[_Refused, list[str]] = field(default_factory=dict)
+
+    def analysis(self, ops: TensorOps) -> GraphAnalysis:
+        """The analysis of a graph's forward ops; the plans that it gives have what may be inlined alone."""
+        return _Analysis(self, ops)
+
+    def stored(self, action: Action) -> None:
+        """Hear that what a routine gives was computed and put into the file instead of it."""
+        self._stored.add(id(action))
+
+    def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
+        """Hear that a routine cannot be inlined; then nothing is written."""
+        place = f"{facts.name} {facts.scope}".strip()
+        self._refused.setdefault(_Refused(type(action.tool).__name__, str(action), why), []).append(place)
+
+    def leave(self, what: str, reason: str, where: str = "") -> None:
+        """Hear of something else that could not be instrumented, which is told."""
+        entry = Uninstrumented(what, reason, where)
+        if entry not in self.left:
+            self.left.append(entry)
+
+    @property
+    def inlined(self) -> list[Inlined]:
+        """The routines, in the order of their ops."""
+        return [
+            Inlined(
+                kind, facts.scope, str(getattr(facts.op, "name", "") or facts.name), action.type.value,
+                getattr(action.func, "__qualname__", str(action.func)), type(action.tool).__name__,
+                id(action) in self._stored,
+            )
+            for action, facts, kind in self._actions
+        ]  # fmt: skip
+
+    def take(self, combined: Combined, facts: OpFacts) -> Combined:
+        """Of what is recorded at an op, what may be inlined; the rest is refused."""
+        self.analysed += 1
+        kind = str(combined.plans[-1][1].context.get("type") or facts.op_type or facts.name)
+        replacement = [combined.replace] if combined.replace is not None else []
+        for action in (*combined.before, *replacement, *combined.after):
+            why = _why_not(action)
+            if why:
+                self.refuse(action, facts, why)
+            else:
+                self._actions.append((action, facts, kind))
+        combined.before = tuple(one for one in combined.before if not _why_not(one))
+        combined.after = tuple(one for one in combined.after if not _why_not(one))
+        combined.actions = combined.before + combined.after
+        combined.replace = None if combined.replace and _why_not(combined.replace) else combined.replace
+        combined.forward = bool(combined.actions or combined.replace)
+        return combined
+
+    def check(self, source: Path) -> None:
+        """Raise where a routine was refused, or none was recorded."""
+        if self._refused:
+            raise NotTraceableError(_refusal(source, self._refused))
+        if not self._actions:
+            reasons = "".join(f"\n  {one.what}: {one.reason}" for one in self.left[:_LISTED])
+            raise ArtefactError(
+                f"the tools insert nothing at any of the {self.analysed} ops of {source}, so nothing was "
+                f"written{reasons}"
+            )
+
+
+class _Analysis(GraphAnalysis):
+    """An analysis that tells what it comes to."""
+
+    def __init__(self, inlining: Inlining, ops: TensorOps) -> None:
+        super().__init__(inlining.state, ops)
+        self._inlining = inlining
+
+    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Combined:
+        return self._inlining.take(super().forward(facts, outputs), facts)
+
+
+def instrument(
+    model: str | PathLike[str],
+    *tools: Tool,
+    out: str | PathLike[str],
+    force: bool = False,
+    about: Sequence[str] = (),
+) -> Instrumented:
+    """Write a copy of a model's file that has the routines of tools in it, and runs without Amanda.
+
+    model: an ONNX file, a folder with a SavedModel, a file of torch.export, or what else a driver reads; it
+    is never changed.  out: what is written, all of it or nothing.  force: replace what is there.
+    about: what the file's metadata say of the tools; by default their classes' names.
+
+    Only routines that are `@amanda.traceable` can be written; a tool tells by `amanda.is_static(context)`
+    that they have to be.  Backward ops are not in a file, so their analyses do not run.
+    Raises NotTraceableError, which lists the other routines, and ArtefactError.
+    """
+    source, target = Path(model), Path(out)
+    kind = artefact_kind(source)
+    check_target(source, target, force)
+    ordered = in_order(tools)
+    with disabled():
+        artefact = kind(source)
+        prepared = [tool for tool in ordered if _wants_preparing(tool)]
+        if prepared:
+            _prepare(artefact, prepared)
+        inlining = _inlining(ordered)
+        artefact.instrument(inlining)
+        _tell_backward(inlining, ordered)
+        inlining.check(source)
+        _check_state(ordered, source)
+        told = {
+            "amanda-core": version("amanda-core"),
+            "tools": list(about) or [f"{type(one).__module__}.{type(one).__qualname__}" for one in tools],
+            "model": source.name,
+        }
+        with whole(target, force) as path:
+            artefact.write(path, told)
+    return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
+
+
+def _inlining(tools: Sequence[Tool]) -> Inlining:
+    return Inlining(State(layer_of(tools, None), cache=False))
+
+
+def _wants_preparing(tool: Tool) -> bool:
+    from amanda.tool import Tool as Base
+
+    return type(tool).preparing is not Base.preparing
+
+
+def _prepare(artefact: Artefact, tools: Sequence[Tool]) -> None:
+    """Let tools see every op once before, such as those whose budget is one of all weights."""
+    with ExitStack() as preparing:
+        for tool in tools:
+            preparing.enter_context(tool.preparing())
+        artefact.instrument(_inlining(in_order(tools)))
+
+
+def _tell_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:
+    for tool in tools:
+        if not tool.follows_dependents and any(one.point.is_backward for one in tool._amanda.analyses):
+            inlining.leave(f"backward ops for {type(tool).__name__}", "a file holds the forward pass alone")
+
+
+def _check_state(tools: Iterable[Tool], source: Path) -> None:
+    """Raise for state that was loaded and that no op asked for: it belongs to another model."""
+    for tool in tools:
+        unused = list(tool._amanda.loaded)
+        if unused:
+            shown = ", ".join(unused[:_LISTED]) + (", ..." if len(unused) > _LISTED else "")
+            raise ArtefactError(
+                f"no op of {source} has the state that {type(tool).__name__} was given for {shown}; state is "
+                'kept by "module path/op/name", as tool.state_dict() tells'
+            )
+
+
+def _why_not(action: Action) -> str:
+    """Why a routine cannot be inlined; "" where it may."""
+    if not action.traceable:
+        return "it is not marked @amanda.traceable"
+    if action.observer or action.opening:
+        return "it gives nothing to what the model computes"
+    return "it takes `run`, which belongs to one execution" if action.takes_run else ""
+
+
+def _refusal(source: Path, refused: dict[_Refused, list[str]]) -> str:
+    lines = []
+    for (tool, action, why), places in list(refused.items())[:_LISTED]:
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        lines.append(f"  {tool}, {action}: {why}; at {', '.join(places[:3])}{more}")
+    if len(refused) > _LISTED:
+        lines.append(f"  and {len(refused) - _LISTED} more routines")
+    return "\n".join(
+        [
+            f"routines that run as Python at each execution cannot be written into a copy of {source}, and "
+            "nothing was written:",
+            *lines,
+            "mark a routine that is pure tensor code @amanda.traceable; apply other tools while the model "
+            "runs, by amanda.apply or `amanda run`; or let them select other ops (type=, module=)",
+        ]
+    )

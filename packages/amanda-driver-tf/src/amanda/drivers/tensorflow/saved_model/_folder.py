@@ -1,0 +1,163 @@
+"""A SavedModel's folder: its functions are edited where they are; all else stays as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, digest
+from amanda.errors import ArtefactError
+from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
+
+from .._requirements import check
+from ..graph import Rewriting, body_of, edited, rewrite
+from ._library import Library
+from ._variables import Bound
+
+_MODEL, _KERAS, _FINGERPRINT = "saved_model.pb", "keras_metadata.pb", "fingerprint.pb"
+ABOUT = Path("assets.extra", "amanda.json")
+
+
+class SavedModelFolder(Artefact):
+    """What `tf.saved_model.save` or a Keras model's `export` has written.
+
+    The functions of its signatures and objects take the place of those that they were made of, under their
+    names. Variables, assets, signatures and the graph of objects are kept.
+    """
+
+    api = DRIVER_API
+    kind = "SavedModel"
+
+    def __init__(self, path: Path) -> None:
+        check("saved_model")
+        self._path = path
+        self._file = _read(path)
+        self._changed: dict[str, Any] = {}
+        self._added: dict[str, Any] = {}
+        try:
+            self._bound = Bound(self._file, path)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
+
+    @property
+    def _graph(self) -> Any:
+        return self._file.meta_graphs[0].graph_def
+
+    def instrument(self, inlining: Inlining) -> None:
+        """Edit every function that an object of the SavedModel has, but for those that save and restore."""
+        library = Library(self._graph)
+        self._changed, self._added = {}, {}
+        for name in self._functions():
+            self._edit(name, library, inlining)
+        _call_by_name(self._changed, self._added)
+        if (self._path / _KERAS).exists():
+            inlining.leave(_KERAS, "is left out: Keras would make layers anew by it, without routines")
+
+    def _functions(self) -> Iterator[str]:
+        objects = self._file.meta_graphs[0].object_graph_def
+        apart = set()
+        for node in objects.nodes:
+            for saveable in node.saveable_objects.values():
+                for index in (saveable.save_function, saveable.restore_function):
+                    apart.update(_concrete(objects.nodes[index]))
+        return (name for name in sorted(objects.concrete_functions) if name not in apart)
+
+    def _edit(self, name: str, library: Library, inlining: Inlining) -> None:
+        function = library.find(name)
+        if function is None:
+            raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
+        rewriting = Rewriting(
+            inlining.state, Namespace(f"tensorflow/{tf.__version__}/function/static"), inlining=inlining,
+            find=library.find,
+        )  # fmt: skip
+        held = self._bound.to(name)
+        first = len(function.arguments) - len(held)
+        body = body_of(function, digest("saved_model", name), _argument(held, first))
+        rewritten = rewrite(body, rewriting)
+        rewriting.analysis.finish()
+        if rewritten.changed:
+            self._changed[name] = edited(function.definition, rewritten)
+            self._added.update({one.signature.name: one for one in rewriting.library})
+
+    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Write the folder: the same files, but for the functions and TensorFlow's fingerprint of them."""
+        shutil.copytree(self._path, path, ignore=_not_copied(self._path))
+        file = type(self._file)()
+        file.CopyFrom(self._file)
+        library = file.meta_graphs[0].graph_def.library
+        for definition in library.function:
+            name = definition.signature.name
+            if name in self._changed:
+                definition.CopyFrom(self._changed[name])
+                definition.signature.name = name
+        there = {one.signature.name for one in library.function}  # the name of an added one tells its content
+        library.function.extend(one for name, one in self._added.items() if name not in there)
+        _note(path / ABOUT, about)
+        try:
+            (path / _MODEL).write_bytes(file.SerializeToString(deterministic=True))
+        except Exception as error:  # protocol buffers end at 2 GB, each version of theirs with its own error
+            raise ArtefactError(f"{path.name} cannot be written as {_MODEL}: {error}") from error
+        if (self._path / _FINGERPRINT).exists():
+            fingerprinting_utils.write_fingerprint(str(path))
+
+
+def _note(path: Path, about: Mapping[str, Any]) -> None:
+    """Say what was done, after what was said of a copy that is instrumented again."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{json.dumps([*before, about], indent=1)}\n", encoding="utf-8")
+
+
+def _read(path: Path) -> Any:
+    try:
+        file = loader_impl.parse_saved_model(str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtefactError(f"{path} is no SavedModel that can be read: {error}") from error
+    if len(file.meta_graphs) != 1 or not file.meta_graphs[0].HasField("object_graph_def"):
+        raise ArtefactError(
+            f"{path} is of TensorFlow 1, a graph without functions: load it and save it as one of TensorFlow "
+            "2, m = tf.saved_model.load(path); tf.saved_model.save(m, other, m.signatures)"
+        )
+    return file
+
+
+def _concrete(node: Any) -> Sequence[str]:
+    if node.HasField("bare_concrete_function"):
+        return [node.bare_concrete_function.concrete_function_name]
+    return list(node.function.concrete_functions)
+
+
+def _argument(held: Sequence[Any], first: int) -> Callable[[int], Any]:
+    """The present value of an argument: of those that a function is bound to."""
+    return lambda position: held[position - first] if position >= first else None
+
+
+def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
+    """Let calls of a copy that is equal to a function of the SavedModel be calls of that."""
+    known = {_content(one): name for name, one in changed.items()}
+    same = {name: known[key] for name, one in added.items() if (key := _content(one)) in known}
+    for name in same:
+        del added[name]
+    for definition in (*changed.values(), *added.values()):
+        for node in definition.node_def:
+            for value in node.attr.values():
+                for function in [value.func] if value.HasField("func") else value.list.func:
+                    function.name = same.get(function.name, function.name)
+
+
+def _content(definition: Any) -> bytes:
+    copy = type(definition)()
+    copy.CopyFrom(definition)
+    copy.signature.name = ""
+    content: bytes = copy.SerializeToString(deterministic=True)
+    return content
+
+
+def _not_copied(root: Path) -> Callable[[str, list[str]], list[str]]:
+    left = (_MODEL, _KERAS, _FINGERPRINT)
+    return lambda folder, names: [one for one in names if one in left and Path(folder) == root]
