@@ -83,13 +83,15 @@ def test_a_pruned_copy_of_basic_pitch_gives_what_the_tool_gives_when_it_runs(tmp
         running = model.signatures["serving_default"](tf.constant(audio))
     assert len(tool.result.rows()) == 32
     for name, value in running.items():
-        for way in ("signature", "call", "session"):
+        for way in ("signature", "call"):
             np.testing.assert_array_equal(found[f"{way} {name}"], value, err_msg=f"{way} {name}")
+        # A session folds what is constant, with or without an optimizer of graphs.
+        np.testing.assert_allclose(found[f"session {name}"], value, atol=1e-5)
         assert np.abs(value - bare[name]).max() > 0.05
     assert done.analysed > 600
     assert {one.type for one in done.inlined} == {"conv2d"}
     (about,) = json.loads((tmp_path / "pruned/assets.extra/amanda.json").read_text())
-    assert about["tools"] == ["amanda.tools.prune._tool:PruneTool"]
+    assert about["tools"] == ["amanda.tools.prune._tool.PruneTool"]
     names = [one.name for one in model.variables]
     assert [one.name for one in tf.saved_model.load(str(tmp_path / "pruned")).variables] == names
 

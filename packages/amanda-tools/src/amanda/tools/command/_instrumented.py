@@ -31,12 +31,13 @@ class InstrumentedResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Types and tools with their numbers of routines; a stored one is counted as that alone."""
+        done = self._done.inlined
         counted = Counter(
-            (one.type, one.tool, "stored" if one.stored else _WHERE[one.action]) for one in self._done.inlined
+            (one.type, one.tool, "stored" if one.stored else _WHERE[one.action]) for one in done
         )
-        keys = dict.fromkeys((one.type, one.tool) for one in self._done.inlined)
         places = [column.name for column in self.columns[2:]]
-        return [(*key, *(counted[(*key, place)] for place in places)) for key in keys]
+        kinds = dict.fromkeys((one.type, one.tool) for one in done)
+        return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
 
     def notes(self) -> Sequence[str]:
         """How many ops there were, and what could not be instrumented."""

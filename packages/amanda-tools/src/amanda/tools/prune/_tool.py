@@ -213,7 +213,7 @@ class PruneTool(amanda.Tool):
             reason: str | None = f"its shape is {extents}"
         elif "float" not in str(context["dtype"](value)):
             reason = f"its type is {context['dtype'](value)}"
-        elif context.is_static() and context.get_value(context["weight_index"]) is value:
+        elif context.is_static() and not _is_in_file(context, context["weight_index"]):
             reason = "it is computed when the model runs"
         else:
             reason = self._options.pattern.misfit(canonical_extents(extents, layout), layout is not None)
@@ -305,3 +305,11 @@ class PruneTool(amanda.Tool):
             return
         for group in [waiting] if self._options.is_global else [[one] for one in waiting]:
             make_masks(group, update, self._options)
+
+
+def _is_in_file(context: amanda.OpContext, index: int) -> bool:
+    """Whether an input of an op of a file is known before the model runs."""
+    try:
+        return context.get_value(index) is not context.get_inputs()[index]
+    except amanda.AmandaError:
+        return False

@@ -242,8 +242,8 @@ class Insertions:
                 return None
             name = self._inline(op, inline, refs, gives, False, waits)
         else:
-            waits = waits if reads else None
-            name = self.add(op, node, refs, types, gives, ahead=True, instead=True, waits=waits)
+            after = waits if reads else None
+            name = self.add(op, node, refs, types, gives, ahead=True, instead=True, waits=after)
         outputs.refs = [self.output_of(name, i) for i in range(len(outputs.refs))]
         for i, ref in enumerate(outputs.refs):
             self.sources[ref] = (node.keeps, 1, i)

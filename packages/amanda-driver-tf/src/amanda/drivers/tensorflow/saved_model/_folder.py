@@ -60,7 +60,7 @@ class SavedModelFolder(Artefact):
 
     def _functions(self) -> Iterator[str]:
         objects = self._file.meta_graphs[0].object_graph_def
-        apart = set()
+        apart: set[str] = set()
         for node in objects.nodes:
             for saveable in node.saveable_objects.values():
                 for index in (saveable.save_function, saveable.restore_function):
