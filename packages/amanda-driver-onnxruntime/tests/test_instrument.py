@@ -12,7 +12,8 @@ from onnx.reference import ReferenceEvaluator
 from onnx_models import FIRST, SECOND, model_of, node, random, run, tool, two_layers
 
 import amanda
-from amanda.drivers.onnxruntime import NotTraceableError, instrument
+from amanda.drivers.onnxruntime import instrument
+from amanda.errors import NotTraceableError
 
 X = random(4, 16, seed=3)
 

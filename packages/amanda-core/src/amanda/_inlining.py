@@ -58,12 +58,6 @@ class Instrumented:
     left: list[Uninstrumented]
 
 
-class _Refused(NamedTuple):
-    tool: str
-    action: str
-    why: str
-
-
 @dataclass
 class Inlining:
     """The routines of some tools on their way into a file.
@@ -76,7 +70,7 @@ class Inlining:
     left: list[Uninstrumented] = field(default_factory=list)
     _actions: list[tuple[Action, OpFacts, str]] = field(default_factory=list)
     _stored: set[int] = field(default_factory=set)
-    _refused: dict[_Refused, list[str]] = field(default_factory=dict)
+    _refused: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
     def analysis(self, ops: TensorOps) -> GraphAnalysis:
         """The analysis of a graph's forward ops; the plans that it gives have what may be inlined alone."""
@@ -88,8 +82,7 @@ class Inlining:
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
         """Hear that a routine cannot be inlined; then nothing is written."""
-        place = f"{facts.name} {facts.scope}".strip()
-        self._refused.setdefault(_Refused(type(action.tool).__name__, str(action), why), []).append(place)
+        self._refused.append((facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
     def leave(self, what: str, reason: str, where: str = "") -> None:
         """Hear of something else that could not be instrumented, which is told."""
@@ -130,7 +123,7 @@ class Inlining:
     def check(self, source: Path) -> None:
         """Raise where a routine was refused, or none was recorded."""
         if self._refused:
-            raise NotTraceableError(_refusal(source, self._refused))
+            raise NotTraceableError(_refusal(source, self._refused), self._refused)
         if not self._actions:
             reasons = "".join(f"\n  {one.what}: {one.reason}" for one in self.left[:_LISTED])
             raise ArtefactError(
@@ -236,13 +229,16 @@ def _why_not(action: Action) -> str:
     return "it takes `run`, which belongs to one execution" if action.takes_run else ""
 
 
-def _refusal(source: Path, refused: dict[_Refused, list[str]]) -> str:
+def _refusal(source: Path, refused: Sequence[tuple[str, str, str, str, str]]) -> str:
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for name, scope, tool, action, why in refused:
+        places.setdefault((tool, action, why), []).append(f"{name} {scope}".strip())
     lines = []
-    for (tool, action, why), places in list(refused.items())[:_LISTED]:
-        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-        lines.append(f"  {tool}, {action}: {why}; at {', '.join(places[:3])}{more}")
-    if len(refused) > _LISTED:
-        lines.append(f"  and {len(refused) - _LISTED} more routines")
+    for (tool, action, why), where in list(places.items())[:_LISTED]:
+        more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+        lines.append(f"  {tool}, {action}: {why}; at {', '.join(where[:3])}{more}")
+    if len(places) > _LISTED:
+        lines.append(f"  and {len(places) - _LISTED} more routines")
     return "\n".join(
         [
             f"routines that run as Python at each execution cannot be written into a copy of {source}, and "

@@ -1,11 +1,15 @@
 """Every error that Amanda raises, in one tree under `AmandaError`."""
 
+from collections.abc import Iterable
+
 __all__ = [
     "ActionError",
     "AmandaError",
+    "ArtefactError",
     "DependencyCycleError",
     "DriverError",
     "MutationError",
+    "NotTraceableError",
     "OptionError",
     "PluginError",
     "ReplaceConflictError",
@@ -69,4 +73,11 @@ class ArtefactError(AmandaError, ValueError):
 
 
 class NotTraceableError(ArtefactError):
-    """Routines that run as Python cannot be written into a file."""
+    """Routines that run as Python cannot be written into a model.
+
+    refusals: op, its name or path, tool, routine and reason of each.
+    """
+
+    def __init__(self, message: str, refusals: Iterable[tuple[str, str, str, str, str]] = ()) -> None:
+        super().__init__(message)
+        self.refusals = tuple(refusals)

@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amanda.drivers.onnxruntime._driver import OnnxRuntimeDriver
-    from amanda.drivers.onnxruntime._instrument import NotTraceableError, instrument
+    from amanda.drivers.onnxruntime._instrument import instrument
     from amanda.drivers.onnxruntime._options import session_options
 
-__all__ = ["NotTraceableError", "OnnxRuntimeDriver", "instrument", "session_options"]
+__all__ = ["OnnxRuntimeDriver", "instrument", "session_options"]
 
 _HOMES = {
-    "NotTraceableError": "_instrument",
     "OnnxRuntimeDriver": "_driver",
     "instrument": "_instrument",
     "session_options": "_options",

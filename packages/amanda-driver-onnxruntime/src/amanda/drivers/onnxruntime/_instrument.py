@@ -12,30 +12,13 @@ from onnx import ModelProto, inliner, numpy_helper
 import amanda
 from amanda import interceptor
 from amanda.backend import Namespace, OpFacts, digest
-from amanda.errors import AmandaError
+from amanda.errors import NotTraceableError
 
 from ._model import Model
 from ._names import renamed_nodes
 from ._places import Compute
 from ._rewrite import Rewriting
 from ._types import types_by_onnxruntime
-
-
-class NotTraceableError(AmandaError, ValueError):
-    """Routines that have no counterpart in an ONNX graph, each with its op, tool and reason.
-
-    refusals: op, path, tool, routine and reason of each.
-    """
-
-    def __init__(self, refusals: Sequence[tuple[str, str, str, str, str]]) -> None:
-        self.refusals = tuple(refusals)
-        lines = [
-            f"  {op} {path!r}: {routine} of {tool}: {reason}" for op, path, tool, routine, reason in refusals
-        ]
-        super().__init__(
-            f"{len(lines)} routines cannot be written into the model; mark pure tensor code "
-            "@amanda.traceable, and apply other tools in a scope:\n" + "\n".join(lines)
-        )
 
 
 def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProto:
@@ -61,7 +44,7 @@ def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProt
             finally:
                 rewriting.analysis.finish()
     if rewriting.refused:
-        raise NotTraceableError([_refusal(*one) for one in rewriting.refused])
+        raise _not_traceable([_refusal(*one) for one in rewriting.refused])
     return _written(source, rewriting) if rewriting.changed else _copied(source)
 
 
@@ -70,6 +53,17 @@ def namespace() -> Namespace:
     import onnxruntime
 
     return Namespace(f"onnxruntime/{onnxruntime.__version__}/graph")
+
+
+def _not_traceable(refusals: Sequence[tuple[str, str, str, str, str]]) -> NotTraceableError:
+    lines = [
+        f"  {op} {path!r}: {routine} of {tool}: {reason}" for op, path, tool, routine, reason in refusals
+    ]
+    return NotTraceableError(
+        f"{len(lines)} routines cannot be written into the model; mark pure tensor code "
+        "@amanda.traceable, and apply other tools in a scope:\n" + "\n".join(lines),
+        refusals,
+    )
 
 
 def _refusal(facts: OpFacts, action: Any, reason: str) -> tuple[str, str, str, str, str]:
