@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
 `python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, tf_versions,
-opdb, fuzz, soak, mindspore, types, lint, wheels, docs, bench.
+opdb, fuzz, soak, mindspore, types, lint, wheels, docs, bench, paper.
 """
 
 from __future__ import annotations
@@ -357,3 +357,9 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure everything into docs/benchmarks.md; after -- the names of some, or --quick."""
     development(session).run("python", "benchmarks/run.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def paper(session: nox.Session) -> None:
+    """Measure the paper's figures into docs/paper-evaluation.md; after -- the numbers of some, or --quick."""
+    development(session).run("python", "benchmarks/paper/run.py", *session.posargs)

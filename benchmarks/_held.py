@@ -3,48 +3,15 @@
 python _held.py share MODEL TOOL | growth ITERATIONS TOOL
 """
 
-import ctypes
-import gc
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from _allocated import forget_peak, in_use, resident
 from _models import models
 from torch import Tensor, nn
-
-
-class Allocated(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
-
-
-mallinfo2 = ctypes.CDLL(None).mallinfo2
-mallinfo2.restype = Allocated
-
-
-def in_use() -> int:
-    """Bytes that are allocated at this moment, by Python, C and torch alike."""
-    gc.collect()
-    found = mallinfo2()
-    return int(found.uordblks + found.hblkhd)
-
-
-def resident(key: str = "VmRSS") -> int:
-    """Resident bytes of this process, or with VmHWM the most since `forget_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{key}:")[1].split()[0]) * 1024
-
-
-def forget_peak() -> None:
-    """Let VmHWM start from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def share(name: str, tool: str, quick: bool) -> dict[str, int]:

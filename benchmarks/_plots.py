@@ -1,8 +1,8 @@
 """The plots of the page: small, on no background, in colours that are told apart on white and on black."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from _figures import added, share
@@ -80,23 +80,31 @@ def finish(axes: Any, names: list[str], label: str, linear_until: float) -> None
     axes.set_xlabel(label)
 
 
-PLOTS: dict[str, tuple[Callable[[dict[str, Any], Any], None], tuple[float, float]]] = {
-    "ops": (ops, (7, 3.6)),
-    "steps": (steps, (7, 2.9)),
-    "memory": (memory, (7, 2.0)),
-}
+class Plot(NamedTuple):
+    """What paints results, inches, and how many axes side by side it is given; one is given as it is."""
+
+    paint: Callable[[dict[str, Any], Any], None]
+    size: tuple[float, float]
+    panels: int = 1
 
 
-def draw(found: dict[str, Any], folder: Path) -> None:
+PLOTS = {"ops": Plot(ops, (7, 3.6)), "steps": Plot(steps, (7, 2.9)), "memory": Plot(memory, (7, 2.0))}
+
+
+def draw(
+    found: dict[str, Any], folder: Path, plots: Mapping[str, Plot] = PLOTS, prefix: str = "benchmarks"
+) -> None:
     """Write the plot of each benchmark that has one."""
     mpl.use("svg")
     from matplotlib import pyplot
 
-    for name, (plot, size) in PLOTS.items():
+    for name, plot in plots.items():
         if name not in found or "missing" in found[name]:
             continue
         with mpl.rc_context(STYLE):
-            figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-            plot(found[name], axes)
-            figure.savefig(folder / f"benchmarks-{name}.svg", metadata={"Date": None, "Creator": None})
+            figure, axes = pyplot.subplots(
+                ncols=plot.panels, sharey=True, figsize=plot.size, layout="constrained"
+            )
+            plot.paint(found[name], axes)
+            figure.savefig(folder / f"{prefix}-{name}.svg", metadata={"Date": None, "Creator": None})
             pyplot.close(figure)

@@ -279,10 +279,15 @@ def without_and_with(models: dict[str, Any], quick: bool) -> dict[str, Any]:
     return found
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Everything about graphs, on the last core."""
+def on_one_core() -> None:
+    """Keep this process on the last of its cores; before TensorFlow is imported."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def benchmark(quick: bool) -> dict[str, Any]:
+    """Everything about graphs, on the last core."""
+    on_one_core()
     return {
         "hits": hits(quick), "steps": steps(quick), "rewrites": rewrites(quick), "cache": cache(quick),
         "short cache": short_cache(quick),

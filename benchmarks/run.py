@@ -8,20 +8,11 @@ goes to build/bench unless told otherwise; with --update the named ones take the
 """
 
 import argparse
-import datetime
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import page
-from _machine import machine, versions
 from _measure import progress
+from _running import measured, one_line_a_list
 
 HERE = Path(__file__).parent
 NAMES = (
@@ -58,40 +49,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "benchmarks.json"
     kept = page.read(file)["benchmarks"] if options.update else {}
-    found = {**kept, **measured(options.names or NAMES, options.quick)}
+    names = options.names or NAMES
+    found = {**kept, **{name: measured(HERE / f"{name}.py", options.quick) for name in names}}
     ordered = {name: found[name] for name in NAMES if name in found}
     results = {"schema": page.SCHEMA, "quick": options.quick, "benchmarks": ordered}
     file.write_text(one_line_a_list(results))
     progress(f"{file}, {page.write(results, folder)}")
-
-
-def measured(names: Sequence[str], quick: bool) -> dict[str, Any]:
-    """Raw results of the benchmarks, each with where and when it was measured, and the load around it."""
-    found: dict[str, Any] = {}
-    setting = {"machine": machine(), "versions": versions()}
-    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
-        for name in names:
-            progress(f"{name} ...")
-            file, begun, before = Path(scratch, f"{name}.json"), time.perf_counter(), os.getloadavg()[0]
-            command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(file)]
-            subprocess.run([*command, *(["--quick"] if quick else [])], check=True)
-            found[name] = {
-                **setting,
-                "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-                "took": round(time.perf_counter() - begun),
-                "load": [round(before, 2), round(os.getloadavg()[0], 2)],
-                **json.loads(file.read_text()),
-            }
-    return found
-
-
-def one_line_a_list(value: Any, depth: int = 0) -> str:
-    """JSON with each key of an object on a line of its own, and each list on one line."""
-    if not isinstance(value, dict):
-        return json.dumps(value)
-    inner = " " * (depth + 1)
-    lines = [f"{inner}{json.dumps(key)}: {one_line_a_list(one, depth + 1)}" for key, one in value.items()]
-    return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + ("\n" if depth == 0 else "")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from _measure import (
     script,
 )
 from _models import PASSES, models
+from _wrapping import wrap
 
 import amanda
-from amanda._order import in_order
-from amanda.action import Routine, has_run, marks
+from amanda.action import Routine
 
 Tools = Mapping[str, Callable[[], amanda.Tool]]
 
@@ -50,10 +50,9 @@ class Clock:
 
     def __init__(self, tool: amanda.Tool) -> None:
         self.seconds = 0.0
-        for one in in_order([tool]):
-            one.wrap_routines(self._timed)
+        wrap(tool, self._timed)
 
-    def _timed(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+    def _timed(self, routine: Routine) -> Routine:
         def timed(*values: Any, **kwargs: Any) -> Any:
             begun = time.thread_time()
             try:
@@ -61,14 +60,7 @@ class Clock:
             finally:
                 self.seconds += time.thread_time() - begun
 
-        def timed_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
-            return timed(*values, run=run, **kwargs)
-
-        wrapper: Routine = timed_with_run if has_run(routine) else timed
-        functools.update_wrapper(wrapper, routine, updated=())
-        for mark in marks(routine):
-            wrapper = getattr(amanda, mark)(wrapper)
-        return wrapper
+        return timed
 
 
 def under_tools(step: Callable[[], None], tools: Tools, seconds: float, least: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paper_tables", ROOT / "benchmarks/paper_tables.py")
+    spec = importlib.util.spec_from_file_location("paper_tables", ROOT / "benchmarks/paper/paper_tables.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

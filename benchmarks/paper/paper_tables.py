@@ -1,6 +1,6 @@
 """Tables 3 and 4 of the paper for this repository, into docs/paper-tables.md.
 
-    python benchmarks/paper_tables.py [--write]
+    python benchmarks/paper/paper_tables.py [--write]
 
 Every cell of the first is a test that has to exist; the lines of the second are counted.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/paper-tables.md"
 OF_TOOLS = "packages/amanda-tools/tests/"
 TOOLS = "packages/amanda-tools/src/amanda/tools/"
@@ -305,7 +305,7 @@ VGG, ResNet, MobileNet, SqueezeNet, ViT, GPT-2 and BERT as torchvision and trans
 [another](../tests/tools/test_dynamic_prune_models.py) prunes VGG, ResNet, SqueezeNet, BERT, RoBERTa,
 DistilBERT and ALBERT dynamically.
 
-`python benchmarks/paper_tables.py --write` counts again.
+`python benchmarks/paper/paper_tables.py --write` counts again.
 """
 
 

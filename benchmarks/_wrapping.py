@@ -1,0 +1,34 @@
+"""Routines that take the place of a tool's own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import amanda
+from amanda._order import in_order
+from amanda.action import Routine, has_run, marks
+
+
+def wrap(tool: amanda.Tool, instead: Callable[[Routine], Routine]) -> None:
+    """Let a tool and those that it depends on record `instead(routine)` for each of their routines."""
+    for one in in_order([tool]):
+        one.wrap_routines(lambda context, type, routine: in_place_of(routine, instead(routine)))
+
+
+def in_place_of(routine: Routine, call: Routine) -> Routine:
+    """`call` with all that drivers read off a routine: its name, marks, and whether it wants its run."""
+
+    def with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+        return call(*values, run=run, **kwargs)
+
+    wrapper: Routine = with_run if has_run(routine) else call
+    functools.update_wrapper(wrapper, routine, updated=())
+    for mark in marks(routine):
+        wrapper = getattr(amanda, mark)(wrapper)
+    return wrapper
+
+
+def hollow(tool: amanda.Tool) -> amanda.Tool:
+    """The tool, at the same ops with routines that do nothing: what is left is the framework's own."""
+    wrap(tool, lambda routine: lambda *values, **kwargs: None)
+    return tool

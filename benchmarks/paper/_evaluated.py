@@ -1,0 +1,96 @@
+"""What the measurements come to, figure by figure; see `_said.py` for what the paper says of each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from _estimates import Estimate, difference, median, quotient
+from _figures import bare_step, framework_share
+from _figures import worth as worth_of
+
+Results = dict[str, Any]
+EAGER, GRAPH = "PyTorch, eager", "TensorFlow, session"
+NEEDED = {
+    "9": ("covered",),
+    "10": ("overhead_eager", "overhead_graph"),
+    "11": ("overhead_eager", "overhead_graph"),
+    "12": ("cache_eager", "cache_graph"),
+    "13": ("footprint",),
+}
+"""The scripts that measure each figure."""
+
+
+def by_figure(found: Results) -> dict[str, Any]:
+    """The results that each figure is made of: of one script, or by mode; none where some are not there."""
+    figures: dict[str, Any] = {}
+    for figure, scripts in NEEDED.items():
+        if all(one in found and "missing" not in found[one] for one in scripts):
+            parts = [found[one] for one in scripts]
+            figures[figure] = parts[0] if len(parts) == 1 else dict(zip((EAGER, GRAPH), parts, strict=True))
+    return figures
+
+
+def whole(mode: str, model: Results, case: str) -> Estimate:
+    """Percent that a use case adds to a model's step."""
+    times = model["wide"]["whole"] if mode == EAGER else model["wide"]
+    return percent(quotient(times[case], times["bare"]))
+
+
+def noise(mode: str, model: Results) -> Estimate:
+    """Percent that the bare step seems to add to itself."""
+    return whole(mode, model, "bare again")
+
+
+def percent(ratio: Estimate) -> Estimate:
+    """What a ratio is more than one."""
+    return Estimate(*(100 * (value - 1) for value in ratio))
+
+
+def framework(mode: str, model: Results, case: str) -> Estimate:
+    """Percent of the model's bare step that Amanda itself adds, without the step's noise."""
+    if mode == EAGER:
+        return framework_share(model, case)
+    twin = model["twin"]
+    return difference(twin[f"{case}, hollow"], twin["bare"]).times(100 / bare_seconds(mode, model))
+
+
+def bare_seconds(mode: str, model: Results) -> float:
+    """A bare step of the model."""
+    return bare_step(model) if mode == EAGER else median(model["wide"]["bare"]).middle
+
+
+def routines(mode: str, model: Results, case: str) -> float:
+    """Percent of the bare step that a use case takes itself: in PyTorch by a clock around its routines."""
+    if mode == EAGER:
+        return median(model["wide"]["inside"][case]).middle / bare_seconds(mode, model) * 100
+    return max(0.0, whole(mode, model, case).middle - framework(mode, model, case).middle)
+
+
+def part(mode: str, model: Results, case: str) -> float:
+    """Of what Amanda and a use case take, the share that Amanda does, from 0 to 1."""
+    own = max(0.0, framework(mode, model, case).middle)
+    both = own + routines(mode, model, case)
+    return own / both if both else 0.0
+
+
+def cases(mode: str, results: Results) -> list[str]:
+    """The use cases that were measured."""
+    first = next(iter(results["models"].values()))
+    if "cases" in first:
+        return list(first["cases"])
+    return [name for name in (first["twin"]["inside"] if mode == EAGER else first["wide"])
+            if not name.startswith("bare")]  # fmt: skip
+
+
+def worth(model: Results, case: str) -> Estimate:
+    """A step without the cache over one with it."""
+    return worth_of(model["cases"][case])
+
+
+def shares(results: Results) -> Iterator[tuple[str, str, int, str, float, float]]:
+    """Framework, model, batch, use case, and percent of the peak that Amanda and that all of it holds."""
+    for name, models in results["frameworks"].items():
+        for model, batches in models.items():
+            for batch, found in batches.items():
+                for case, bytes in found["cases"].items():
+                    own, all_of_it = (100 * bytes[key] / found["peak"] for key in ("framework", "whole"))
+                    yield name, model, int(batch), case, own, all_of_it

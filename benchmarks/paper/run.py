@@ -1,0 +1,80 @@
+"""Measure the figures of the paper's evaluation and write docs/paper-evaluation.md.
+
+    python benchmarks/paper/run.py [FIGURE ...] [--quick] [--missing] [--page] [--out FOLDER]
+
+FIGURE is 9, 10, 11, 12 or 13; without any, all of them, in about 40 minutes.  Each script is kept in
+FOLDER/paper-evaluation.json as soon as it is done, and the page is made from that.  Without a figure,
+docs/paper-tables.md is written anew too.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+import _evaluation
+import paper_tables
+from _evaluated import NEEDED
+from _machine import machine, versions
+from _measure import progress
+from _running import measured, one_line_a_list
+
+HERE = Path(__file__).parent
+SCRIPTS = tuple(dict.fromkeys(name for names in NEEDED.values() for name in names))
+
+
+def main() -> int:
+    """Run each script in a process of its own, then make the page; 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(NEEDED)}")
+    parser.add_argument(
+        "--quick", action="store_true", help="everything once, with small models: does it run?"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="leave what has been measured here and with this"
+    )
+    parser.add_argument("--page", action="store_true", help="measure nothing, make the page from the results")
+    parser.add_argument("--out", type=Path, help="folder of the page and its results")
+    options = parser.parse_args()
+    if unknown := set(options.figures) - set(NEEDED):
+        parser.error(f"no figure {', '.join(sorted(unknown))}; there are {', '.join(NEEDED)}")
+    folder = options.out or HERE.parents[1] / ("build/paper" if options.quick else "docs")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{_evaluation.NAME}.json"
+    results = (
+        _evaluation.read(file) if file.exists() else {"schema": _evaluation.SCHEMA, "quick": options.quick}
+    )
+    if results["quick"] != options.quick and not options.page:
+        parser.error(
+            f"{file} is of {'a quick run' if results['quick'] else 'real runs'}: another --out, please"
+        )
+    found = results.setdefault("measured", {})
+    wanted = {name for figure in options.figures or NEEDED for name in NEEDED[figure]}
+    failed = []
+    for name in [] if options.page else [one for one in SCRIPTS if one in wanted]:
+        if options.missing and is_here(found.get(name)):
+            continue
+        try:
+            found[name] = measured(HERE / f"{name}.py", options.quick)
+        except subprocess.CalledProcessError as error:
+            progress(f"{name}: {error}")
+            failed.append(name)
+            continue
+        results["measured"] = found = {one: found[one] for one in SCRIPTS if one in found}
+        file.write_text(one_line_a_list(results))
+    if found:
+        progress(f"{file}, {_evaluation.write(results, folder)}")
+    if not (options.figures or options.quick or options.out):
+        paper_tables.PAGE.write_text(paper_tables.page())
+    return 1 if failed else 0
+
+
+def is_here(one: dict[str, Any] | None) -> bool:
+    """Whether results are of this machine and these versions."""
+    return one is not None and (one["machine"], one["versions"]) == (machine(), versions())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
