@@ -133,3 +133,9 @@ def test_fields_of_a_docstring_become_a_list() -> None:
     assert as_markdown(text, {"folder", "frames", "all"}) == (
         f"What it is.\n\n{fields}\n\nRaises OSError where it fails."
     )
+
+
+def test_code_of_a_docstring_is_shown_as_code() -> None:
+    text = "What it is.\n\n    with it:\n        run()\n\n    print(it)\n\n>>> 1 + 1\n2"
+    code = "```python\nwith it:\n    run()\n\nprint(it)\n```"
+    assert as_markdown(text, set()) == f"What it is.\n\n{code}\n\n```pycon\n>>> 1 + 1\n2\n```"

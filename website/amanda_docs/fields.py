@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+from textwrap import dedent
 
 SENTENCES = r"Raises|Returns|Source:|Gives"
 
 
 def as_markdown(text: str, names: set[str]) -> str:
-    """A docstring whose fields are items of a list and whose last sentences are paragraphs."""
-    return "\n\n".join(_paragraph(part, names) for part in re.split(r"\n{2,}", text.strip("\n")))
+    """A docstring with its fields as a list, its last sentences as paragraphs, and its code as Python."""
+    parts = re.split(r"\n{2,}(?! )", text.strip("\n"))
+    return "\n\n".join(_paragraph(part, names) for part in parts)
 
 
 def _paragraph(text: str, names: set[str]) -> str:
     if text.startswith(">>>"):
         return f"```pycon\n{text}\n```"
-    if text.startswith(("    ", "- ", "```", "|")):
+    if "\n\n    " in text:
+        prose, code = text.split("\n\n", 1)
+        return f"{_paragraph(prose, names)}\n\n```python\n{dedent(code)}\n```"
+    if text.startswith(("- ", "```", "|")):
         return text
     one_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     if names:
