@@ -136,6 +136,8 @@ def test_fields_of_a_docstring_become_a_list() -> None:
 
 
 def test_code_of_a_docstring_is_shown_as_code() -> None:
-    text = "What it is.\n\n    with it:\n        run()\n\n    print(it)\n\n>>> 1 + 1\n2"
-    code = "```python\nwith it:\n    run()\n\nprint(it)\n```"
-    assert as_markdown(text, set()) == f"What it is.\n\n{code}\n\n```pycon\n>>> 1 + 1\n2\n```"
+    text = "What it is.\n\nwith it:\n    run()\n\n    print(it)"
+    assert as_markdown(text, set()) == "What it is.\n\n```python\nwith it:\n    run()\n\n    print(it)\n```"
+    text = "What it is.\n\nit = run()\n\nMore of it.\n\n>>> 1 + 1\n2"
+    code = "```python\nit = run()\n```"
+    assert as_markdown(text, set()) == f"What it is.\n\n{code}\n\nMore of it.\n\n```pycon\n>>> 1 + 1\n2\n```"

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from textwrap import dedent
 
 SENTENCES = r"Raises|Returns|Source:|Gives"
 
 
 def as_markdown(text: str, names: set[str]) -> str:
-    """A docstring with its fields as a list, its last sentences as paragraphs, and its code as Python."""
-    parts = re.split(r"\n{2,}(?! )", text.strip("\n"))
-    return "\n\n".join(_paragraph(part, names) for part in parts)
+    """A docstring with its fields as a list, its last sentences as paragraphs, and its code as code."""
+    first, *rest = re.split(r"\n{2,}", text.strip("\n"))
+    if _is_code("\n\n".join(rest)):
+        rest = ["\n\n".join(rest)]
+    return "\n\n".join(_paragraph(part, names) for part in [first, *rest])
+
+
+def _is_code(text: str) -> bool:
+    """Whether it is Python of more than a word; prose hardly ever is."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return False
+    return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)
 
 
 def _paragraph(text: str, names: set[str]) -> str:
     if text.startswith(">>>"):
         return f"```pycon\n{text}\n```"
-    if "\n\n    " in text:
-        prose, code = text.split("\n\n", 1)
-        return f"{_paragraph(prose, names)}\n\n```python\n{dedent(code)}\n```"
+    if text.startswith("amanda "):
+        return f"```sh\n{text}\n```"
+    if _is_code(text):
+        return f"```python\n{text}\n```"
     if text.startswith(("- ", "```", "|")):
         return text
     one_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

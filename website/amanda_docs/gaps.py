@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "packages/amanda-core/src/amanda/testing/_suite"
@@ -77,56 +79,45 @@ def _tests_of(section: ast.ClassDef) -> Iterator[str]:
 
 
 def _suites_of(module: ast.Module) -> Iterator[Suite]:
-    constants = {
-        target.id: node.value
-        for node in module.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
     for node in module.body:
         if isinstance(node, ast.ClassDef) and any(_name(base) == "DriverTests" for base in node.bases):
             title = (ast.get_docstring(node) or node.name).partition("\n")[0].removeprefix("The suite on ")
-            yield Suite(title.rstrip("."), dict(_gaps_of(node, constants)))
+            yield Suite(title.rstrip("."), _gaps_of(node, _constants(module)))
 
 
-def _gaps_of(suite: ast.ClassDef, constants: dict[str, ast.expr]) -> Iterator[tuple[str, str]]:
+def _constants(module: ast.Module) -> dict[str, Any]:
+    """Names of a module that are made of nothing but marks and literals; marks are their reasons."""
+    names: dict[str, Any] = {name: _reason_of(kind) for name, kind in KINDS.items()}
+    names["pytest"] = SimpleNamespace(mark=SimpleNamespace(xfail=lambda *_, reason, **__: reason))
+    names["interceptor"] = SimpleNamespace(NATIVE=True)
+    for node in module.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            with suppress(Exception):  # what it is made of is not there, and no mark
+                names[_name(target)] = _evaluated(node.value, names)
+    return names
+
+
+def _gaps_of(suite: ast.ClassDef, names: dict[str, Any]) -> dict[str, str]:
+    """The reason of each gap: of the dict `gaps`, and of marks on tests that the suite overrides."""
+    gaps: dict[str, str] = {}
     for node in suite.body:
-        if isinstance(node, ast.AnnAssign) and _name(node.target) == "gaps":
-            yield from _entries(node.value, constants)
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            if _name(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]) == "gaps":
+                gaps |= _evaluated(node.value, names)
+        elif isinstance(node, ast.FunctionDef):
             for mark in (one for decorator in node.decorator_list for one in ast.walk(decorator)):
                 if isinstance(mark, ast.Call) and _name(mark.func) in KINDS:
-                    yield node.name, _reason(mark)
+                    gaps[node.name] = _evaluated(mark, names)
+    return gaps
 
 
-def _entries(gaps: ast.expr | None, constants: dict[str, ast.expr]) -> Iterator[tuple[str, str]]:
-    """Test and reason of each entry of a dict, or of the first of two between which a condition chooses.
-
-    Raises ValueError for what is neither.
-    """
-    if isinstance(gaps, ast.Name) and gaps.id in constants:
-        gaps = constants[gaps.id]
-    if isinstance(gaps, ast.IfExp):
-        gaps = gaps.body
-    if not isinstance(gaps, ast.Dict):
-        text = "nothing" if gaps is None else ast.unparse(gaps)
-        raise ValueError(f"gaps of a conformance suite are a dict written out, not {text}")
-    for name, mark in zip(gaps.keys, gaps.values, strict=True):
-        if name is None:
-            yield from _entries(mark, constants)
-        else:
-            yield ast.literal_eval(name), _reason(constants[mark.id] if isinstance(mark, ast.Name) else mark)
+def _reason_of(kind: str) -> Callable[[str], str]:
+    return lambda reason: f"{kind}: {reason}"
 
 
-def _reason(mark: ast.expr) -> str:
-    """What a mark of `amanda.testing`, or pytest's own, gives as its reason."""
-    if not isinstance(mark, ast.Call):
-        raise ValueError(f"the mark of a gap is a call of never, notyet or notimpl, not {ast.unparse(mark)}")
-    kind = KINDS.get(_name(mark.func))
-    given = mark.args[0] if kind else next(one.value for one in mark.keywords if one.arg == "reason")
-    text = str(ast.literal_eval(given))
-    return f"{kind}: {text}" if kind else text
+def _evaluated(node: ast.expr, names: dict[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), str(ROOT), "eval"), names)
 
 
 def _name(node: ast.expr) -> str:

@@ -135,7 +135,7 @@ class MindSporeSample(Sample):
 
 
 class TestMindSporeDriver(DriverTests):
-    """The suite on MindSpore."""
+    """The suite on MindSpore, PyNative."""
 
     gaps: ClassVar = {
         "test_every_op_gives_what_it_gave": NO_OUT,

@@ -302,7 +302,7 @@ class OnnxSample(Sample):
 
 
 class TestOnnxRuntimeDriver(DriverTests):
-    """The suite on sessions."""
+    """The suite on ONNX Runtime, sessions."""
 
     gaps: ClassVar = {
         "test_every_op_gives_what_it_gave": IN_PLACE,

@@ -1,7 +1,7 @@
 """Saved results as one page that needs no network: modules, graph, tables, timeline, differences.
 
-    flops.result.save("flops.json")
-    Path("flops.view.html").write_text(to_page("trace.json", "flops.json"))
+flops.result.save("flops.json")
+Path("flops.view.html").write_text(to_page("trace.json", "flops.json"))
 
 On the command line: `python -m amanda view trace.json flops.json --open`.
 """
