@@ -12,7 +12,7 @@ from amanda.backend import Attributes, in_force
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import Copies
-from ._values import as_array, as_fed, as_ort_value
+from ._values import as_array, as_ort_value
 
 
 class Boundary:
@@ -91,7 +91,7 @@ class Boundary:
             result = run(session, names, feed, options)  # which says what is wrong, or takes it after all
             activation.state.report("a run of a session", "it is given what is not as the model says")
             return result
-        return copy.run(execution, wanted, {name: as_fed(value) for name, value in feed.items()}, options)
+        return copy.run(execution, wanted, feed, options)
 
 
 def _left_alone(run: Any, session: Any, *args: Any, **kwargs: Any) -> Any:

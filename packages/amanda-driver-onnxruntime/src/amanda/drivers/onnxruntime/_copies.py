@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import onnx
 
-import onnxruntime
 from amanda import interceptor
 from amanda.backend import Execution, Namespace, State, digest
 
@@ -22,7 +21,7 @@ from ._sessions import Part, Sessions
 from ._symbols import Symbol
 from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
-from ._values import as_array, as_fed
+from ._values import as_array
 
 _DRAWING = (
     "Bernoulli",
@@ -73,30 +72,14 @@ class Copy:
                     results = execution.call(call.slot, [as_array(values[name]) for name in call.reads])
                     values.update(zip(call.gives, results, strict=True))
                 if part is not None:
-                    values.update(_computed(part, values, options))
+                    with interceptor.Suspension():
+                        values.update(part.run(values, options))
                 for name in done:
                     del values[name]
         return [
             values[one] if one in values else self.constants[one]
             for one in (self.outputs[name] for name in names)
         ]
-
-
-def _computed(part: Part, values: Mapping[str, Any], options: Any) -> dict[str, Any]:
-    feed = {name: as_fed(values[name]) for name in part.names}
-    with interceptor.Suspension():
-        if part.by_value:
-            feed = {name: _ort_value(value) for name, value in feed.items()}
-            results = part.session.run_with_ort_values(part.outputs, feed, options)
-        else:
-            results = part.session._sess.run(part.outputs, feed, options)
-    return dict(zip(part.outputs, results, strict=True))
-
-
-def _ort_value(value: Any) -> Any:
-    return (
-        value if isinstance(value, onnxruntime.OrtValue) else onnxruntime.OrtValue.ortvalue_from_numpy(value)
-    )
 
 
 class Copies:
@@ -152,20 +135,19 @@ class Copies:
         outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         steps = schedule(rewriting.items, held, set(outputs.values()), lambda name: symbol(name).nbytes)
         sessions = Sessions(session, model)
+        copy = Copy(rewriting.reports)
+        copy.steps = []
         try:
-            placed = [
-                (step.calls, sessions.part(step, symbol, rewriting.free) if step.outputs else None, step.done)
-                for step in steps
-            ]
+            for step in steps:
+                part = sessions.part(step, symbol, constants, rewriting.free) if step.outputs else None
+                copy.steps.append((step.calls, part, [one for one in step.done if one not in held]))
         except Exception as error:
             rewriting.report("a session", f"ONNX Runtime refuses the copy: {error}")
             return Copy(rewriting.reports)
-        copy = Copy(rewriting.reports)
-        copy.steps = [(calls, part, [one for one in done if one not in held]) for calls, part, done in placed]
         copy.table, copy.outputs = rewriting.table, outputs
         copy.inputs = {name: symbol(name) for name in (*model.inputs, *model.overridable)}
         copy.constants = {one: constants[one] for one in outputs.values() if one in constants}
-        read = {name for calls, _, _ in placed for call in calls for name in call.reads}
+        read = {name for step in steps for call in step.calls for name in call.reads}
         copy.defaults = {name: constants[name] for name in (read & constants.keys()) | model.overridable}
         return copy
 

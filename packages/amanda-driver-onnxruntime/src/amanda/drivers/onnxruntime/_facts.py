@@ -61,7 +61,7 @@ def scope_of(name: str, told: Mapping[str, str]) -> str:
         scopes = []
     if isinstance(scopes, list) and len(scopes) > 1:
         return str(scopes[-2])
-    return name.rpartition("/")[0].lstrip("/")
+    return name.partition(";")[0].rpartition("/")[0].lstrip("/")  # tf2onnx joins the names of what it folds
 
 
 def source_of(told: Mapping[str, str]) -> str:

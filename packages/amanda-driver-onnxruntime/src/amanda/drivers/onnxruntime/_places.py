@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 
+from amanda._notes import explained
 from amanda.backend import Action, Execution, Inserted, Rounds, State, TensorOps
+from amanda.errors import RoutineError
 
 
 class Place(Inserted):
@@ -27,6 +29,12 @@ class Place(Inserted):
         lent = [_locked(one) for one in flat]
         own = {id(view): one for view, one in zip(lent, flat, strict=True)}
         results = super().run(execution, lent, rounds)
+        if len(results) != len(self.dtypes):
+            action = self.actions[0]
+            with explained(self.facts, action.tool, str(action)):
+                raise RoutineError(
+                    f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
+                )
         results = [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
         return [own.get(id(one), one) for one in results]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
@@ -13,7 +14,8 @@ import onnxruntime
 
 from ._model import Model, referred
 from ._schedule import Step
-from ._symbols import Symbol
+from ._symbols import Symbol, tensor_type
+from ._values import as_array
 
 _BUILT_IN = frozenset(
     {"", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft",
@@ -22,18 +24,35 @@ _BUILT_IN = frozenset(
 """Domains of ops that no library of the user's has to be registered for."""
 
 
+Passed = dict[str, tuple[str, Any]]
+"""By the name of a value, its name in a session's model, and its dtype where another stands for it there."""
+
+
 class Part:
     """The session of one step.
 
-    names: of what it is given.  outputs: of what it gives.  by_value: whether it has to give OrtValues, as
-    of element types that NumPy lacks.
+    inputs, outputs: what it is given and gives, each with the name that it has there, and for elements that
+    NumPy lacks the type that stands for it there.  held: the weights, whose memory it does not own.
     """
 
-    def __init__(self, session: Any, step: Step, by_value: bool) -> None:
-        self.session = session
-        self.names = step.inputs
-        self.outputs = step.outputs
-        self.by_value = by_value
+    def __init__(self, session: Any, inputs: Passed, outputs: Passed, held: Sequence[Any]) -> None:
+        self._session = session
+        self._inputs = inputs
+        self._outputs = outputs
+        self._fetched = [name for name, _ in outputs.values()]
+        self._held = tuple(held)
+
+    def run(self, values: Mapping[str, Any], options: Any) -> dict[str, Any]:
+        """What it gives by name, of values by name."""
+        feed = {}
+        for name, (given, dtype) in self._inputs.items():
+            value = as_array(values[name])
+            feed[given] = value if dtype is None else value.astype(carrier(dtype))
+        results = self._session._sess.run(self._fetched, feed, options)
+        return {
+            name: value if dtype is None else value.astype(dtype)
+            for (name, (_, dtype)), value in zip(self._outputs.items(), results, strict=True)
+        }
 
 
 class Sessions:
@@ -46,7 +65,7 @@ class Sessions:
         self._provider_options = [options.get(name, {}) for name in self._providers]
         self._native = session._sess
         self._initial = session._sess_options_initial
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, tuple[Any, Any]] = {}
         self._is_custom = any(_is_custom(node) for node in model.proto.graph.node)
 
     def options(self) -> Any:
@@ -56,31 +75,38 @@ class Sessions:
         made.enable_profiling = False
         return made
 
-    def part(self, step: Step, symbol: Callable[[str], Symbol], free: bool) -> Part:
+    def part(
+        self, step: Step, symbol: Callable[[str], Symbol], constants: Mapping[str, Any], free: bool
+    ) -> Part:
         """The session of a step; free: whether extents may be others than the model says."""
         graph = onnx.GraphProto(name="amanda")
-        graph.node.extend(step.nodes)
         given = set(self._model.inputs) | self._model.overridable
-        for name in step.inputs:
-            known = symbol(name)
-            known = known.like(name, shape_is_kept=not free or name in given)
-            graph.input.append(ValueInfoProto(name=name, type=known.type))
-        graph.output.extend(ValueInfoProto(name=name) for name in step.outputs)
-        by_value = any(_is_exotic(symbol(name)) for name in step.outputs)
-        return Part(self._made(graph, step.constants, symbol), step, by_value)
+        inputs, outputs = passed(step.inputs, symbol), passed(step.outputs, symbol)
+        for name, (own, dtype) in inputs.items():
+            known = symbol(name).like(name, shape_is_kept=not free or name in given)
+            type = known.type if dtype is None else tensor_type(carrier(dtype), known.shape)
+            graph.input.append(ValueInfoProto(name=own, type=type))
+            if dtype is not None:
+                graph.node.append(_cast(own, name, dtype))
+        graph.node.extend(step.nodes)
+        for name, (own, dtype) in outputs.items():
+            if dtype is not None:
+                graph.node.append(_cast(name, own, carrier(dtype)))
+            graph.output.append(ValueInfoProto(name=own))
+        session, held = self._made(graph, {name: constants.get(name) for name in step.constants})
+        return Part(session, inputs, outputs, held)
 
-    def _made(self, graph: onnx.GraphProto, constants: Sequence[str], symbol: Callable[[str], Symbol]) -> Any:
+    def _made(self, graph: onnx.GraphProto, constants: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         source = self._model.proto
         proto = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, graph=graph)
         sparse = {one.values.name: one for one in source.graph.sparse_initializer}
         apart: dict[str, Any] = {}
-        for name in constants:
+        for name, array in constants.items():
             if name in sparse:
                 proto.graph.sparse_initializer.append(sparse[name])
                 continue
-            array: Any = symbol(name).constant
             if self._is_custom:
-                proto.graph.initializer.append(numpy_helper.from_array(array, name))
+                proto.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
                 continue
             tensor = referred(name, array)
             proto.graph.initializer.append(tensor)
@@ -89,17 +115,18 @@ class Sessions:
         with self._settings() as options:
             if apart:
                 options.add_external_initializers(list(apart), list(apart.values()))
-            return onnxruntime.InferenceSession(
+            session = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, self._providers, self._provider_options, enable_fallback=0
             )
+        return session, list(apart.values())
 
     def _value(self, name: str, array: Any) -> Any:
-        """The one value of a weight that all sessions share."""
-        if self._model.constants.get(name) is not array:
-            return onnxruntime.OrtValue.ortvalue_from_numpy(array)
-        if name not in self._values:
-            self._values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
-        return self._values[name]
+        """The value of a weight, one for all sessions."""
+        known = self._values.get(name)
+        if known is None or known[0] is not array:
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+            known = self._values[name] = array, value
+        return known[1]
 
     @contextmanager
     def _settings(self) -> Iterator[Any]:
@@ -127,7 +154,21 @@ def _is_custom(node: NodeProto) -> bool:
     )
 
 
-def _is_exotic(symbol: Symbol) -> bool:
-    """Whether it is a tensor of an element type that NumPy lacks."""
-    is_tensor = symbol.type is not None and symbol.type.WhichOneof("value") == "tensor_type"
-    return is_tensor and (symbol.dtype is None or symbol.dtype.type.__module__ != "numpy")
+def passed(names: Sequence[str], symbol: Callable[[str], Symbol]) -> Passed:
+    """How values pass into a session, or out of it."""
+    dtypes = {name: symbol(name).dtype for name in names}
+    return {
+        name: (name, None) if dtype is None or dtype.type.__module__ == "numpy" else (f"{name}/passed", dtype)
+        for name, dtype in dtypes.items()
+    }
+
+
+def carrier(dtype: Any) -> Any:
+    """The type of NumPy that holds every value of one that NumPy lacks."""
+    whole = next((kind for kind in ("uint", "int") if dtype.name.startswith(kind)), None)
+    return np.dtype("float32" if whole is None else f"{whole}8")
+
+
+def _cast(given: str, made: str, dtype: Any) -> NodeProto:
+    element = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return onnx.helper.make_node("Cast", [given], [made], to=element)

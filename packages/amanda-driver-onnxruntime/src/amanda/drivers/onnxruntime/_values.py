@@ -1,4 +1,4 @@
-"""Values between sessions: arrays, lists, dicts, and OrtValues of what NumPy has no type for."""
+"""Values between sessions: arrays, also of the types of ml_dtypes, and lists and dicts of them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,12 @@ def _of_memory(value: Any) -> Any:
     return np.frombuffer(ctypes.string_at(value.data_ptr(), size), dtype).reshape(shape)
 
 
-def as_fed(value: Any) -> Any:
-    """A value as a session takes it."""
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
-    if isinstance(value, np.ndarray) and value.dtype.type.__module__ != "numpy":
-        element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-        bits = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
-        return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, element)
-    return value
-
-
 def as_ort_value(value: Any) -> Any:
     """A value as `run_with_ort_values` gives it."""
-    fed = as_fed(value)
-    return OrtValue.ortvalue_from_numpy(fed) if isinstance(fed, np.ndarray) else fed
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype.type.__module__ == "numpy":
+        return OrtValue.ortvalue_from_numpy(value)
+    element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+    bits = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, element)

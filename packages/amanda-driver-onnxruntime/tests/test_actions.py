@@ -1,0 +1,461 @@
+"""Replacements, traceable routines, observers, order and scopes, on sessions."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx_models import FIRST, SECOND, model_of, node, random, session_of, tool, two_layers
+
+import amanda
+from amanda.drivers.onnxruntime import session_options
+from amanda.errors import MutationError, RoutineError
+
+X = random(4, 16, seed=3)
+HIDDEN = X @ FIRST
+
+
+@pytest.fixture
+def session() -> Any:
+    return session_of(two_layers())
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sessions that the driver makes."""
+    sessions: list[Any] = []
+    create = onnxruntime.InferenceSession.__init__
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        sessions.append(self)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", recording)
+    return sessions
+
+
+def result(session: Any, *tools: amanda.Tool) -> Any:
+    with amanda.apply(*tools):
+        return session.run(None, {"x": X})[0]
+
+
+def close(one: Any, other: Any) -> None:
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+# ---- replacements ----
+
+
+def test_the_identity_removes_an_op(session: Any) -> None:
+    close(result(session, tool(lambda c: c.replace_op(lambda x: x), "Relu")), HIDDEN @ SECOND)
+
+
+def test_a_replacement_is_given_what_computes_the_op(session: Any) -> None:
+    def routine(x: Any, original: Any) -> Any:
+        return original(-x)
+
+    close(result(session, tool(lambda c: c.replace_op(routine), "Relu")), np.maximum(-HIDDEN, 0) @ SECOND)
+
+
+def test_routines_around_a_replacement_still_run(session: Any) -> None:
+    around = tool(
+        lambda c: (
+            c.insert_before_op(lambda x: x + 1),
+            c.replace_op(lambda x: x * 2),
+            c.insert_after_op(lambda y: y - 3),
+        ),
+        "Relu",
+    )
+    close(result(session, around), ((HIDDEN + 1) * 2 - 3) @ SECOND)
+
+
+def test_a_replacement_that_gives_too_much_is_an_error(session: Any) -> None:
+    with pytest.raises(RoutineError, match="returned 2 outputs; Relu gives 1"):
+        result(session, tool(lambda c: c.replace_op(lambda x: (x, x)), "Relu"))
+
+
+def test_an_op_computes_other_inputs_in_a_routine(session: Any) -> None:
+    computations: list[Any] = []
+    result(session, tool(lambda c: computations.append(c.get_computation()), "MatMul"))
+    close(computations[0]([X[:2], FIRST]), HIDDEN[:2])
+
+
+def test_a_differentiable_routine_may_change_shapes(session: Any) -> None:
+    twice = amanda.differentiable(lambda x: np.concatenate([x, x]))
+    close(
+        result(session, tool(lambda c: c.insert_before_op(twice), "Relu")),
+        np.concatenate([np.maximum(HIDDEN, 0) @ SECOND] * 2),
+    )
+
+
+def test_writing_into_a_value_is_an_error_that_says_what_to_do(session: Any) -> None:
+    def write(x: Any) -> None:
+        x[...] = 0
+
+    with pytest.raises(MutationError, match="return a new value instead"):
+        result(session, tool(lambda c: c.insert_before_op(write), "Relu"))
+
+
+# ---- how many sessions run ----
+
+
+def test_a_traceable_routine_runs_in_the_one_session(session: Any, made: list[Any]) -> None:
+    calls: list[Any] = []
+
+    @amanda.traceable
+    def quantise(x: Any) -> Any:
+        calls.append(type(x).__name__)
+        return np.rint(x * 4) / 4
+
+    inserting = tool(lambda c: c.insert_after_op(quantise), "Relu")
+    with amanda.apply(inserting) as scope:
+        first, second = (session.run(None, {"x": X})[0] for _ in range(2))
+    assert calls == ["TracedArray"]
+    assert len(made) == 1
+    assert scope.report == []
+    np.testing.assert_array_equal(first, second)
+    close(first, (np.rint(np.maximum(HIDDEN, 0) * 4) / 4) @ SECOND)
+
+
+def test_a_traceable_routine_that_cannot_be_traced_runs_as_python_and_that_is_said(session: Any) -> None:
+    odd = amanda.traceable(lambda x: x if x.sum() > 0 else -x)
+    with amanda.apply(tool(lambda c: c.insert_after_op(odd), "Relu")) as scope:
+        (given,) = session.run(None, {"x": X})
+    close(given, np.maximum(HIDDEN, 0) @ SECOND)
+    ((what, reason, _),) = scope.report
+    assert what.startswith("traceable insert_after_op(")
+    assert "so it runs as Python" in reason
+
+
+def test_observers_of_every_op_need_one_session_and_a_changing_routine_two(
+    session: Any, made: list[Any]
+) -> None:
+    looking = tool(lambda c: c.insert_after_op(amanda.observer(lambda *values: None)))
+    result(session, looking)
+    assert len(made) == 1
+    result(session, tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu"))
+    assert len(made) == 3
+
+
+def test_routines_on_weights_need_no_cut(session: Any, made: list[Any]) -> None:
+    close(
+        result(session, tool(lambda c: c.insert_before_op(lambda w: w * 2, inputs=[1]), "MatMul")),
+        4 * np.maximum(HIDDEN, 0) @ SECOND,
+    )
+    assert len(made) == 1
+
+
+def test_nothing_is_made_where_nothing_is_inserted(session: Any, made: list[Any]) -> None:
+    bare = session.run(None, {"x": X})[0]
+    np.testing.assert_array_equal(result(session, tool(lambda c: None)), bare)
+    assert made == []
+
+
+def test_a_copy_is_made_once_for_a_tool_and_at_each_run_without_the_cache(
+    session: Any, made: list[Any]
+) -> None:
+    analysed: list[str] = []
+    one = tool(lambda c: (analysed.append(c.get_op().name), c.insert_after_op(lambda y: y)), "Relu")
+    for _ in range(3):
+        result(session, one)
+    assert (len(analysed), len(made)) == (1, 2)
+    with amanda.cache_disabled():
+        for _ in range(2):
+            result(session, one)
+    assert (len(analysed), len(made)) == (3, 6)
+
+
+def test_copies_share_the_weights_and_die_with_the_session(made: list[Any]) -> None:
+    import gc
+    import weakref
+
+    session = session_of(two_layers())
+    one = tool(lambda c: c.insert_after_op(lambda y: y), "Relu")
+    result(session, one)
+    copies = [weakref.ref(part) for part in made[1:]]
+    assert len(copies) == 2
+    made.clear()
+    del session
+    gc.collect()
+    assert [copy() for copy in copies] == [None, None]
+
+
+# ---- order and scopes ----
+
+
+def test_tools_run_in_the_order_of_apply_and_inner_scopes_last(session: Any) -> None:
+    order: list[str] = []
+
+    def marking(name: str) -> amanda.Tool:
+        return tool(lambda c: c.insert_before_op(lambda *values: order.append(name)), "Relu")
+
+    with amanda.apply(marking("a"), marking("b")), amanda.apply(marking("c")):
+        session.run(None, {"x": X})
+    assert order == ["a", "b", "c"]
+
+
+def test_run_is_handed_from_routine_to_routine_of_an_execution(session: Any) -> None:
+    seen: list[Any] = []
+
+    def before(x: Any, run: dict[str, Any]) -> None:
+        run["x"] = x.sum()
+
+    def after(y: Any, run: dict[str, Any]) -> None:
+        seen.append(run["x"])
+
+    result(session, tool(lambda c: (c.insert_before_op(before), c.insert_after_op(after)), "Relu"))
+    assert seen == [pytest.approx(HIDDEN.sum(), rel=1e-4)]
+
+
+def test_threads_run_a_session_side_by_side(session: Any) -> None:
+    results: dict[int, Any] = {}
+    scaled = tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")
+    with amanda.apply(scaled) as scope:
+
+        def work(number: int) -> None:
+            results[number] = session.run(None, {"x": X * number})[0]
+
+        threads = [threading.Thread(target=scope.bind(work), args=(number,)) for number in range(1, 5)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    for number, value in results.items():
+        close(value / number, 2 * np.maximum(HIDDEN, 0) @ SECOND)
+
+
+def test_other_threads_do_not_see_the_scope(session: Any) -> None:
+    bare = session.run(None, {"x": X})[0]
+    found: list[Any] = []
+    with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")):
+        thread = threading.Thread(target=lambda: found.append(session.run(None, {"x": X})[0]))
+        thread.start()
+        thread.join()
+    np.testing.assert_array_equal(found[0], bare)
+
+
+def test_an_asynchronous_run_is_instrumented_in_its_scope(session: Any) -> None:
+    done = threading.Event()
+    told: list[Any] = []
+
+    def callback(results: Any, user_data: Any, error: str) -> None:
+        told.append((results, user_data, error))
+        done.set()
+
+    with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")):
+        session.run_async(None, {"x": X}, callback, "mine")
+        assert done.wait(60)
+    ((results, user_data, error),) = told
+    assert (user_data, error) == ("mine", "")
+    close(results[0], 2 * np.maximum(HIDDEN, 0) @ SECOND)
+
+
+# ---- where models come from ----
+
+
+def test_external_data_are_read_where_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(two_layers(), path, save_as_external_data=True, size_threshold=0, location="weights.bin")
+    session = onnxruntime.InferenceSession(path, session_options())
+    bare = session.run(None, {"x": X})[0]
+    kept = tool(lambda c: c.insert_before_op(lambda *values: values))
+    np.testing.assert_array_equal(result(session, kept), bare)
+    masked = tool(lambda c: c.insert_before_op(lambda w: w * 0, inputs=[1]), "MatMul")
+    assert not result(session, masked).any()
+
+
+def test_a_model_that_is_not_there_any_more_is_left_alone_and_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(two_layers(), path)
+    session = onnxruntime.InferenceSession(str(path))
+    path.unlink()
+    bare = session.run(None, {"x": X})[0]
+    with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2))) as scope:
+        np.testing.assert_array_equal(session.run(None, {"x": X})[0], bare)
+    assert "is not there any more" in str(scope.report)
+
+
+def test_bound_runs_are_left_alone_and_that_is_said(session: Any) -> None:
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", X)
+    binding.bind_output("y")
+    with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2))) as scope:
+        session.run_with_iobinding(binding)
+    close(binding.copy_outputs_to_cpu()[0], np.maximum(HIDDEN, 0) @ SECOND)
+    assert "call run or run_with_ort_values" in str(scope.report)
+
+
+def test_the_options_of_the_session_hold_for_its_copies(made: list[Any], tmp_path: Path) -> None:
+    options = session_options()
+    options.intra_op_num_threads = 1
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    session = onnxruntime.InferenceSession(two_layers().SerializeToString(), options)
+    (tmp_path / "optimized.onnx").unlink()
+    result(session, tool(lambda c: c.insert_after_op(lambda y: y), "Relu"))
+    assert len(made) == 3
+    for copy in made[1:]:
+        assert copy.get_session_options().graph_optimization_level.name == "ORT_DISABLE_ALL"
+        assert copy.get_session_options().intra_op_num_threads == 1
+    assert list(tmp_path.iterdir()) == []
+    assert options.optimized_model_filepath == str(tmp_path / "optimized.onnx")
+
+
+def test_with_fusion_a_run_is_within_rounding() -> None:
+    session = session_of(two_layers(), plain=False)
+    bare = session.run(None, {"x": X})[0]
+    kept = tool(lambda c: c.insert_after_op(lambda *values: values))
+    np.testing.assert_allclose(result(session, kept), bare, rtol=1e-5, atol=1e-5)
+
+
+# ---- control flow ----
+
+
+def looping() -> onnx.ModelProto:
+    """x doubled n times, with a weight that is added in each round."""
+    body = onnx.helper.make_graph(
+        [
+            node("Add", "v v", "twice", "double"),
+            node("Add", "twice shift", "out", "shifted"),
+            node("Identity", "go", "again", "on"),
+        ],
+        "body",
+        [onnx.helper.make_tensor_value_info(name, kind, shape)
+         for name, kind, shape in (("i", 7, []), ("go", 9, []), ("v", 1, [3]))],
+        [onnx.helper.make_tensor_value_info("again", 9, []),
+         onnx.helper.make_tensor_value_info("out", 1, [3])],
+    )  # fmt: skip
+    return model_of(
+        [node("Neg", "x", "start"), node("Loop", "n  start", "y", "loop", body=body)],
+        {"x": [3], "n": []}, ["y"], {"shift": np.ones(3, np.float32)}, types={"n": onnx.TensorProto.INT64},
+    )  # fmt: skip
+
+
+FEED = {"x": np.array([1, 2, 3], np.float32), "n": np.array(3)}
+
+
+def test_ops_of_bodies_are_analysed_and_python_there_is_reported() -> None:
+    session, names = session_of(looping()), []
+    bare = session.run(None, FEED)[0]
+    counting = tool(lambda c: (names.append(c.get_op().name), c.insert_after_op(lambda *values: None)))
+    with amanda.apply(counting) as scope:
+        np.testing.assert_array_equal(session.run(None, FEED)[0], bare)
+    assert names == ["/Neg", "loop", "loop/body/double", "loop/body/shifted", "loop/body/on"]
+    assert len(scope.report) == 3
+    assert all("mark it @amanda.traceable" in reason for _, reason, _ in scope.report)
+
+
+def test_traceable_routines_run_in_every_round_of_a_loop() -> None:
+    session = session_of(looping())
+    halved = amanda.traceable(lambda v: v / 2)
+    inserting = tool(
+        lambda c: c.insert_before_op(halved, inputs=[1]) if c.get_op().name.endswith("shifted") else None,
+        "Add",
+    )
+    with amanda.apply(inserting) as scope:
+        (given,) = session.run(None, FEED)
+    expected = -FEED["x"]
+    for _ in range(3):
+        expected = expected * 2 + 0.5
+    np.testing.assert_array_equal(given, expected)
+    assert scope.report == []
+
+
+def test_a_changed_value_is_what_a_body_reads_from_outside() -> None:
+    then = onnx.helper.make_graph([node("Relu", "h", "t")], "then", [], [onnx.ValueInfoProto(name="t")])
+    other = onnx.helper.make_graph([node("Neg", "h", "e")], "other", [], [onnx.ValueInfoProto(name="e")])
+    branching = model_of(
+        [node("Neg", "x", "h", "first"), node("If", "go", "y", then_branch=then, else_branch=other)],
+        {"x": [3], "go": []}, ["y"], types={"go": onnx.TensorProto.BOOL},
+    )  # fmt: skip
+    session = session_of(branching)
+    added = tool(lambda c: c.insert_after_op(lambda y: y + 10) if c.get_op().name == "first" else None)
+    x = np.array([1, 2, 30], np.float32)
+    for go, expected in ((True, np.maximum(10 - x, 0)), (False, x - 10)):
+        with amanda.apply(added):
+            np.testing.assert_array_equal(session.run(None, {"x": x, "go": np.array(go)})[0], expected)
+
+
+# ---- kinds of values ----
+
+
+def test_a_list_of_tensors_is_one_input_and_one_output() -> None:
+    model = model_of(
+        [node("Split", "x", "a b", num_outputs=2, axis=1), node("Concat", "b a", "y", axis=1)],
+        {"x": [2, 4]}, ["y"],
+    )  # fmt: skip
+    x, shapes = random(2, 4), []
+
+    def swapped(values: Any) -> Any:
+        shapes.append([one.shape for one in values])
+        return values[::-1]
+
+    with amanda.apply(tool(lambda c: c.insert_before_op(swapped, inputs=[0]), "Concat")):
+        np.testing.assert_array_equal(session_of(model).run(None, {"x": x})[0], x)
+    with amanda.apply(tool(lambda c: c.insert_after_op(swapped), "Split")):
+        np.testing.assert_array_equal(session_of(model).run(None, {"x": x})[0], x)
+    assert shapes == [[(2, 2), (2, 2)]] * 2
+
+
+def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
+    model = model_of(
+        [
+            node("Cast", "x", "b", "narrow", to=onnx.TensorProto.BFLOAT16),
+            node("Cast", "b", "f", "wide", to=onnx.TensorProto.FLOAT),
+            node("SequenceConstruct", "f x", "s", "sequence"),
+            node("SequenceAt", "s i", "y", "at"),
+            node("Identity", "t", "u", "text"),
+        ],
+        {"x": [3], "t": [2]}, ["y", "u"], {"i": np.array(0)}, types={"t": onnx.TensorProto.STRING},
+    )  # fmt: skip
+    session = session_of(model)
+    feed = {"x": np.array([1.001, 2, 3], np.float32), "t": np.array(["a", "b"], object)}
+    bare = session.run(None, feed)
+    seen: dict[str, str] = {}
+
+    def look(*values: Any, name: str) -> Any:
+        seen[name] = str(getattr(values[0], "dtype", type(values[0]).__name__))
+        return values
+
+    with amanda.apply(tool(lambda c: c.insert_after_op(look, name=c.get_op().name))) as scope:
+        given = session.run(None, feed)
+    for one, other in zip(given, bare, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert seen["narrow"] == "bfloat16"
+    assert seen["text"] == "object"
+    assert scope.report == []
+
+
+def test_the_state_of_random_ops_is_said_to_begin_anew() -> None:
+    model = model_of(
+        [node("RandomNormalLike", "x", "r", "noise"), node("Add", "x r", "y")], {"x": [3]}, ["y"]
+    )
+    with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y), "Add")) as scope:
+        session_of(model).run(None, {"x": np.zeros(3, np.float32)})
+    assert "the state of noise" in str(scope.report)
+
+
+def test_inputs_with_defaults_are_given_or_not() -> None:
+    model = model_of(
+        [node("Mul", "x scale", "y")], {"x": [3], "scale": [1]}, ["y"], {"scale": np.float32([2])}
+    )
+    session = session_of(model)
+    x = np.array([1, 2, 3], np.float32)
+    with amanda.apply(tool(lambda c: c.insert_before_op(lambda s: s + 1, inputs=[1]))):
+        np.testing.assert_array_equal(session.run(None, {"x": x})[0], x * 3)
+        np.testing.assert_array_equal(session.run(None, {"x": x, "scale": np.float32([4])})[0], x * 5)
+
+
+def test_outputs_may_be_values_that_routines_gave_and_inputs() -> None:
+    model = model_of([node("Relu", "x", "h"), node("Neg", "h", "y")], {"x": [3]}, ["h", "y"])
+    session, x = session_of(model), np.array([-1, 2, 3], np.float32)
+    with amanda.apply(tool(lambda c: c.insert_after_op(lambda h: h * 2), "Relu")):
+        hidden, negated = session.run(None, {"x": x})
+        (alone,) = session.run(["y"], {"x": x})
+    np.testing.assert_array_equal(hidden, np.maximum(x, 0) * 2)
+    np.testing.assert_array_equal(negated, -hidden)
+    np.testing.assert_array_equal(alone, negated)
