@@ -11,7 +11,8 @@ import pytest
 from onnx_models import model_of, node, random, run, tool
 
 import amanda
-from amanda.drivers.onnxruntime import NotTraceableError, instrument
+from amanda.drivers.onnxruntime import instrument
+from amanda.errors import NotTraceableError
 
 X = random(4, 6)
 
