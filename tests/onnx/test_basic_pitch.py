@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.drivers.onnxruntime import instrument
+from amanda.drivers.onnxruntime import instrument, session_options
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune import PruneTool
 
@@ -29,14 +29,13 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def session() -> Any:
-    return onnxruntime.InferenceSession(folder() / "nmp.onnx")
+    return onnxruntime.InferenceSession(folder() / "nmp.onnx", session_options())
 
 
 @pytest.fixture(scope="module")
 def audio() -> Any:
-    """Two seconds of two notes, as the network takes them."""
-    time = np.arange(43844) / 22050
-    return (np.sin(2764 * time) + np.sin(4140 * time)).astype(np.float32)[None, :, None]
+    """Two seconds of noise: at every pitch there is some, so that its logarithm magnifies no rounding."""
+    return np.random.default_rng(0).normal(0, 0.2, (1, 43844, 1)).astype(np.float32)
 
 
 class Layers(amanda.Tool):
@@ -76,7 +75,7 @@ def test_layers_of_the_file_and_of_the_saved_model_give_the_same(session: Any, a
     # The other six convolutions have their normalisation and bias folded into them in the file.
     assert {kind: types.count(kind) for kind in types} == {"conv2d": 26, "relu": 3, "sigmoid": 3}
     for key in common:
-        np.testing.assert_allclose(filed.values[key], saved.values[key], atol=5e-4, err_msg=str(key))
+        np.testing.assert_allclose(filed.values[key], saved.values[key], atol=1e-3, err_msg=str(key))
 
 
 def test_a_pruned_file_gives_what_the_pruned_session_does(session: Any, audio: Any) -> None:
@@ -84,9 +83,8 @@ def test_a_pruned_file_gives_what_the_pruned_session_does(session: Any, audio: A
     bare = session.run(None, feed)
     with amanda.apply(PruneTool()):
         pruned = session.run(None, feed)
-    made = onnxruntime.InferenceSession(
-        instrument(folder() / "nmp.onnx", PruneTool()).SerializeToString()
-    ).run(None, feed)
+    written = instrument(folder() / "nmp.onnx", PruneTool()).SerializeToString()
+    made = onnxruntime.InferenceSession(written, session_options()).run(None, feed)
     for one, other, plain in zip(made, pruned, bare, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
         assert np.abs(one - plain).max() > 1e-2
