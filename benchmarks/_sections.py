@@ -7,6 +7,7 @@ from _estimates import Estimate, difference, median, quotient
 from _figures import added, bare_seconds, share, to_mode
 from _graph_tables import graphs
 from _profiling import profiling
+from _ranks import distributed
 from _rematerialisation import remat
 from _resources import instructions, memory, startup
 from _tables import table, with_span
@@ -137,5 +138,5 @@ def cache(results: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
     "graphs": graphs, "startup": startup, "memory": memory, "instructions": instructions,
-    "profiling": profiling, "tools": tools, "remat": remat,
+    "profiling": profiling, "tools": tools, "remat": remat, "distributed": distributed,
 }  # fmt: skip

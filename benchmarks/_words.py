@@ -127,4 +127,8 @@ PARAGRAPHS = {
         Nothing else should run meanwhile. Where valgrind and its headers are installed, instructions are
         counted.
     """,
+    "distributed": """
+        Processor time of the first rank's step, over the bare step. Ranks are processes that exchange
+        gradients by gloo; tools are applied in every rank.
+    """,
 }

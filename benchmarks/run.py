@@ -28,6 +28,7 @@ NAMES = (
     "profiling",
     "tools",
     "remat",
+    "distributed",
 )
 
 

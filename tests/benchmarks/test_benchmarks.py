@@ -161,3 +161,17 @@ def test_a_patch_leaves_torch_as_it_was(benchmark_modules: None) -> None:
     assert len(called) == 2
     assert [{name: vars(holder).get(name) for name in names} for holder, names in HOLDERS] == before
     assert torch.tensor([torch.tensor(1)]).tolist() == [1]  # it fails where tensors have become sequences
+
+
+def test_a_quick_run_over_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "distributed", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["distributed"]
+    variants = {"bare", "bare again", "empty tool", "FlopsTool"}
+    assert {name: set(taken) for name, taken in found["seconds"].items()} == {
+        "DistributedDataParallel": variants, "FSDP2": variants,
+    }  # fmt: skip
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "## Training over 2 ranks" in text
+    assert "| FSDP2 |" in text

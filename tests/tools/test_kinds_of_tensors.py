@@ -190,3 +190,23 @@ def test_a_layer_that_gets_its_memory_later_is_pruned_then() -> None:
         nn.init.normal_(layer.weight)
         layer(torch.rand(2, 8))
     assert [row["sparsity"] for row in tool.result.to_dict()["rows"]] == [0.5]
+
+
+READERS = {
+    "stats": {}, "dump": {"folder": "tensors"}, "quantize": {"method": "dynamic"}, "prune": {"sparsity": 0.5},
+    "inject": {"count": 1}, "effective_path": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_of_tensors_can_change_its_size_after_a_tool_has_read_it(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sharded training frees parameters; numpy takes that from a tensor whose memory it shares."""
+    monkeypatch.chdir(tmp_path)
+    model, x = nn.Linear(4, 2).to(dtype), torch.rand(3, 4, dtype=dtype)
+    with amanda.apply(amanda.load_tool(name, **READERS[name])):
+        model(x).sum().backward()
+    for tensor in (x, *model.parameters()):
+        assert tensor.untyped_storage().resizable()

@@ -62,7 +62,9 @@ class CoverageResult(Result):
             raise AmandaError(
                 f"coverage is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
             )
-        return CoverageResult(self.places, keys)
+        told = CoverageResult(self.places, keys)
+        told.remarks = self.remarks
+        return told
 
     def merged(self, *others: CoverageResult) -> CoverageResult:
         """This and other runs or ranks as one: executions of equal ops add up."""

@@ -86,9 +86,9 @@ def _torch_numbers(tensor: Tensor) -> NDArray[Any]:
     tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     kind = dtype_of(str(tensor.dtype).removeprefix("torch."))
     if kind.isbuiltin == 1:
-        return np.array(tensor.numpy())
+        return tensor.clone().numpy()
     integers = {1: torch.uint8, 2: torch.int16}[kind.itemsize]
-    return np.array(tensor.view(integers).numpy()).view(kind)
+    return tensor.view(integers).clone().numpy().view(kind)
 
 
 def _strided(tensor: Tensor) -> Tensor | None:

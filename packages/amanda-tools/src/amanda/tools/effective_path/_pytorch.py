@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.effective_path._windows import adaptive, sliding
+from amanda.tools.mapping import local
 
 
 def array(tensor: Any) -> NDArray[Any] | None:
@@ -17,11 +18,12 @@ def array(tensor: Any) -> NDArray[Any] | None:
 
     if tensor.is_nested or tensor.is_meta:
         return None
+    tensor = local(tensor)
     tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
     if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.float()
-    return np.array(tensor.numpy())
+    return np.array(tensor.clone().numpy())
 
 
 def arguments(

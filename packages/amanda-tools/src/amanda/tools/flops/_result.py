@@ -67,7 +67,9 @@ class FlopsResult(Result):
             raise AmandaError(
                 f"FLOPs are told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
             )
-        return FlopsResult(self.places, keys)
+        told = FlopsResult(self.places, keys)
+        told.remarks = self.remarks
+        return told
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all."""

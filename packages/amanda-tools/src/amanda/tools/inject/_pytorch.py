@@ -50,9 +50,9 @@ class TorchElements(Elements):
         if plain.layout is not torch.strided:
             plain = plain.to_dense()
         try:
-            return np.array(plain.cpu().numpy())
+            return np.asarray(plain.cpu().clone().numpy())
         except TypeError:  # bfloat16 and the like
-            return np.array(plain.cpu().double().numpy())
+            return np.asarray(plain.cpu().double().numpy())
 
     def from_double(self, numbers: NDArray[np.float64], dtype: str) -> Bytes:
         """Bytes of numbers, as PyTorch rounds them."""

@@ -62,7 +62,9 @@ class ProfileResult(Result):
             raise AmandaError(
                 f"a profile is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
             )
-        return ProfileResult(self._recording, keys)
+        told = ProfileResult(self._recording, keys)
+        told.remarks = self.remarks
+        return told
 
     def kernels(self) -> KernelResult:
         """A row for each kernel of each op, where the tool was asked for them."""

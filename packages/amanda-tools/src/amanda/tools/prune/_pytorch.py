@@ -60,7 +60,7 @@ def like(array: Any, other: Tensor) -> Tensor:
 
 def numbers(tensor: Any) -> Any:
     """An array of NumPy with the same content."""
-    return tensor.cpu().numpy() if hasattr(tensor, "cpu") else tensor
+    return tensor.cpu().clone().numpy() if hasattr(tensor, "cpu") else tensor
 
 
 def stored(array: Any) -> Tensor:

@@ -79,8 +79,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def as_array(x: Tensor) -> NDArray[Any]:
-    """Elements as an array of float32 or wider."""
-    return np.asarray(wide(x.detach()).cpu().numpy())
+    """Elements as an array of float32 or wider; of a copy, since numpy lets no storage change its size."""
+    return np.asarray(wide(x.detach()).cpu().clone().numpy())
 
 
 def constant(x: Tensor) -> Tensor:

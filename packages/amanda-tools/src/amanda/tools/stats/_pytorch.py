@@ -50,7 +50,10 @@ def blocks(row: Tensor) -> Iterator[Any]:
     for part in torch.split(row, CACHED_BLOCK if device == "cpu" else BLOCK):
         # Torch has no way from some eight-bit types to float64 on every device but through float32.
         block = (part.float() if part.element_size() == 1 else part).to(wide)
-        yield block.numpy() if device == "cpu" else block
+        if device == "cpu":  # of a copy, since a storage that numpy has seen cannot change its size
+            yield (block.clone() if block is part else block).numpy()
+        else:
+            yield block
 
 
 def leading_bits(block: Tensor, bits: int) -> tuple[Tensor, int]:

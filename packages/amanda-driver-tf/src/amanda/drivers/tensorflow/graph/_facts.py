@@ -1,5 +1,6 @@
 """What tools are told of an operation of a graph."""
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ _FRAMEWORK = (
     f"{_SITE / 'keras'}/",
     f"{_SITE / 'tf_keras'}/",
     f"{Path(__file__).parent.parent}/",
+    threading.__file__,  # replicas are traced on threads of their own
 )
 
 
