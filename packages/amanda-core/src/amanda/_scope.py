@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 from amanda import _plugins, interceptor
 from amanda._attachment import attachment
@@ -25,22 +25,30 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Compiled = Literal["eager", "instrument"]
 
 
 class Scope:
     """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
 
     It may be entered again after it was left. `report` lists what could not be instrumented.
+    compiled: what becomes of callables that a framework's compiler has made.
     """
 
-    def __init__(self, *tools: Tool) -> None:
+    def __init__(self, *tools: Tool, compiled: Compiled = "eager") -> None:
         from amanda.tool import Tool
 
+        if compiled not in get_args(Compiled):
+            raise ScopeError(
+                f'compiled={compiled!r} is neither "eager", which runs compiled callables op by op, nor '
+                '"instrument", which instruments their graphs'
+            )
         for tool in tools:
             if not isinstance(tool, Tool):
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
                 raise ToolError(f"apply wants tools, not {tool!r}{hint}")
         self._tools = tools
+        self.compiled = compiled
         self._open = False
         self._token: object = None
         self._joined: tuple[Tool, ...] = ()
@@ -163,7 +171,7 @@ class Scope:
         return called
 
     def _again(self) -> Scope:
-        scope = Scope(*self._tools)
+        scope = Scope(*self._tools, compiled=self.compiled)
         scope.report = self.report
         return scope
 
@@ -187,17 +195,18 @@ class Scope:
         return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
 
 
-def apply(*tools: Tool) -> Scope:
+def apply(*tools: Tool, compiled: Compiled = "eager") -> Scope:
     """Apply tools to what runs in a scope: every op of every supported framework, forward and backward.
 
-    Tools that they depend on join by themselves. Raises ToolError for what is no tool, and
-    DependencyCycleError.
+    Tools that they depend on join by themselves.
+    compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
+    Raises ToolError for what is no tool, DependencyCycleError, and ScopeError for another `compiled`.
 
     >>> import amanda
     >>> with amanda.apply(amanda.Tool()) as scope:
     ...     pass
     """
-    return Scope(*tools)
+    return Scope(*tools, compiled=compiled)
 
 
 def _forked() -> None:

@@ -1,6 +1,8 @@
 """Module calls: regions of the program, and the path of a module in its model."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -20,6 +22,22 @@ def enclose_modules(attributes: Attributes) -> None:
         for own in (code, *(one for one in code.co_consts if isinstance(one, CodeType))):
             codes.add_code(own, BOUNDARY)
     attributes.set(module, "__call__", Enclosure(vars(module)["__call__"], _place_within))
+
+
+@contextmanager
+def plain_module_calls() -> Iterator[None]:
+    """Context in which module calls are torch's own, for what looks into them."""
+    module = torch.nn.Module
+    with _changing:
+        before = vars(module)["__call__"]
+        module.__call__ = module._wrapped_call_impl  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            module.__call__ = before  # type: ignore[method-assign]
+
+
+_changing = threading.RLock()
 
 
 def module_path(subjects: Sequence[Any]) -> str:

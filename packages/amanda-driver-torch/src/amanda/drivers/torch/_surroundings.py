@@ -5,7 +5,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -30,7 +30,12 @@ MACHINERY = {
 
 
 class Surroundings:
-    """What the driver puts around ops while it is attached."""
+    """What the driver puts around ops while it is attached.
+
+    stance: that of dynamo which it has set.
+    """
+
+    stance: ClassVar[Any] = None
 
     def __init__(self, driver: "TorchDriver") -> None:
         self._driver = driver
@@ -102,6 +107,7 @@ class Surroundings:
             return
         stance = set_stance("force_eager")
         stance.__enter__()
+        Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
         self._leave.append(lambda: stance.__exit__(None, None, None))
 
 

@@ -89,9 +89,10 @@ class Instrumented(Inlet):
 
 def _run(step: Step, call: Any, routines: Routines) -> Any:
     combined, facts = step.combined, step.facts
-    inputs = call.inputs
-    for action in combined.before:
-        inputs = routines.run(action, inputs, facts, call.mutable)
+    inputs = routines.in_turn(combined.before, call.inputs, facts, call.mutable)
+    target = inputs[0] if _is_changed_in_place(step, call, inputs) else None
+    if target is not None:  # what the op saves for its backward op is not written once more
+        inputs = [target.clone(), *inputs[1:]]
     start = sequence()
     outputs = NotImplemented
     if combined.replace is not None:
@@ -105,11 +106,18 @@ def _run(step: Step, call: Any, routines: Routines) -> Any:
         for node, place in list(backward_nodes(tensors, start, sequence())):
             if place in step.backward:
                 routines.hook(node, *step.backward[place])
-    changed = values
-    for action in combined.after:
-        mutable = [i for i, one in enumerate(changed) if any(one is own for own in written)]
-        changed = routines.run(action, changed, facts, mutable)
+    if target is not None:
+        (changed,) = routines.in_turn(combined.after, values, facts)
+        return target.copy_(changed)
+    mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
+    changed = routines.in_turn(combined.after, values, facts, mutable)
     return outputs if changed is values else rebuild(changed)
+
+
+def _is_changed_in_place(step: Step, call: Any, inputs: Sequence[Any]) -> bool:
+    """Whether routines may change what an op has written into the tensor that it is called on."""
+    in_place = call.targets == (0,) and isinstance(inputs[0], torch.Tensor)
+    return in_place and any(action.select != () and not action.observer for action in step.combined.after)
 
 
 class Leaf(Inlet):
@@ -128,7 +136,9 @@ class Leaf(Inlet):
 
         def entering(gradients: Sequence[Any]) -> Any:
             with uninstrumented(), self.held.again():
-                return tuple(routines.in_turn([*plan.before], list(gradients), facts))
+                gradients = tuple(routines.in_turn(plan.before, list(gradients), facts))
+                routines.in_turn(plan.after, [], facts)
+                return gradients
 
         read.grad_fn.register_prehook(entering)
         return read

@@ -93,11 +93,10 @@ class Recorder:
 
 
 def uninstrumented() -> AbstractContextManager[None]:
-    """Context in which nothing is intercepted, also of what ops call in turn."""
-    return in_force(_OUTSIDE)
-
-
-_OUTSIDE = State().activation()
+    """Context in which nothing is intercepted, also of what ops call in turn; the state stays known."""
+    activation = interceptor.ACTIVATION.get(None)
+    state = None if activation is None else activation.state
+    return in_force(interceptor.Activation(None, state if type(state) is State else State(), False, False))
 
 
 @contextmanager

@@ -26,7 +26,11 @@ class Routines:
         return action.traceable and not action.takes_run and action not in self.program.called_as_python
 
     def run(
-        self, action: Action, values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
+        self,
+        action: Action,
+        values: list[Any],
+        facts: OpFacts,
+        mutable: Sequence[int] = (),
     ) -> list[Any]:
         """The values after a routine."""
         if action.opening:
@@ -35,10 +39,12 @@ class Routines:
             action = self._as_call(action, facts)
         return run_routine(tensors(), action, values, facts, {}, self.program.state, mutable)
 
-    def in_turn(self, actions: Iterable[Action], values: list[Any], facts: OpFacts) -> list[Any]:
-        """The values after some routines."""
+    def in_turn(
+        self, actions: Iterable[Action], values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
+    ) -> list[Any]:
+        """The values after some routines; mutable: positions of the user's tensors that the op writes."""
         for action in actions:
-            values = self.run(action, values, facts)
+            values = self.run(action, values, facts, mutable)
         return values
 
     def replace(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:

@@ -1,0 +1,246 @@
+"""torch.compile in a scope: dynamo captures the same graphs, and another backend instruments them first."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch._dynamo.eval_frame as eval_frame
+from amanda import interceptor
+from amanda.backend import State
+from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.guards import GuardBuilder, install_guard
+
+from .._modules import module_path, plain_module_calls
+from .._surroundings import Surroundings
+from ._instrument import namespace
+from ._ops import Program
+from ._record import uninstrumented
+from ._rewrite import Rewriting
+from ._symbols import Symbols
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+LIMIT = 1 << 16
+"""Of compilations of one code object: scopes and tools come and go, and each model has its own graphs."""
+
+
+class Generation:
+    """What was compiled for a layer of tools, until its plans are forgotten.
+
+    converters: by dynamo's callback.  It is a region of dynamo's own: what is compiled here does not count
+    against the limit that the user's own graphs have.
+    """
+
+    _regions = count(1 << 20)
+
+    def __init__(self) -> None:
+        self.converters: WeakKeyDictionary[Any, dict[bool, Converter]] = WeakKeyDictionary()
+        self.region = next(self._regions)
+
+
+def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """What dynamo is to call for frames of a compiled callable, whose own callback this is."""
+    activation = interceptor.ACTIVATION.get(None)
+    state = activation.state if activation is not None else None
+    if type(state) is not State or not _asks_for_graphs(state) or isinstance(callback, Converter):
+        return callback if isinstance(callback, Converter) else otherwise(callback)
+    if eval_frame._stance is not Surroundings.stance:
+        return otherwise(callback)
+    if interceptor.active() is None:
+        return otherwise(callback) if state.enabled else callback
+    if not isinstance(callback, CatchErrorsWrapper):
+        state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
+        return otherwise(callback)
+    found = _converter(state, callback)
+    if not found.backend.fresh:
+        set_eval_frame_isolate_recompiles_id(found.backend.generation.region)
+    return found
+
+
+def _converter(state: State, callback: Any) -> Converter:
+    layer = state.layer
+    assert layer is not None
+    generation = layer.rewrites.get(Generation) if state.cache else Generation()
+    if generation is None:
+        generation = layer.rewrites[Generation] = Generation()
+    converters = generation.converters.setdefault(callback, {})
+    if state.autodiff not in converters:
+        fresh = not _has_compiled(underlying(callback), sys._getframe(3).f_locals.get("fn"))
+        converters[state.autodiff] = Converter(callback, Backend(callback, state, generation, fresh))
+    return converters[state.autodiff]
+
+
+def _has_compiled(backend: Any, function: Any) -> bool:
+    """Whether the user's backend has compiled a callable before."""
+    entries = [entry for code in _codes(function) for entry in eval_frame._debug_get_cache_entry_list(code)]
+    return any(_serves(entry.backend, backend) for entry in entries)
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    while function is not None:
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, torch.nn.Module):
+            function = type(owner).forward
+        if isinstance(getattr(function, "__code__", None), CodeType):
+            yield function.__code__
+        function = getattr(function, "__wrapped__", None)
+
+
+def _serves(known: Any, backend: Any) -> bool:
+    if isinstance(known, Backend):
+        return known.fresh and bool(known.original == backend)
+    return bool(known == backend)
+
+
+def _asks_for_graphs(state: State) -> bool:
+    return state.layer is not None and bool(state.scopes) and state.scopes[-1].compiled == "instrument"
+
+
+def instrumenting() -> State | None:
+    """The state in force, where compiled callables are to be instrumented."""
+    activation = interceptor.active()
+    if activation is None or type(activation.state) is not State:
+        return None
+    return activation.state if _asks_for_graphs(activation.state) else None
+
+
+def underlying(backend: Any) -> Any:
+    """The backend that dynamo tells compiled code by."""
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+class _Frame(threading.local):
+    """What is known of the frame that dynamo converts on this thread."""
+
+    prefix = ""
+    instance = 0
+
+
+_frame = _Frame()
+
+
+class Converter:
+    """Stands in for dynamo's callback."""
+
+    def __init__(self, callback: Any, backend: Backend) -> None:
+        clone = callback._torchdynamo_orig_backend._clone_with_backend(backend)
+        clone._recompile_limit = LIMIT
+        if hasattr(clone, "_inner_convert"):
+            clone._inner_convert._recompile_limit = LIMIT
+        self._convert = CatchErrorsWrapper(clone, callback.hooks)
+        self._torchdynamo_orig_backend = clone
+        self.backend = backend
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
+        before = _frame.prefix, _frame.instance
+        path = module_path(interceptor.subjects())
+        _frame.prefix = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        _frame.instance = interceptor.ordinal(own) if isinstance(own, torch.nn.Module) else 0
+        try:
+            with uninstrumented(), plain_module_calls():
+                result = self._convert(frame, *args)
+        except BaseException:
+            self.backend.raise_failure()
+            raise
+        finally:
+            _frame.prefix, _frame.instance = before
+        self.backend.raise_failure()
+        return result
+
+
+class Backend:
+    """Instruments a graph, then has the user's backend compile it.
+
+    fresh: whether the user's own graph is compiled too, since it never was: outside of scopes dynamo takes
+    what was compiled here for what the user's backend compiled.
+    """
+
+    def __init__(self, callback: Any, state: State, generation: Generation, fresh: bool) -> None:
+        self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
+        self.original = underlying(callback)
+        self.state = state
+        self.generation = generation
+        self.fresh = fresh
+        self.__name__ = "amanda"
+        self._failures = threading.local()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if isinstance(other, Backend):
+            same = self.generation is other.generation and self.fresh == other.fresh
+            return same and self.state.autodiff == other.state.autodiff and self.original == other.original
+        return self.fresh and instrumenting() is None and bool(self.original == other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def raise_failure(self) -> None:
+        """Raise what a tool raised while a graph was instrumented, as itself."""
+        error = getattr(self._failures, "error", None)
+        self._failures.error = None
+        if error is not None:
+            raise error from error.__cause__
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        program = Program(self.state)
+        try:
+            instrumented = self._instrumented(module, inputs, program)
+        except BaseException as error:
+            self._failures.error = error
+            raise
+        own = None
+        if instrumented is None or self.fresh:
+            own = self._compile(module, inputs, **options)
+        compiled = own if instrumented is None else self._compile(instrumented, inputs, **options)
+        return _compiled(program, compiled, own)
+
+    def _instrumented(
+        self, module: GraphModule, inputs: Sequence[Any], program: Program
+    ) -> GraphModule | None:
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        weights = ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in places]
+        weights = [
+            weight or isinstance(one, torch.nn.Parameter) for weight, one in zip(weights, inputs, strict=True)
+        ]
+        _guard_by_identity([node for node, one in zip(places, inputs, strict=True)
+                            if isinstance(one, torch.nn.Parameter)])  # fmt: skip
+        symbols = Symbols(module, inputs, [node.meta.get("example_value") for node in places], weights)
+        rewriting = Rewriting(module, symbols, program, namespace(), _frame.prefix, _frame.instance)
+        return rewriting.rewritten()
+
+
+def _guard_by_identity(places: Sequence[Any]) -> None:
+    """Let another model's parameters have graphs of their own."""
+    for node in places:
+        source = node._dynamo_source
+        if source is not None:
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _compiled(program: Program, instrumented: Any, own: Any) -> Callable[..., Any]:
+    """What a graph was compiled to: with routines in scopes, without outside of them."""
+
+    def run(*args: Any) -> Any:
+        state = instrumenting()
+        if state is None and own is not None:
+            return own(*args)
+        if program.reports and state is not None:
+            for entry in program.reports:
+                state.report(*entry)
+        with interceptor.Suspension():
+            return instrumented(*args)
+
+    return run

@@ -1,0 +1,79 @@
+"""The driver of graph mode: in scopes that ask for it, torch.compile compiles instrumented graphs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from amanda import interceptor
+from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, when_imported
+
+
+class GraphDriver(Driver):
+    """PyTorch, graph mode."""
+
+    api = DRIVER_API
+    framework = "torch"
+    modes: ClassVar = ("graph",)
+
+    def __init__(self) -> None:
+        self._attributes = Attributes()
+        self._leave: list[Callable[[], None]] = []
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """`pytorch/<version>/graph`."""
+        return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/graph")
+
+    def attach(self) -> None:
+        """Stand where dynamo is asked for its callback, and where compiled code runs."""
+        self._leave.append(when_imported("torch._dynamo.eval_frame", self._follow_dynamo))
+        self._leave.append(when_imported(_RUNTIME, self._run_compiled_code_as_one))
+
+    def detach(self) -> None:
+        """Leave torch as it was."""
+        while self._leave:
+            self._leave.pop()()
+        self._attributes.restore()
+
+    def _follow_dynamo(self) -> None:
+        module = sys.modules["torch._dynamo.eval_frame"]
+        original = module._callback_from_stance
+
+        @functools.wraps(original)
+        def callback_from_stance(callback: Any) -> Any:
+            activation = interceptor.active()
+            if activation is None or callback is None or callback is False:
+                return original(callback)
+            from . import _compiler
+
+            return _compiler.chosen(callback, original)
+
+        self._attributes.set(module, "_callback_from_stance", callback_from_stance)
+
+    def _run_compiled_code_as_one(self) -> None:
+        """Let ops of compiled code, and of a compiler that a backward pass calls, be none of eager mode's."""
+        module = sys.modules[_RUNTIME]
+        for holder, name in (
+            (module, "call_func_at_runtime_with_args"),
+            (getattr(module, "_AutogradBackwardCompiler", None), "get_or_compile"),
+        ):
+            original = getattr(holder, name, None)
+            if original is not None:
+                self._attributes.set(holder, name, _alone(original))
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.Suspension():
+            return function(*args, **kwargs)
+
+    return alone
+
+
+_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
