@@ -10,7 +10,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.quantize import _pytorch, _tensorflow
+from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
@@ -68,7 +68,8 @@ class QuantizeTool(amanda.Tool):
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
-        rules = [["pytorch", _pytorch.describe], ["tensorflow", _tensorflow.describe]]
+        frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
+        rules = [[name, framework.describe] for name, framework in frameworks]
         self.depends_on(StandardMapping(), MappingTool(rules))
         self.add_inst_for_op(self._analyse)
 

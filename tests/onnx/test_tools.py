@@ -1,0 +1,156 @@
+"""Tools on a session of an ONNX model, and on the module of PyTorch that has its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from torch import nn
+
+import amanda
+from amanda.drivers.onnxruntime import session_options
+from amanda.tools.coverage import CoverageTool
+from amanda.tools.dump import DumpTool
+from amanda.tools.flops import FlopsTool
+from amanda.tools.nan import NanTool
+from amanda.tools.profile import ProfileTool
+from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
+from amanda.tools.stats import StatsTool
+from amanda.tools.trace import TraceTool
+
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+TYPES = ["conv2d", "relu", "adaptive_avg_pool2d", "reshape", "linear"]
+
+
+class Network(nn.Module):
+    """A convolution and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = nn.functional.adaptive_avg_pool2d(torch.relu(self.stem(x)), 1)
+        made: torch.Tensor = self.head(pooled.flatten(1))
+        return made
+
+
+def session_of(network: Network) -> Any:
+    """The network as a session without fusion."""
+    nodes = [
+        helper.make_node("Conv", ["x", "stem.weight"], ["c"], "/stem/Conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["r"], "/Relu"),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"], "/GlobalAveragePool"),
+        helper.make_node("Flatten", ["p"], ["f"], "/Flatten"),
+        helper.make_node("Gemm", ["f", "head.weight", "head.bias"], ["y"], "/head/Gemm", transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "network",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["N", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", 5])],
+        [numpy_helper.from_array(value.numpy(), name) for name, value in network.state_dict().items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    return onnxruntime.InferenceSession(model.SerializeToString(), session_options())
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    return Network()
+
+
+@pytest.fixture(scope="module")
+def session(network: Network) -> Any:
+    return session_of(network)
+
+
+FEED = {"x": IMAGE.numpy()}
+
+
+def both(network: Network, session: Any, eager: Any, graph: Any, times: int = 1) -> tuple[Any, Any]:
+    """What the module and the session give under tools of their own."""
+    for _ in range(times):
+        with torch.no_grad(), amanda.apply(eager):
+            expected = network(IMAGE)
+        with amanda.apply(graph) as scope:
+            (result,) = session.run(None, FEED)
+    assert scope.report == []
+    return np.asarray(expected), result
+
+
+def column(result: Any, name: str, **where: Any) -> list[Any]:
+    """The values of a column of a result, of the rows where others have given values."""
+    names = [one.name for one in result.columns]
+    rows = [dict(zip(names, row, strict=True)) for row in result.rows()]
+    return [row[name] for row in rows if all(row[key] == value for key, value in where.items())]
+
+
+def test_flops_are_those_of_the_module(network: Network, session: Any) -> None:
+    eager, graph = FlopsTool(), FlopsTool()
+    both(network, session, eager, graph)
+    for kind in TYPES:
+        flops = [sum(column(tool.result, "FLOPs", type=kind)) for tool in (eager, graph)]
+        assert flops[0] == flops[1], kind
+    assert graph.result.total("macs") == eager.result.total("macs") > 0
+
+
+def test_statistics_are_those_of_the_module(network: Network, session: Any) -> None:
+    eager, graph = StatsTool(), StatsTool()
+    both(network, session, eager, graph, times=2)
+    for kind in TYPES:
+        for name in ("mean", "std", "min", "max"):
+            expected = column(eager.result, name, type=kind)
+            np.testing.assert_allclose(column(graph.result, name, type=kind), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"pattern": "2:4", "type": "linear"}, {"pattern": "channel"}])
+def test_masks_are_those_of_the_module(network: Network, session: Any, options: dict[str, Any]) -> None:
+    eager, graph = PruneTool(**options), PruneTool(**options)
+    expected, result = both(network, session, eager, graph)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+    assert graph.result.zeros == eager.result.zeros > 0
+    masks = [
+        [np.asarray(value) for name, value in sorted(tool.state_dict().items()) if name.endswith("mask")]
+        for tool in (eager, graph)
+    ]
+    for one, other in zip(*masks, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("method", ["dynamic", "qat"])
+def test_scales_are_those_of_the_module(network: Network, session: Any, method: Any) -> None:
+    eager, graph = QuantizeTool(method=method), QuantizeTool(method=method)
+    expected, result = both(network, session, eager, graph, times=2)
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        assert np.abs(result - np.asarray(network(IMAGE))).max() > 1e-4
+
+
+def test_scales_are_calibrated_first_and_used_then(network: Network, session: Any) -> None:
+    eager, graph = (QuantizeTool(method="static", calibration=1, sqnr=True) for _ in range(2))
+    expected, result = both(network, session, eager, graph, times=3)
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_others_see_every_node(session: Any, tmp_path: Path) -> None:
+    tools = TraceTool(), DumpTool(tmp_path), NanTool(), CoverageTool(), ProfileTool()
+    bare = session.run(None, FEED)[0]
+    with amanda.apply(*tools) as scope:
+        np.testing.assert_array_equal(session.run(None, FEED)[0], bare)
+    assert scope.report == []
+    trace, dump, nan, coverage, profile = (tool.result for tool in tools)
+    assert column(trace, "type") == TYPES
+    assert set(column(dump, "type")) == set(TYPES)
+    assert "All of 5 executed ops" in str(nan)
+    assert sum(column(coverage, "executed")) == 5
+    assert sorted(column(profile, "type")) == sorted(TYPES)
