@@ -52,6 +52,8 @@ def versions() -> dict[str, str]:
         "keras",
         "tf_keras",
         "amanda-driver-tf",
+        "onnxruntime",
+        "amanda-driver-onnxruntime",
     ):
         found[name] = metadata.version(name)
     found["torch"] = torch.__version__

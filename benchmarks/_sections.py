@@ -6,6 +6,7 @@ from typing import Any
 from _estimates import Estimate, difference, median, quotient
 from _figures import added, bare_seconds, share, to_mode
 from _graph_tables import graphs
+from _onnx_tables import sessions
 from _profiling import profiling
 from _ranks import distributed
 from _rematerialisation import remat
@@ -137,6 +138,7 @@ def cache(results: dict[str, Any]) -> list[str]:
 
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
-    "graphs": graphs, "startup": startup, "memory": memory, "instructions": instructions,
-    "profiling": profiling, "tools": tools, "remat": remat, "distributed": distributed,
+    "graphs": graphs, "sessions": sessions, "startup": startup, "memory": memory,
+    "instructions": instructions, "profiling": profiling, "tools": tools, "remat": remat,
+    "distributed": distributed,
 }  # fmt: skip

@@ -72,6 +72,16 @@ PARAGRAPHS = {
         is by itself, which on one core of a processor is much longer than on an accelerator; steps of small
         examples stand for those.
     """,
+    "sessions": """
+        ONNX Runtime on one core with one thread, processor time: a residual network, its nodes fused as ONNX
+        Runtime does by default, and as they are (`session_options`). A tool that looks at every op inserts
+        nothing, so the user's own session runs. Observers are extra outputs of one session; a routine that
+        may change what each convolution gives cuts the model there. Of each run its share of the bare one.
+    """,
+    "first sessions": """
+        What a tool's first run takes more than its second, in seconds: analysis of every op, and the copy's
+        sessions, which ONNX Runtime makes.
+    """,
     "memory": """
         Bytes in use by all allocators, in MiB, more than without Amanda: after the import, after the
         first scope, between the forward and the backward pass of a third training step (all before it

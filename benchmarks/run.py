@@ -22,6 +22,7 @@ NAMES = (
     "analysis",
     "cache",
     "graphs",
+    "sessions",
     "startup",
     "memory",
     "instructions",

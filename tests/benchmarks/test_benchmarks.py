@@ -47,6 +47,19 @@ def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "benchmarks-ops.svg").read_text().count("<svg") == 1
 
 
+def test_a_quick_run_of_sessions_of_onnxruntime(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "sessions", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    models = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["sessions"]["models"]
+    (model,) = models.values()
+    for times in model["runs"].values():
+        assert {"bare", "bare again", "looks at every op", "observer on every op"} <= times.keys()
+        assert "routine after each convolution" in times
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "without fusion" in text.split("## Sessions of ONNX Runtime")[1]
+
+
 def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "remat", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
