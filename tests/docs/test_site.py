@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 from amanda import AmandaError
+from amanda_docs.checks import problems
 from amanda_docs.fields import as_markdown
 from amanda_docs.gaps import gaps_table, meanings, suites
 from amanda_docs.navigation import unlisted
-from amanda_docs.pages import DOCS, GENERATED, LINK, ROOT
+from amanda_docs.pages import DOCS, LINK, ROOT, relinked
 
 PUBLIC = ["amanda", "amanda.drivers.torch", "amanda.drivers.tensorflow"]
 DRIVERS = sorted(ROOT.glob("packages/*/src/amanda/drivers/*/__init__.py"))
@@ -35,8 +36,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_links_of_a_page_lead_to_files(page: str) -> None:
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = {target.partition("#")[0] for target in LINK.findall(text)} - {""}
-    wanted = [one for one in targets if Path(one).name not in GENERATED]
-    assert [one for one in wanted if not ((DOCS / page).parent / one).exists()] == []
+    assert [one for one in targets if not ((DOCS / page).parent / one).exists()] == []
 
 
 @pytest.mark.parametrize("package", PUBLIC + IN_WHOLE + TOOLS)
@@ -141,3 +141,33 @@ def test_code_of_a_docstring_is_shown_as_code() -> None:
     text = "What it is.\n\nit = run()\n\nMore of it.\n\n>>> 1 + 1\n2"
     code = "```python\nit = run()\n```"
     assert as_markdown(text, set()) == f"What it is.\n\n{code}\n\nMore of it.\n\n```pycon\n>>> 1 + 1\n2\n```"
+
+
+def test_what_is_wrong_with_a_built_site_is_found(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<a href="sub/#there">1</a><a href="sub/#gone">2</a><a href="gone/">3</a>'
+        '<a href="https://other.org">4</a>'
+        '<script src="https://cdn.org/x.js"></script><img src="gone.png"><link rel="stylesheet" href="own.css">'
+    )
+    (tmp_path / "sub" / "index.html").write_text('<h1 id="there">x</h1><a href="../#">up</a>')
+    (tmp_path / "own.css").write_text("@import 'https://fonts.org/x.css';")
+    assert problems(tmp_path) == [
+        "index.html: loads https://cdn.org/x.js from another host",
+        "index.html: loads gone.png, which is not there",
+        "index.html: links to sub/#gone, which has no such anchor",
+        "index.html: links to gone/, which is not there",
+        "own.css: loads from another host",
+    ]
+
+
+def test_a_link_to_a_file_of_the_repository_leads_to_a_page_that_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amanda_docs.pages.PAGES", tmp_path)
+    text = "[one](../examples/step.py) [two](tools.md#the-six-actions) [three](../examples/tutorial.ipynb)"
+    given = relinked(text, DOCS / "index.md", tmp_path / "index.md")
+    assert given == "[one](source/examples/step.py.md) [two](tools.md#the-six-actions) [three](tutorial.md)"
+    assert (ROOT / "examples" / "step.py").read_text() in (
+        tmp_path / "source/examples/step.py.md"
+    ).read_text()

@@ -56,7 +56,7 @@ def _of_page(path: Path, pages: dict[Path, Page], site: Path) -> Iterator[str]:
         file = _file(path, target)
         if file is None or not file.is_relative_to(site):
             yield f"links to {target}, which is not there"
-        elif parts.fragment and file in pages and not _anchored(parts.fragment, pages[file]):
+        elif parts.fragment and file in pages and unquote(parts.fragment) not in pages[file].anchors:
             yield f"links to {target}, which has no such anchor"
 
 
@@ -67,7 +67,3 @@ def _file(path: Path, target: str) -> Path | None:
     if goal.is_dir():
         goal /= "index.html"
     return goal if goal.is_file() else None
-
-
-def _anchored(fragment: str, page: Page) -> bool:
-    return unquote(fragment) in page.anchors or fragment == "__"

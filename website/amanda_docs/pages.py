@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -19,17 +20,19 @@ ELSEWHERE = {
     "examples/tutorial_tensorflow.ipynb": "tutorial_tensorflow.md",
 }
 """Files outside of docs/ that are pages of their own, and where."""
-GENERATED = tuple(ELSEWHERE.values())
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 API = """
 ## API
 
-::: amanda.tools.{}
+::: amanda.tools.{package}
     options:
       show_root_heading: false
       show_root_toc_entry: false
+      members: {members}
 """
+TOOLS = "tools/all.md"
+GENERATED = (*ELSEWHERE.values(), TOOLS)
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 
 
@@ -42,6 +45,7 @@ def write_pages() -> None:
         at = DOCS / page.relative_to(PAGES)
         text = page.read_text().replace(MARKER, gaps_table())
         page.write_text(relinked(text + _api_of(at), at, page))
+    (PAGES / TOOLS).write_text(relinked(_list_of_tools(), DOCS / "tools.md", PAGES / TOOLS))
     guide = ROOT / "CONTRIBUTING.md"
     page = PAGES / ELSEWHERE[guide.name]
     page.write_text(relinked(guide.read_text(), guide, page))
@@ -79,9 +83,25 @@ def write_api() -> None:
 
 
 def _api_of(page: Path) -> str:
-    """What is put at the end of the page of a tool: the reference of its package."""
-    package = ROOT / "packages/amanda-tools/src/amanda/tools" / page.stem
-    return API.format(page.stem) if page.parent == DOCS / "tools" and package.is_dir() else ""
+    """What is put at the end of the page of a tool: the reference of its package, first the tool."""
+    package = ROOT / "packages/amanda-tools/src/amanda/tools" / page.stem / "__init__.py"
+    if page.parent != DOCS / "tools" or not package.exists():
+        return ""
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(package.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    ranks = {"Tool": -2, "Result": -1, "Error": 1}
+    members = sorted(names, key=lambda name: next((ranks[end] for end in ranks if name.endswith(end)), 0))
+    return API.format(package=page.stem, members=members)
+
+
+def _list_of_tools() -> str:
+    """The list of tools at the end of the page about writing one, as a page of the folder of their pages."""
+    guide = (DOCS / "tools.md").read_text()
+    section = guide.partition("## Tools that come with Amanda\n")[2]
+    return f"# Tools\n{section}"
 
 
 def _shown(file: Path) -> Path:
