@@ -148,7 +148,8 @@ def test_what_is_wrong_with_a_built_site_is_found(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         '<a href="sub/#there">1</a><a href="sub/#gone">2</a><a href="gone/">3</a>'
         '<a href="https://other.org">4</a>'
-        '<script src="https://cdn.org/x.js"></script><img src="gone.png"><link rel="stylesheet" href="own.css">'
+        '<script src="https://cdn.org/x.js"></script><img src="gone.png">'
+        '<link rel="stylesheet" href="own.css">'
     )
     (tmp_path / "sub" / "index.html").write_text('<h1 id="there">x</h1><a href="../#">up</a>')
     (tmp_path / "own.css").write_text("@import 'https://fonts.org/x.css';")
