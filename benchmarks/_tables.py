@@ -6,10 +6,10 @@ from _estimates import Estimate
 from _figures import span
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A table in Markdown; numbers are to the right of the first column."""
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], words: bool = False) -> list[str]:
+    """A table in Markdown; numbers are to the right of the first column, or words."""
     titles = list(head)
-    rule = ["---", *("---:" for _ in titles[1:])]
+    rule = ["---", *("---" if words else "---:" for _ in titles[1:])]
     return [f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows)] + [""]
 
 

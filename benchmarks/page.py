@@ -60,26 +60,24 @@ def text(results: dict[str, Any]) -> str:
 
 def introduction(results: dict[str, Any]) -> list[str]:
     """What was measured, on what, and how to read it."""
-    loads = [load for one in results["benchmarks"].values() for load in one["load"]]
-    busy = (
-        [
-            "**Other programs kept the machine busy meanwhile: intervals are wide, clock times too long.**",
-            "",
-        ]
-        if max(loads) > 1.5
-        else []
-    )
     quick = ["**A quick run, of a few rounds and small models: it shows that all runs, no more.**", ""]
     return [
         "# Benchmarks", "",
         "Made by `nox -s bench` from [its raw results](benchmarks.json); not written by hand.", "",
         *(quick if results["quick"] else []),
-        *busy,
+        *busy(results["benchmarks"]),
         *settings(results["benchmarks"]),
         *words("introduction"),
         "## Figures", "",
         "What Amanda is to reach, and whether the interval says that it does.", "",
     ]  # fmt: skip
+
+
+def busy(benchmarks: dict[str, Any]) -> list[str]:
+    """A warning, if others were at work."""
+    loads = [load for one in benchmarks.values() for load in one["load"]]
+    words = "**Other programs kept the machine busy meanwhile: intervals are wide, clock times too long.**"
+    return [words, ""] if max(loads) > 1.5 else []
 
 
 def settings(benchmarks: dict[str, Any]) -> list[str]:

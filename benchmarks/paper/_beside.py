@@ -110,4 +110,20 @@ def memory(results: Results) -> Iterator[Row]:
         yield "a transformer in TensorFlow, batches of 1 and 2", "about 10 % or more", here, so
 
 
-COMPARED = {"9": coverage, "10": overhead, "11": breakdown, "12": cache, "13": memory}
+def kernels(results: Results) -> Iterator[Row]:
+    """What convolutions are."""
+    every = sum(op["ms"] for op in results["ops"])
+    mine = [op for op in results["ops"] if op["type"].startswith("conv2d")]
+    names = sorted({name.split(", ")[1].rpartition(":")[0] for op in mine for name in op["kernels"]
+                    if name.startswith("convolution")})  # fmt: skip
+    here = f"{100 * sum(op['ms'] for op in mine) / every:.0f} % of the step"
+    yield "ResNet-50: convolutions", "dominant", here, "as there"
+    yield (
+        "algorithms of their kernels",
+        "im2col mostly, FFT and Winograd",
+        f"direct: {', '.join(names)}",
+        "others",
+    )
+
+
+COMPARED = {"8": kernels, "9": coverage, "10": overhead, "11": breakdown, "12": cache, "13": memory}

@@ -4,10 +4,22 @@ from itertools import product
 from typing import Any
 
 import matplotlib as mpl
-from _evaluated import EAGER, Results, cases, framework, part, shares, whole, worth
+from _evaluated import EAGER, Results, by_primitive, cases, framework, part, shares, whole, worth
 from _plots import AMANDA, INK, OTHERS, Plot
 
 MARKS = dict(zip(("VGG19", "ResNet-50", "Inception-v3", "BERT-base"), "sov^", strict=True))
+
+
+def kernels(results: Results, axes: Any) -> None:
+    """A bar for each type of operator: the time of its kernels, and what is left."""
+    ops = results["ops"][:8][::-1]
+    for row, op in enumerate(ops):
+        inside = sum(by_primitive(op).values())
+        axes.barh(row, inside, color=AMANDA, label=None if row else "kernels of oneDNN")
+        axes.barh(row, max(0.0, op["ms"] - inside), left=inside, color=OTHERS, label=None if row else "other")
+    axes.set_yticks(range(len(ops)), [op["type"] for op in ops])
+    axes.set_xlabel("milliseconds of a training step")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def coverage(results: Results, axes: Any) -> None:
@@ -112,6 +124,7 @@ def _legend(panel: Any, found: Results, *colours: tuple[str, str]) -> None:
 
 
 PLOTS = {
+    "8": Plot(kernels, (7, 2.4)),
     "9": Plot(coverage, (7, 2.4)),
     "10": Plot(overhead, (7.5, 2.9), 2),
     "11": Plot(breakdown, (7.5, 2.9), 2),

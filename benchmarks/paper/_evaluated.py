@@ -10,6 +10,7 @@ from _figures import worth as worth_of
 Results = dict[str, Any]
 EAGER, GRAPH = "PyTorch, eager", "TensorFlow, session"
 NEEDED = {
+    "8": ("kernels",),
     "9": ("covered",),
     "10": ("overhead_eager", "overhead_graph"),
     "11": ("overhead_eager", "overhead_graph"),
@@ -79,6 +80,16 @@ def cases(mode: str, results: Results) -> list[str]:
         return list(first["cases"])
     return [name for name in (first["twin"]["inside"] if mode == EAGER else first["wide"])
             if not name.startswith("bare")]  # fmt: skip
+
+
+def by_primitive(op: Results) -> dict[str, float]:
+    """Milliseconds of an op's kernels by their implementation, without the instruction set it is for."""
+    sums: dict[str, float] = {}
+    for name, (_, taken) in op["kernels"].items():
+        primitive, implementation, *_ = name.split(", ")
+        short = f"{primitive}, {implementation.rpartition(':')[0] or implementation}"
+        sums[short] = sums.get(short, 0.0) + taken
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def worth(model: Results, case: str) -> Estimate:

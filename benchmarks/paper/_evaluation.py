@@ -11,7 +11,7 @@ from _plots import draw
 from _said import DIFFERS, said
 from _shown import SECTIONS
 from _tables import table
-from page import settings
+from page import busy, settings
 
 SCHEMA = 1
 """Of raw results; it grows when what is in there means something else."""
@@ -46,10 +46,10 @@ def text(results: dict[str, Any]) -> str:
         "# The paper's evaluation, here", "",
         f"Made by `python benchmarks/paper/run.py` from [raw results]({NAME}.json); not written by hand.", "",
         *(quick if results["quick"] else []),
-        *said("introduction"), *settings(found), *said("numbers"),
+        *said("introduction"), *busy(found), *settings(found), *said("numbers"),
         "## What differs", "", *differences(found),
         "## Beside the paper", "",
-        *table(["figure", "what", "in the paper", "here", ""], beside(figures)),
+        *table(["figure", "what", "in the paper", "here", ""], beside(figures), words=True),
     ]  # fmt: skip
     for figure, (title, section) in SECTIONS.items():
         if figure in figures:
@@ -66,9 +66,8 @@ def differences(found: dict[str, Any]) -> list[str]:
         "torch": one["versions"]["torch"],
         "tf": one["versions"]["tensorflow-cpu"],
     }
-    return table(
-        ["", "the paper", "here"], ([what, paper, here.format(**known)] for what, paper, here in DIFFERS)
-    )
+    rows = ([what, paper, here.format(**known)] for what, paper, here in DIFFERS)
+    return table(["", "the paper", "here"], rows, words=True)
 
 
 def how_to_run(found: dict[str, Any]) -> list[str]:

@@ -12,8 +12,7 @@ PARAGRAPHS = {
         [doi](https://doi.org/10.1145/3617232.3624864)) done with this Amanda: the same models and use
         cases, what the paper's text says of each
         figure beside what is measured here. The paper shows its figures as bars without numbers; what its
-        text does not say in numbers cannot be compared. Figure 8 is of kernels of GPUs; the
-        [profile tool](tools/profile.md) gives kernels by operator, and there was no GPU to measure on.
+        text does not say in numbers cannot be compared.
         Tables 3 and 4, of use cases and lines, are on [a page of their own](paper-tables.md).
     """,
     "numbers": """
@@ -21,17 +20,27 @@ PARAGRAPHS = {
         paired steps and in brackets is the interval that holds 95 of 100 medians of resampled rounds.
         "bare again" is the bare step once more: what it seems to add is noise.
     """,
+    "8": """
+        In the paper an Amanda tool reads CUPTI around each operator of ResNet-50 on a GPU. There was none to
+        measure on; the [profile tool](tools/profile.md) does that where there is one. Here a tool of
+        forty lines
+        does the same one floor up, with oneDNN's account of its kernels on a processor, in a training step,
+        by the clock on the wall, with the tool's own reading in it. What no kernel of oneDNN took is
+        PyTorch's own
+        code, and waiting.
+    """,
     "9": """
         Executions in one forward and backward pass in evaluation mode, as the
         [coverage tool](tools/coverage.md) counts them; hooks are at leaf modules, and see an operator if
         it is
         all that the call of one consists of. BERT computes its attention in steps, as at the time of the
         paper.
-        The loss of the pass, a sum, is one of the operators that hooks miss.
+
     """,
     "9 differs": """
-        The paper's count for VGG19 leaves out what is no layer: here hooks miss the flattening between
-        the two parts of the model too. Of backward operators hooks see one only if it is alone in its
+        Of VGG19 hooks miss the flattening between its two parts, a function; the other two are the
+        sum that stands for a loss, and the gradient that the backward pass begins with. Of backward
+        operators hooks see one only if it is alone in its
         module's call, which is the strictest way to count: where a module has several, the first has its
         incoming gradients and the last its outgoing ones in sight.
     """,

@@ -8,6 +8,7 @@ from _evaluated import (
     EAGER,
     Results,
     bare_seconds,
+    by_primitive,
     cases,
     framework,
     noise,
@@ -19,6 +20,25 @@ from _evaluated import (
 )
 from _said import said
 from _tables import table, with_span
+
+
+def kernels(results: Results) -> list[str]:
+    """Figure 8."""
+    every = sum(op["ms"] for op in results["ops"])
+    rows = []
+    for op in results["ops"][:SHOWN]:
+        own = [f"{name} {100 * taken / op['ms']:.0f} %" for name, taken in by_primitive(op).items()]
+        cells = [op["phase"], str(op["calls"]), f"{op['ms']:.2f}", f"{100 * op['ms'] / every:.1f} %"]
+        rows.append([op["type"], *cells, "; ".join(own)])
+    head = ["operator", "phase", "calls", "ms", "of the step", "kernels of oneDNN, of the operator's time"]
+    convolutions = next(op for op in results["ops"] if op["type"] == "conv2d")
+    runs = [
+        [f"`{name}`", str(count), f"{taken:.2f}"] for name, (count, taken) in convolutions["kernels"].items()
+    ]
+    return [
+        *said("8"), *table(head, rows, words=True),
+        "The kernels of the forward convolutions:", "", *table(["kernel", "runs", "ms"], runs),
+    ]  # fmt: skip
 
 
 def coverage(results: Results) -> list[str]:
@@ -108,7 +128,10 @@ def memory(results: Results) -> list[str]:
     return [*lines, *said("peak")]
 
 
+SHOWN = 8
+"""Types of operators, of those that take most time."""
 SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
+    "8": ("kernels by operator", kernels),
     "9": ("operators that are seen", coverage),
     "10": ("overhead", overhead),
     "11": ("Amanda's part of it", breakdown),

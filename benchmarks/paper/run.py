@@ -2,7 +2,7 @@
 
     python benchmarks/paper/run.py [FIGURE ...] [--quick] [--missing] [--page] [--out FOLDER]
 
-FIGURE is 9, 10, 11, 12 or 13; without any, all of them, in about 40 minutes.  Each script is kept in
+FIGURE is 8, 9, 10, 11, 12 or 13; without any, all of them, in about 40 minutes.  Each script is kept in
 FOLDER/paper-evaluation.json as soon as it is done, and the page is made from that.  Without a figure,
 docs/paper-tables.md is written anew too.
 """

@@ -76,10 +76,10 @@ def test_what_cannot_be_used_is_refused(
     (tmp_path / "paper-evaluation.json").write_text('{"schema": 0, "quick": true}')
     with pytest.raises(ValueError, match="has schema 0, this page is made from 1"):
         evaluation.read(tmp_path / "paper-evaluation.json")
-    monkeypatch.setattr(sys, "argv", ["run.py", "8"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "7"])
     with pytest.raises(SystemExit):
         run.main()
-    assert "no figure 8; there are 9, 10, 11, 12, 13" in capsys.readouterr().err
+    assert "no figure 7; there are 8, 9, 10, 11, 12, 13" in capsys.readouterr().err
 
 
 def test_amandas_part_is_what_a_tool_without_its_routines_adds(evaluation: ModuleType) -> None:

@@ -1,0 +1,130 @@
+"""Figure 8 on a processor: the kernels of oneDNN that each operator of ResNet-50 runs, and their times.
+
+What CUPTI is on a GPU is here oneDNN's own account of its kernels, which an Amanda tool reads around each
+operator.  It goes to the process's standard output, which is a file meanwhile.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _zoo import RESNET, in_pytorch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from _measure import pin_to_one_core, progress, script
+from _models import training
+from torch.backends import mkldnn
+
+import amanda
+from amanda.tools.mapping import StandardMapping
+
+STEPS = 10
+
+
+class KernelTool(amanda.Tool):
+    """Times operators by their types, and reads what kernels a file tells of that were run within each.
+
+    types: (phase, type) -> "calls", "ms", and "kernels": name -> [runs, ms].
+    """
+
+    def __init__(self, account: Path) -> None:
+        self._account = account.open()
+        self.types: dict[tuple[str, str], dict[str, Any]] = {}
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._begin, inputs=[])
+        context.insert_after_op(self._end, outputs=[], type=("forward", context["type"]))
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        context.insert_before_backward_op(self._begin, grad_outputs=[])
+        kind = ("backward", context["backward_type"])
+        context.insert_after_backward_op(self._end, grad_inputs=[], type=kind)
+
+    def _begin(self) -> None:
+        self._account.read()
+        self._begun = time.perf_counter()
+
+    def _end(self, type: tuple[str, str]) -> None:
+        taken = 1e3 * (time.perf_counter() - self._begun)
+        here = self.types.setdefault(type, {"calls": 0, "ms": 0.0, "kernels": {}})
+        here["calls"] += 1
+        here["ms"] += taken
+        for name, milliseconds in kernels(self._account.read()):
+            runs = here["kernels"].setdefault(name, [0, 0.0])
+            runs[0] += 1
+            runs[1] += milliseconds
+
+
+def kernels(account: str) -> Iterator[tuple[str, float]]:
+    """Kernel and milliseconds of each line of oneDNN's account that is of a kernel's run."""
+    for line in account.splitlines():
+        cells = line.split(",")
+        if cells[0] == "onednn_verbose" and cells[2:4] == ["primitive", "exec"]:
+            algorithm = next((one.removeprefix("alg:") for one in cells if one.startswith("alg:")), "")
+            yield ", ".join(one for one in (cells[5], cells[6], algorithm) if one), float(cells[-1])
+
+
+@contextmanager
+def output_into(file: Path) -> Iterator[None]:
+    """Let what the process writes to its standard output go to a file."""
+    kept = os.dup(1)
+    with file.open("w") as target:
+        os.dup2(target.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def benchmark(quick: bool) -> dict[str, Any]:
+    """Of a training step: types of ops with calls, milliseconds, and runs and milliseconds of each kernel."""
+    pin_to_one_core()
+    pair = in_pytorch(quick)[RESNET]
+    step = training(*pair.wide())
+    progress(f"  {RESNET}")
+    step()
+    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
+        account = Path(scratch, "account")
+        with output_into(account), mkldnn.verbose(mkldnn.VERBOSE_ON):
+            tool = KernelTool(account)
+            with amanda.apply(tool):
+                step()
+                found = [one_step(tool, step) for _ in range(1 if quick else STEPS)]
+    return {"example": pair.example, "ops": medians(found)}
+
+
+def one_step(tool: KernelTool, step: Callable[[], None]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The types of a step."""
+    tool.types = {}
+    step()
+    return tool.types
+
+
+def medians(steps: list[dict[tuple[str, str], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Calls of a step, and medians of times over steps; what takes longest comes first."""
+    ops = [
+        {
+            "phase": phase, "type": kind, "calls": one["calls"],
+            "ms": median(step[phase, kind]["ms"] for step in steps),
+            "kernels": {
+                name: [runs, median(step[phase, kind]["kernels"][name][1] for step in steps)]
+                for name, (runs, _) in one["kernels"].items()
+            },
+        }
+        for (phase, kind), one in steps[0].items()
+    ]  # fmt: skip
+    return sorted(ops, key=lambda one: -one["ms"])
+
+
+if __name__ == "__main__":
+    script(benchmark, __doc__)
