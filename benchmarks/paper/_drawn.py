@@ -1,5 +1,6 @@
 """The plots: as those of the other benchmarks, in colours that are told apart on white and on black."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,8 +11,9 @@ from _plots import AMANDA, INK, OTHERS, Plot
 MARKS = dict(zip(("VGG19", "ResNet-50", "Inception-v3", "BERT-base"), "sov^", strict=True))
 
 
-def kernels(results: Results, axes: Any) -> None:
+def kernels(modes: Results, axes: Any) -> None:
     """A bar for each type of operator: the time of its kernels, and what is left."""
+    results = modes[EAGER]
     ops = results["ops"][:8][::-1]
     for row, op in enumerate(ops):
         inside = sum(by_primitive(op).values())
@@ -22,8 +24,9 @@ def kernels(results: Results, axes: Any) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def coverage(results: Results, axes: Any) -> None:
+def coverage(modes: Results, axes: Any) -> None:
     """A bar for each model and phase: what hooks see, and what Amanda sees beside."""
+    results = modes[EAGER]
     rows = list(product(results["models"], ("backward", "forward")))[::-1]
     for row, (model, phase) in enumerate(rows):
         counts = results["models"][model][phase]
@@ -37,7 +40,7 @@ def coverage(results: Results, axes: Any) -> None:
 
 def overhead(results: Results, axes: Any) -> None:
     """A mark for each model: what a use case adds, and what of it is Amanda's own."""
-    for panel, (mode, found) in zip(axes, results.items(), strict=True):
+    for panel, (mode, found) in _panels(axes, results):
         names = cases(mode, found)
         for row, case in enumerate(reversed(names)):
             for model, one in found["models"].items():
@@ -51,12 +54,12 @@ def overhead(results: Results, axes: Any) -> None:
         panel.set_xscale("symlog", linthresh=1, linscale=0.6)
         panel.set_xlim(left=0)
         _rows(panel, names, mode, "percent of the bare step")
-    _legend(axes[0], results[EAGER], ("Amanda's own", AMANDA), ("all that is added", OTHERS))
+    _legend(axes[0], next(iter(results.values())), ("Amanda's own", AMANDA), ("all that is added", OTHERS))
 
 
 def breakdown(results: Results, axes: Any) -> None:
     """A bar for each use case and model: Amanda's part, and the use case's."""
-    for panel, (mode, found) in zip(axes, results.items(), strict=True):
+    for panel, (mode, found) in _panels(axes, results):
         names, models = cases(mode, found), found["models"]
         height = 0.8 / len(models)
         for row, case in enumerate(reversed(names)):
@@ -70,7 +73,7 @@ def breakdown(results: Results, axes: Any) -> None:
 
 def cache(results: Results, axes: Any) -> None:
     """A mark for each model: a step without the cache over one with it."""
-    for panel, (mode, found) in zip(axes, results.items(), strict=True):
+    for panel, (mode, found) in _panels(axes, results):
         names = cases(mode, found)
         for row, case in enumerate(reversed(names)):
             for model, one in found["models"].items():
@@ -82,28 +85,34 @@ def cache(results: Results, axes: Any) -> None:
         panel.set_xticks((1, 2, 5, 10, 20, 50, 100, 200))
         panel.set_xlim(left=1)
         _rows(panel, names, mode, "cache off over on")
-    _legend(axes[0], results[EAGER])
+    _legend(axes[0], next(iter(results.values())))
 
 
 def memory(results: Results, axes: Any) -> None:
     """Lines over the batch: of the tracing tool's bytes and Amanda's own, in percent of the step's peak."""
-    rows = [row for row in shares(results) if row[3] == "tracing"]
-    for panel, name in zip(axes, results["frameworks"], strict=True):
-        for model in results["frameworks"][name]:
-            mine = [row for row in rows if row[:2] == (name, model)]
-            batches = [row[2] for row in mine]
-            for column, colour, words in ((4, AMANDA, "Amanda's own"), (5, OTHERS, "with the tool")):
+    for panel, (mode, found) in _panels(axes, results):
+        for model in found["models"]:
+            mine = [row for row in shares(found) if (row[0], row[2]) == (model, "tracing")]
+            batches = [row[1] for row in mine]
+            for column, colour, words in ((3, AMANDA, "Amanda's own"), (4, OTHERS, "with the tool")):
                 values = [row[column] for row in mine]
                 label = f"{model}, {words}"
                 panel.plot(batches, values, f"{MARKS.get(model, 'o')}-", color=colour, label=label, mew=0)
         panel.axhline(5, color=INK, linestyle="--", linewidth=1)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(batches, map(str, batches), minor=False)
+        panel.set_xticks(batches, list(map(str, batches)), minor=False)
         panel.set_xlabel("batch")
-        panel.set_title(name, color=INK, fontsize=9)
+        panel.set_title(mode, color=INK, fontsize=9)
         panel.set_ylim(bottom=0)
     axes[0].set_ylabel("percent of the step's peak")
     axes[0].legend(frameon=False, fontsize=7)
+
+
+def _panels(axes: Any, results: Results) -> Iterator[tuple[Any, tuple[str, Results]]]:
+    """An axes for each mode; those that are left over are not shown."""
+    for panel in axes[len(results) :]:
+        panel.set_visible(False)
+    yield from zip(axes, results.items(), strict=False)
 
 
 def _rows(panel: Any, names: list[str], title: str, label: str) -> None:

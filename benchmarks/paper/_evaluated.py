@@ -9,25 +9,39 @@ from _figures import worth as worth_of
 
 Results = dict[str, Any]
 EAGER, GRAPH = "PyTorch, eager", "TensorFlow, session"
-NEEDED = {
-    "8": ("kernels",),
-    "9": ("covered",),
-    "10": ("overhead_eager", "overhead_graph"),
-    "11": ("overhead_eager", "overhead_graph"),
-    "12": ("cache_eager", "cache_graph"),
-    "13": ("footprint",),
+NEEDED: dict[str, dict[str, str]] = {
+    "8": {EAGER: "kernels"},
+    "9": {EAGER: "covered"},
+    "10": {EAGER: "overhead_eager", GRAPH: "overhead_graph"},
+    "11": {EAGER: "overhead_eager", GRAPH: "overhead_graph"},
+    "12": {EAGER: "cache_eager", GRAPH: "cache_graph"},
+    "13": {EAGER: "footprint_eager", GRAPH: "footprint_graph"},
 }
 """The scripts that measure each figure."""
 
 
-def by_figure(found: Results) -> dict[str, Any]:
-    """The results that each figure is made of: of one script, or by mode; none where some are not there."""
-    figures: dict[str, Any] = {}
-    for figure, scripts in NEEDED.items():
-        if all(one in found and "missing" not in found[one] for one in scripts):
-            parts = [found[one] for one in scripts]
-            figures[figure] = parts[0] if len(parts) == 1 else dict(zip((EAGER, GRAPH), parts, strict=True))
-    return figures
+def by_figure(found: Results) -> dict[str, dict[str, Results]]:
+    """For each figure what was measured, by mode; none that has nothing."""
+    figures = {
+        figure: {mode: found[name] for mode, name in scripts.items() if measured(found, name)}
+        for figure, scripts in NEEDED.items()
+    }
+    return {figure: modes for figure, modes in figures.items() if modes}
+
+
+def measured(found: Results, name: str) -> bool:
+    """Whether a script has given results."""
+    return name in found and "missing" not in found[name]
+
+
+def unmeasured(found: Results) -> list[str]:
+    """Figures, with their modes, that a page is without."""
+    return [
+        f"figure {figure} in {mode}"
+        for figure, scripts in NEEDED.items()
+        for mode, name in scripts.items()
+        if not measured(found, name)
+    ]
 
 
 def whole(mode: str, model: Results, case: str) -> Estimate:
@@ -97,11 +111,10 @@ def worth(model: Results, case: str) -> Estimate:
     return worth_of(model["cases"][case])
 
 
-def shares(results: Results) -> Iterator[tuple[str, str, int, str, float, float]]:
-    """Framework, model, batch, use case, and percent of the peak that Amanda and that all of it holds."""
-    for name, models in results["frameworks"].items():
-        for model, batches in models.items():
-            for batch, found in batches.items():
-                for case, bytes in found["cases"].items():
-                    own, all_of_it = (100 * bytes[key] / found["peak"] for key in ("framework", "whole"))
-                    yield name, model, int(batch), case, own, all_of_it
+def shares(results: Results) -> Iterator[tuple[str, int, str, float, float]]:
+    """Model, batch, use case, and percent of the peak that Amanda holds and that all of it holds."""
+    for model, batches in results["models"].items():
+        for batch, found in batches.items():
+            for case, bytes in found["cases"].items():
+                own, both = (100 * bytes[key] / found["peak"] for key in ("framework", "whole"))
+                yield model, int(batch), case, own, both

@@ -6,7 +6,7 @@ from typing import Any
 
 from _beside import beside
 from _drawn import PLOTS
-from _evaluated import by_figure
+from _evaluated import by_figure, unmeasured
 from _plots import draw
 from _said import DIFFERS, said
 from _shown import SECTIONS
@@ -46,7 +46,7 @@ def text(results: dict[str, Any]) -> str:
         "# The paper's evaluation, here", "",
         f"Made by `python benchmarks/paper/run.py` from [raw results]({NAME}.json); not written by hand.", "",
         *(quick if results["quick"] else []),
-        *said("introduction"), *busy(found), *settings(found), *said("numbers"),
+        *said("introduction"), *without(found), *busy(found), *settings(found), *said("numbers"),
         "## What differs", "", *differences(found),
         "## Beside the paper", "",
         *table(["figure", "what", "in the paper", "here", ""], beside(figures), words=True),
@@ -56,6 +56,12 @@ def text(results: dict[str, Any]) -> str:
             picture = [f"![Figure {figure}: {title}]({NAME}-{figure}.svg)", ""]
             lines += [f"## Figure {figure}: {title}", "", *picture, *section(figures[figure])]
     return "\n".join([*lines, *how_to_run(found)])
+
+
+def without(found: dict[str, Any]) -> list[str]:
+    """What is not on the page yet."""
+    gone = unmeasured(found)
+    return [f"**Not measured yet: {', '.join(gone)}.**", ""] if gone else []
 
 
 def differences(found: dict[str, Any]) -> list[str]:

@@ -22,8 +22,9 @@ from _said import said
 from _tables import table, with_span
 
 
-def kernels(results: Results) -> list[str]:
+def kernels(modes: Results) -> list[str]:
     """Figure 8."""
+    results = modes[EAGER]
     every = sum(op["ms"] for op in results["ops"])
     rows = []
     for op in results["ops"][:SHOWN]:
@@ -41,8 +42,9 @@ def kernels(results: Results) -> list[str]:
     ]  # fmt: skip
 
 
-def coverage(results: Results) -> list[str]:
+def coverage(modes: Results) -> list[str]:
     """Figure 9."""
+    results = modes[EAGER]
     rows = []
     for model, phases in results["models"].items():
         forward, backward = phases["forward"], phases["backward"]
@@ -115,16 +117,16 @@ def cache(results: Results) -> list[str]:
 def memory(results: Results) -> list[str]:
     """Figure 13."""
     lines = said("13")
-    for name, models in results["frameworks"].items():
+    for mode, found in results.items():
         rows = []
-        for model, batches in models.items():
-            for batch, found in batches.items():
-                mine = list(shares({"frameworks": {name: {model: {batch: found}}}}))
+        for model, batches in found["models"].items():
+            for batch, one in batches.items():
+                mine = shares({"models": {model: {batch: one}}})
                 cells = [f"{own:.1f}; {both:.1f}" for *_, own, both in mine]
-                ends = [f"{found['first time'] / 2**20:.1f}", f"{found['peak'] / 2**20:.0f}"]
+                ends = [f"{one['first time'] / 2**20:.1f}", f"{one['peak'] / 2**20:.0f}"]
                 rows.append([f"{model}, batch of {batch}", *cells, *ends])
-        heads = [f"{case}: Amanda; with the tool" for case in found["cases"]]
-        lines += [f"{name}, percent of the peak:", "", *table(["", *heads, "once, MiB", "peak, MiB"], rows)]
+        heads = [f"{case}: Amanda; with the tool" for case in one["cases"]]
+        lines += [f"{mode}, percent of the peak:", "", *table(["", *heads, "once, MiB", "peak, MiB"], rows)]
     return [*lines, *said("peak")]
 
 

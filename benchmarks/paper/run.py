@@ -22,7 +22,7 @@ from _measure import progress
 from _running import measured, one_line_a_list
 
 HERE = Path(__file__).parent
-SCRIPTS = tuple(dict.fromkeys(name for names in NEEDED.values() for name in names))
+SCRIPTS = tuple(dict.fromkeys(name for names in NEEDED.values() for name in names.values()))
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
             f"{file} is of {'a quick run' if results['quick'] else 'real runs'}: another --out, please"
         )
     found = results.setdefault("measured", {})
-    wanted = {name for figure in options.figures or NEEDED for name in NEEDED[figure]}
+    wanted = {name for figure in options.figures or NEEDED for name in NEEDED[figure].values()}
     failed = []
     for name in [] if options.page else [one for one in SCRIPTS if one in wanted]:
         if options.missing and is_here(found.get(name)):

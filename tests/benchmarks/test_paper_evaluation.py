@@ -61,8 +61,11 @@ def test_what_was_measured_here_is_left_and_what_fails_does_not_take_the_rest_wi
     monkeypatch.setattr(sys, "argv", ["run.py", "9", "13", "--quick", "--missing", "--out", str(tmp_path)])
     assert run.main() == 1
     assert run.main() == 1
-    assert done == ["covered", "footprint", "covered"]
-    assert list(evaluation.read(tmp_path / "paper-evaluation.json")["measured"]) == ["footprint"]
+    assert done == ["covered", "footprint_eager", "footprint_graph", "covered"]
+    assert list(evaluation.read(tmp_path / "paper-evaluation.json")["measured"]) == [
+        "footprint_eager",
+        "footprint_graph",
+    ]
 
 
 def test_what_cannot_be_used_is_refused(

@@ -1,8 +1,6 @@
-"""Figure 13: memory that use cases hold in a training step, by the size of the batch, of the step's peak.
+"""Figure 13: memory that use cases hold in a training step, by the size of the batch.
 
-    python footprint.py [--quick] [--json FILE] | FRAMEWORK MODEL BATCH
-
-With the second, in a process in which malloc is all that allocates, the bytes of one training step.
+python _footprint.py FRAMEWORK MODEL BATCH, with PYTHONMALLOC=malloc, gives the bytes of one training step.
 """
 
 import json
@@ -18,7 +16,7 @@ from _zoo import BERT, RESNET, in_pytorch, in_tensorflow
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _allocated import forget_peak, in_own_process, in_use, resident
-from _measure import progress, script
+from _measure import progress
 
 import amanda
 
@@ -28,20 +26,17 @@ Step = Callable[[], int]
 """A training step; gives the bytes in use at the end of its forward pass, or in a graph after it."""
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Bytes: framework -> model -> batch -> what `bytes_of` gives."""
+def batches(framework: str, quick: bool) -> dict[str, Any]:
+    """Bytes: model -> batch -> what `bytes_of` gives, each in a process of its own."""
     if platform.libc_ver()[0] != "glibc":
         return {"missing": "what is in use is read from glibc"}
     found: dict[str, Any] = {}
-    for framework in STEPS:
-        found[framework] = {}
-        for model in MODELS[: 1 if quick else None]:
-            found[framework][model] = {}
-            for batch in BATCHES[: 2 if quick else None]:
-                progress(f"  {framework}, {model}, batches of {batch}")
-                arguments = (framework, model, str(batch))
-                found[framework][model][str(batch)] = in_own_process(__file__, *arguments, quick=quick)
-    return {"frameworks": found}
+    for model in MODELS[: 1 if quick else None]:
+        found[model] = {}
+        for batch in BATCHES[: 2 if quick else None]:
+            progress(f"  {model}, batches of {batch}")
+            found[model][str(batch)] = in_own_process(__file__, framework, model, str(batch), quick=quick)
+    return {"models": found}
 
 
 def bytes_of(step: Step, start: int, quick: bool) -> dict[str, Any]:
@@ -113,7 +108,4 @@ def one(framework: str, model: str, batch: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4 and sys.argv[1] in STEPS:
-        print(json.dumps(one(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
-    else:
-        script(benchmark, __doc__)
+    print(json.dumps(one(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
