@@ -47,6 +47,7 @@ class Surroundings:
         self._operators.open()
         self._follow_checkpoints(attributes)
         self._follow_replicas(attributes)
+        self._follow_futures(attributes)
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
             self._leave.append(when_imported(module, functools.partial(_let_be, attributes, module, name)))
@@ -97,6 +98,14 @@ class Surroundings:
             names = {**vars(threading), "Thread": thread}
             attributes.set(module, "threading", types.SimpleNamespace(**names))
 
+    @staticmethod
+    def _follow_futures(attributes: Attributes) -> None:
+        """Let what follows a collective be done where it was asked for, whichever thread comes to it."""
+        for name in ("then", "add_done_callback"):
+            original = found(f"_C.Future.{name}")
+            if original is not None:
+                attributes.set(torch._C.Future, name, _with_callback_in_place(original))
+
     def _run_compiled_callables_eagerly(self) -> None:
         """Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo."""
         self._leave.append(when_imported("torch._dynamo", self._take_stance))
@@ -138,6 +147,14 @@ def _let_be(attributes: Attributes, module: str, name: str) -> None:
             return function(*args, **kwargs)
 
     attributes.set(holder, method, alone)
+
+
+def _with_callback_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(future: Any, callback: Callable[..., Any]) -> Any:
+        return original(future, _replayed(callback))
+
+    return method
 
 
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
