@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from amanda._artefacts import Artefact, artefact_kind
 from amanda._graph import GraphAnalysis
 from amanda._order import in_order
-from amanda._plan import Combined, layer_of
+from amanda._plan import BackwardPlan, Combined, layer_of
 from amanda._report import Uninstrumented
 from amanda._state import State, disabled
 from amanda._targets import check_target, whole
@@ -72,9 +72,14 @@ class Inlining:
     _stored: set[int] = field(default_factory=set)
     _refused: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
-    def analysis(self, ops: TensorOps) -> GraphAnalysis:
-        """The analysis of a graph's forward ops; the plans that it gives have what may be inlined alone."""
-        return _Analysis(self, ops)
+    def analysis(
+        self, ops: TensorOps, seen: Callable[[Combined, OpFacts], object] | None = None
+    ) -> GraphAnalysis:
+        """The analysis of a graph's forward ops; the plans that it gives have what may be inlined alone.
+
+        seen: is called with the plan of each op, while its inputs are known.
+        """
+        return _Analysis(self, ops, seen)
 
     def stored(self, action: Action) -> None:
         """Hear that what a routine gives was computed and put into the file instead of it."""
@@ -135,12 +140,21 @@ class Inlining:
 class _Analysis(GraphAnalysis):
     """An analysis that tells what it comes to."""
 
-    def __init__(self, inlining: Inlining, ops: TensorOps) -> None:
+    def __init__(
+        self, inlining: Inlining, ops: TensorOps, seen: Callable[[Combined, OpFacts], object] | None
+    ) -> None:
         super().__init__(inlining.state, ops)
         self._inlining = inlining
+        self._seen = seen
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Combined:
-        return self._inlining.take(super().forward(facts, outputs), facts)
+        combined = self._inlining.take(super().forward(facts, outputs), facts)
+        if self._seen is not None:
+            self._seen(combined, facts)
+        return combined
+
+    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> BackwardPlan:
+        return BackwardPlan()
 
 
 def instrument(

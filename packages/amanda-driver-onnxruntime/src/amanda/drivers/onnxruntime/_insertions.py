@@ -128,6 +128,7 @@ class Insertions:
             return None
         constants: list[Any] = [symbol.constant for symbol in symbols if symbol is not None]
         arrays = place.evaluate(constants, self.rewriting.ops, self.rewriting.state)
+        self.rewriting.folded += place.actions
         known = {id(one.constant): (side.refs[i], one) for i, one in zip(given, symbols, strict=True) if one}
         return [known.get(id(one)) or self._constant(one) for one in arrays]
 

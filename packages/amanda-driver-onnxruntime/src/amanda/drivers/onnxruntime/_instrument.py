@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProt
                 rewriting.analysis.finish()
     if rewriting.refused:
         raise _not_traceable([_refusal(*one) for one in rewriting.refused])
-    return _written(source, rewriting) if rewriting.changed else _copied(source)
+    return written(source, rewriting) if rewriting.changed else _copied(source)
 
 
 def namespace() -> Namespace:
@@ -76,10 +76,11 @@ def _copied(source: ModelProto) -> ModelProto:
     return made
 
 
-def _written(source: ModelProto, rewriting: Rewriting) -> ModelProto:
+def written(source: ModelProto, rewriting: Rewriting) -> ModelProto:
+    """The model that a rewriting came to, which names what `source` names."""
     made = inliner.inline_local_functions(source) if source.functions else _copied(source)
     graph = made.graph
-    names, extra = _swapped(rewriting.renamed, [one.name for one in graph.output], rewriting.constants)
+    names, extra = _swapped(rewriting, [one.name for one in graph.output])
     nodes = [item.node for item in rewriting.items if isinstance(item, Compute)]
     del graph.node[:]
     graph.node.extend(renamed_nodes(nodes, names))
@@ -91,18 +92,16 @@ def _written(source: ModelProto, rewriting: Rewriting) -> ModelProto:
     return made
 
 
-def _swapped(
-    renamed: Mapping[str, str], outputs: Sequence[str], constants: Mapping[str, Any]
-) -> tuple[dict[str, str], list[onnx.NodeProto]]:
+def _swapped(rewriting: Rewriting, outputs: Sequence[str]) -> tuple[dict[str, str], list[onnx.NodeProto]]:
     """New names, so that the model's outputs keep theirs; nodes for outputs that share a value."""
     names: dict[str, str] = {}
     extra = []
     for output in outputs:
-        now = renamed.get(output, output)
+        now = rewriting.renamed.get(output, output)
         if now == output:
             continue
-        names[output] = f"amanda/original/{output}"
-        if now in names or now in constants or now in outputs:
+        names[output] = f"{rewriting.fresh('original')}/{output}"
+        if now in names or now in rewriting.constants or now in outputs:
             extra.append(onnx.helper.make_node("Identity", [names.get(now, now)], [output]))
         else:
             names[now] = output

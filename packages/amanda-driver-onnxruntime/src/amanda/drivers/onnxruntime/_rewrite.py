@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Rewriting:
     written: whether the result is to run without Python: what cannot is in `refused`, by the op's facts,
     the action, and why; constants are then given to every routine, once.
     items: the rewritten graph, in order.  constants: arrays that routines made, by name.
+    folded: actions whose routines were called once, on constants.
     renamed: what is read instead of a value of the outermost graph.  symbol: that of a value there.
     table: what runs at which slot.  free: whether routines may have changed shapes.
     """
@@ -46,13 +48,14 @@ class Rewriting:
     renamed: dict[str, str] = field(default_factory=dict)
     reports: list[tuple[str, str]] = field(default_factory=list)
     refused: list[tuple[OpFacts, Any, str]] = field(default_factory=list)
+    folded: list[Any] = field(default_factory=list)
     changed: bool = False
     free: bool = False
 
     def __post_init__(self) -> None:
         self.ops = GraphTensors()
         self.analysis = GraphAnalysis(self.state, self.ops)
-        self.made = 0
+        self.made = _last_number(self.model.proto.graph)
         self.symbol: Callable[[str], Symbol] = self.model.symbol
 
     def run(self) -> None:
@@ -181,6 +184,16 @@ class Rewriter:
 
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:
         return Side(names, [self.symbol(name) if name else None for name in names], sizes)
+
+
+_OURS = re.compile(r"amanda/[a-z]+(\d+)")
+
+
+def _last_number(graph: GraphProto) -> int:
+    """The highest number among the names of what was written into a graph before."""
+    names = [one.name for one in (*graph.node, *graph.initializer)]
+    names += [name for node in graph.node for name in node.output]
+    return max((int(found[1]) for name in names if (found := _OURS.match(name))), default=0)
 
 
 def bodies(attribute: AttributeProto) -> Iterator[GraphProto]:

@@ -22,6 +22,7 @@ from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, combined, m
 from amanda.tools.command._state import load_states
 from amanda.tools.results import Result
 
+_FORMS = (".csv", ".html", ".json", ".txt")
 _STEPS = {"start", "end", "frequency"}
 
 
@@ -73,6 +74,8 @@ def _command(
             raise SpecError(
                 f"tool {spec.name}: {', '.join(sorted(steps))} chooses steps, and a file has none"
             )
+    if report is not None and report.suffix not in _FORMS:
+        raise SpecError(f"--report: {report} ends in none of {', '.join(_FORMS)}")
     toolings = made(specs)
     load_states(states, toolings)
     with _ended_by_signal():

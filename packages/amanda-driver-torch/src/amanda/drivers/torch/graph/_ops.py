@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, Execution, Inserted, State, Table, current_state
+from amanda.backend import Action, Execution, Inserted, OpFacts, State, Table, current_state
 from amanda.errors import AmandaError
 
 from .._tensors import TorchTensors, cast_to_fit
@@ -46,7 +46,7 @@ class Program:
     """What a graph with routines in it shares: what is at which slot, and whose tools they are.
 
     state: in force when it was made.  every: whether routines are called outside of the tools' scopes too.
-    called_as_python: traceable routines that cannot be traced.
+    called_as_python: traceable routines that cannot be traced: at which op, and why.
     """
 
     _numbers = count(1)
@@ -57,7 +57,7 @@ class Program:
         self.state = state
         self.every = every
         self.table = Table()
-        self.called_as_python: set[Action] = set()
+        self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
         self.living[self.number] = self

@@ -28,6 +28,7 @@ class Rewriting:
 
     symbols: the graph's inputs without data, and what they stand for.  prefix: path of the module whose code
     the graph is of.  instance: what tells the graph's ops from those of another model with the same code.
+    analysis: of the ops; by default one of the program's state.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Rewriting:
         namespace: Namespace,
         prefix: str = "",
         instance: int = 0,
+        analysis: GraphAnalysis | None = None,
     ) -> None:
         self.module = module
         self.symbols = symbols
@@ -45,7 +47,7 @@ class Rewriting:
         self.namespace = namespace
         self._prefix = prefix
         self._instance = instance
-        self._analysis = GraphAnalysis(program.state, TENSORS)
+        self._analysis = GraphAnalysis(program.state, TENSORS) if analysis is None else analysis
         self._routines = Routines(program, None)
         self._occurrences: Counter[int] = Counter()
         self._steps: dict[Node, list[Step]] = {}

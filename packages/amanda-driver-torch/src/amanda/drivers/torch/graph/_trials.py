@@ -67,7 +67,7 @@ class Trials:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             program = self._routines.program
-            program.called_as_python.add(action)
+            program.called_as_python[action] = facts, f"it cannot be traced: {reason}"
             program.report(f"traceable {action}", f"it cannot be traced: {reason}, so it runs as Python")
             return values
         return changed

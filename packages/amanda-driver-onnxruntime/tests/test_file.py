@@ -1,0 +1,141 @@
+"""ONNX files with routines written into them, which ONNX Runtime alone loads and runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+import amanda
+from amanda.drivers.onnxruntime import session_options
+from amanda.errors import ArtefactError, NotTraceableError
+from amanda.tools.prune import PruneTool
+
+ALONE = """
+import sys
+sys.modules["amanda"] = None
+import numpy as np, onnxruntime
+model, given, out = sys.argv[1:]
+session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+(name,) = [one.name for one in session.get_inputs()]
+found = session.run(None, {name: np.load(given)})
+np.savez(out, **{one.name: value for one, value in zip(session.get_outputs(), found)})
+"""
+
+WEIGHT = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
+X = np.linspace(-1, 1, 2 * 64, dtype=np.float32).reshape(2, 64)
+
+
+def alone(model: Path, given: NDArray[Any], tmp_path: Path) -> dict[str, NDArray[Any]]:
+    """What a model gives in a process that has no Amanda."""
+    np.save(tmp_path / "given.npy", given)
+    out = tmp_path / "out.npz"
+    command = [sys.executable, "-c", ALONE, str(model), str(tmp_path / "given.npy"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(out) as file:
+        return dict(file)
+
+
+@pytest.fixture(params=["inside", "external"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A product and a rectifier, with its weight in the file or beside it."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 64]) for name in "xy")
+    nodes = [
+        helper.make_node("MatMul", ["x", "weight"], ["h"], name="/layer/MatMul"),
+        helper.make_node("Relu", ["h"], ["y"], name="/layer/Relu"),
+    ]
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(WEIGHT, "weight")])
+    imports = [helper.make_opsetid("", 18)]
+    made = helper.make_model(graph, opset_imports=imports, ir_version=9, producer_name="someone")
+    helper.set_model_props(made, {"licence": "theirs"})
+    path = tmp_path / "model.onnx"
+    onnx.save_model(made, path, save_as_external_data=request.param == "external", location="model.data")
+    assert (tmp_path / "model.data").exists() == (request.param == "external")
+    return path
+
+
+class Shifting(amanda.Tool):
+    """Masks weights of products for good, and adds to what rectifiers give."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "MatMul":
+            context.insert_before_op(self.mask, inputs=[1])
+        elif context.get_op_type() == "Relu":
+            context.insert_after_op(self.shift)
+
+    @amanda.traceable
+    def mask(self, weight: Any) -> Any:
+        return weight * (WEIGHT > 0)
+
+    @amanda.traceable
+    def shift(self, y: Any) -> Any:
+        return y + np.float32(1)
+
+
+def test_a_copy_runs_without_amanda_and_keeps_what_the_model_says(model: Path, tmp_path: Path) -> None:
+    before = model.read_bytes()
+    done = amanda.instrument(model, Shifting(), out=tmp_path / "out.onnx")
+    amanda.instrument(tmp_path / "out.onnx", Shifting(), out=tmp_path / "twice.onnx")
+    wanted = np.maximum(X @ (WEIGHT * (WEIGHT > 0)), 0) + 1
+    np.testing.assert_allclose(alone(tmp_path / "out.onnx", X, tmp_path)["y"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(alone(tmp_path / "twice.onnx", X, tmp_path)["y"], wanted + 1, rtol=1e-5)
+    assert model.read_bytes() == before
+    assert [one.stored for one in done.inlined] == [True, False]
+    made = onnx.load(tmp_path / "twice.onnx")
+    onnx.checker.check_model(made, full_check=True)
+    told = {one.key: one.value for one in made.metadata_props}
+    assert (made.producer_name, made.ir_version, told["licence"]) == ("someone", 9, "theirs")
+    assert len(json.loads(told["amanda"])) == 2
+    sizes = [numpy_helper.to_array(one).size for one in made.graph.initializer]
+    assert sizes.count(WEIGHT.size) == 1
+    external = (tmp_path / "model.data").exists()
+    assert (tmp_path / "out.onnx.data").exists() == external
+    assert (tmp_path / "out.onnx").stat().st_size < 3000 or not external
+
+
+def test_a_pruned_copy_gives_what_the_tool_gives_when_it_runs(model: Path, tmp_path: Path) -> None:
+    amanda.instrument(model, PruneTool(), out=tmp_path / "pruned.onnx")
+    session = onnxruntime.InferenceSession(model, session_options())
+    with amanda.apply(PruneTool()):
+        running = session.run(None, {"x": X})[0]
+    made = onnxruntime.InferenceSession(tmp_path / "pruned.onnx", session_options())
+    np.testing.assert_array_equal(made.run(None, {"x": X})[0], running)
+    assert not np.allclose(running, session.run(None, {"x": X})[0])
+
+
+class Counting(amanda.Tool):
+    """Counts executions, which takes Python."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(lambda context: context.insert_after_op(self.count))
+
+    def count(self, *values: Any) -> None:
+        """One more."""
+
+
+def test_faults_are_told_and_nothing_is_written(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotTraceableError, match=r"Counting\.count\): it is not marked"):
+        amanda.instrument(model, Counting(), out=tmp_path / "out.onnx")
+    content = model.read_bytes()
+    for name, part in (("empty.onnx", b""), ("half.onnx", content[: len(content) // 2]), ("no.onnx", b"no")):
+        (tmp_path / name).write_bytes(part)
+        with pytest.raises(ArtefactError, match=rf"{name} is no whole ONNX model"):
+            amanda.instrument(tmp_path / name, Shifting(), out=tmp_path / "out.onnx")
+    if (tmp_path / "model.data").exists():
+        (tmp_path / "model.data").unlink()
+        with pytest.raises(ArtefactError, match=r"model\.data cannot be read"):
+            amanda.instrument(model, Shifting(), out=tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
