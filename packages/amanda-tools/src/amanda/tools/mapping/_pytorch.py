@@ -70,6 +70,8 @@ def _describe_op(context: OpContext) -> None:
     if kind == "convolution":
         kind = _generic_convolution(inputs)
     weight = weight_index(kind, name, inputs)
+    if weight is None and kind in _PRODUCTS and not context.namespace.matches("*/*/eager"):
+        weight = _weight_of_graph(context, kind, inputs)
     context["type"] = kind
     context["in_place"] = in_place or name == "setitem"
     context["weight_index"] = weight
@@ -106,6 +108,13 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     index = 1 if convolution else _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind))
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
+
+
+def _weight_of_graph(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
+    """The factor that is a parameter of a graph, whose values stand for what it is given when it runs."""
+    positions = [i for i in _PRODUCTS[kind] if i < len(inputs)]
+    factors = [i for i in positions if context.get_variable(i) is not None]
+    return factors[0] if len(factors) == 1 else None
 
 
 def _is_parameter(value: Any) -> bool:
