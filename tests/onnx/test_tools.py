@@ -21,7 +21,7 @@ from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
 from amanda.tools.profile import ProfileTool
 from amanda.tools.prune import PruneTool
-from amanda.tools.quantize import QuantizeTool
+from amanda.tools.quantize import Grid, QuantizeTool, fake_quantize
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
@@ -140,6 +140,37 @@ def test_scales_are_calibrated_first_and_used_then(network: Network, session: An
     eager, graph = (QuantizeTool(method="static", calibration=1, sqnr=True) for _ in range(2))
     expected, result = both(network, session, eager, graph, times=3)
     np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rounding", ["half_even", "half_up", "half_away"])
+def test_fake_quantisation_becomes_nodes(network: Network, session: Any, rounding: Any) -> None:
+    grid = Grid.of(8, symmetric=False)
+
+    @amanda.traceable
+    def quantise(x: Any) -> Any:
+        return fake_quantize(x, np.float32(0.01), np.float32(3), grid, rounding=rounding)
+
+    class Rectified(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.look)
+
+        def look(self, context: amanda.OpContext) -> None:
+            if context.get_op().type == "Relu":
+                context.insert_after_op(quantise)
+                context.insert_after_op(self.keep)
+
+        @amanda.observer
+        def keep(self, value: Any) -> None:
+            self.kept = value
+
+    tool = Rectified()
+    with amanda.apply(tool) as scope:
+        session.run(None, FEED)
+    assert scope.report == []
+    with torch.no_grad():
+        expected = quantise(torch.relu(network.stem(IMAGE)).numpy())
+    assert np.mean(np.abs(tool.kept - expected) > 1e-6) < 1e-3  # ties may round otherwise
+    assert len(np.unique(tool.kept)) < 256
 
 
 def test_the_others_see_every_node(session: Any, tmp_path: Path) -> None:

@@ -380,7 +380,57 @@ def test_a_changed_value_is_what_a_body_reads_from_outside() -> None:
             np.testing.assert_array_equal(session.run(None, {"x": x, "go": np.array(go)})[0], expected)
 
 
+def branches() -> onnx.ModelProto:
+    """x by one weight or another, which both branches turn and name alike; and a constant."""
+
+    def branch(weight: str, number: float) -> Any:
+        value = onnx.numpy_helper.from_array(np.float32(number))
+        nodes = [
+            node("Transpose", weight, "t", "turn", perm=[1, 0]),
+            node("MatMul", "x t", "p", "product"),
+            onnx.helper.make_node("Constant", [], ["c"], "number", value=value),
+        ]
+        return onnx.helper.make_graph(nodes, weight, [], [onnx.ValueInfoProto(name=name) for name in "pc"])
+
+    return model_of(
+        [node("If", "go", "y z", then_branch=branch("first", 1.0), else_branch=branch("second", 2.0))],
+        {"x": [4, 16], "go": []}, ["y", "z"], {"first": FIRST, "second": SECOND},
+        types={"go": onnx.TensorProto.BOOL},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("go", [True, False])
+def test_names_that_branches_share_stay_apart(go: bool) -> None:
+    session, feed = session_of(branches()), {"x": X, "go": np.array(go)}
+    doubled = amanda.traceable(lambda value: value * 2)
+    changing = tool(lambda c: c.insert_after_op(doubled), "Transpose", "Constant")
+    with amanda.apply(changing) as scope:
+        product, number = session.run(None, feed)
+    assert scope.report == []
+    close(product, X @ (FIRST if go else SECOND).T * 2)
+    assert number == (2 if go else 4)
+    inside = tool(lambda c: c.insert_before_op(amanda.traceable(lambda w: w - 1), inputs=[1]), "MatMul")
+    with amanda.apply(inside):
+        close(session.run(None, feed)[0], X @ ((FIRST if go else SECOND).T - 1))
+
+
 # ---- kinds of values ----
+
+
+def test_values_of_ops_that_onnx_does_not_know_have_the_types_that_the_runtime_gives_them() -> None:
+    gelu = onnx.helper.make_node("FastGelu", ["x"], ["g"], "gelu", domain="com.microsoft")
+    graph = model_of([node("Neg", "x", "y")], {"x": ["N", 4]}, ["y"])
+    graph.graph.node.insert(0, gelu)
+    graph.graph.node[1].input[0] = "g"
+    graph.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    session, x, types = session_of(graph), random(2, 4), []
+    bare = session.run(None, {"x": x})[0]
+    doubled = amanda.traceable(lambda value: value * 2)
+    look = tool(lambda c: (types.append(c.get_inputs()[0].dtype), c.insert_before_op(doubled)), "Neg")
+    with amanda.apply(look) as scope:
+        close(session.run(None, {"x": x})[0], bare * 2)
+    assert types == [np.float32]
+    assert scope.report == []
 
 
 def test_a_list_of_tensors_is_one_input_and_one_output() -> None:

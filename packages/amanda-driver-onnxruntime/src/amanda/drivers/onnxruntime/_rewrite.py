@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import onnx
 from onnx import AttributeProto, GraphProto, NodeProto
 
 from amanda.backend import GraphAnalysis, Namespace, OpFacts, State, Table, digest
@@ -168,7 +169,7 @@ class Rewriter:
         name, source = node.output[0], inputs.symbols[0]
         root = None if source is None else source.root
         self._symbols[name] = outputs.symbols[0] = Symbol.of_array(name, array, root)
-        if self.rewriting.written:
+        if self.rewriting.written or self.path:  # names in a body are its own
             return False
         self.rewriting.constants[name] = array
         return True
@@ -179,8 +180,14 @@ class Rewriter:
         nodes = [item.node for item in rewriter.items if isinstance(item, Compute)]
         del body.node[:]
         body.node.extend(nodes)
+        own = {one.name for one in (*body.input, *body.initializer)}
+        own |= {name for node in nodes for name in node.output}
         for output in body.output:
-            output.name = rewriter.current.get(output.name, output.name)
+            name = rewriter.current.get(output.name, output.name)
+            if name not in own:  # a constant outside, which a body may not give as it is
+                given, name = name, self.rewriting.fresh("given")
+                body.node.append(onnx.helper.make_node("Identity", [given], [name]))
+            output.name = name
 
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:
         return Side(names, [self.symbol(name) if name else None for name in names], sizes)

@@ -24,12 +24,13 @@ def extent(x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
 
 def like(x: Any, value: Any) -> Any:
     """A number, an array or another tensor in the element type of `x`, where `x` is."""
-    return np.asarray(value, np.asarray(x).dtype)
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return value.astype(dtype) if hasattr(value, "astype") else np.asarray(value, dtype)
 
 
 def wide(x: Any) -> Any:
     """In float32, or wider as it is."""
-    array = np.asarray(x)
+    array = x if hasattr(x, "astype") else np.asarray(x)  # or one that records what is computed of it
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
 
