@@ -77,6 +77,7 @@ class PruneTool(amanda.Tool):
         self._left: set[Hashable] = set()
         self._reasons: dict[str, str] = {}
         self._key = f"pruned by {next(_numbers)}"
+        self._mask_key = f"{self._key}, for good"
         self._preparing = self._stepped = self._static = False
         self._first, self.step_number = 0, 0
         self._steps = Steps()
@@ -173,7 +174,11 @@ class PruneTool(amanda.Tool):
             self._inline(context, index, weight)
         elif weight is not None:
             context[self._key] = weight
-            context.insert_before_op(self._mask, inputs=[index], weight=weight)
+            mask = context[self._mask_key] = self._final_mask(context, index, weight)
+            if mask is None:
+                context.insert_before_op(self._mask, inputs=[index], weight=weight)
+            else:
+                context.insert_before_op(_times, inputs=[index], mask=mask)
 
     def _inline(self, context: amanda.OpContext, index: int, weight: Weight) -> None:
         """Mask a weight of a file for good; what it holds is asked for once, when the tool is prepared."""
@@ -186,10 +191,13 @@ class PruneTool(amanda.Tool):
 
     def _backward(self, context: amanda.OpContext) -> None:
         index = context["weight_grad_index"]
-        if self._key in context and index is not None:
-            context.insert_after_backward_op(
-                self._mask_gradient, grad_inputs=[index], weight=context[self._key]
-            )
+        if self._key not in context or index is None:
+            return
+        weight, mask = context[self._key], context[self._mask_key]
+        if mask is None:
+            context.insert_after_backward_op(self._mask_gradient, grad_inputs=[index], weight=weight)
+        elif self._options.mask_gradients:
+            context.insert_after_backward_op(_times, grad_inputs=[index], mask=mask)
 
     def _weight(self, context: amanda.OpContext, index: int) -> Weight | None:
         """The weight of an op; None of one that is not pruned, here or where it was met first."""
@@ -206,6 +214,19 @@ class PruneTool(amanda.Tool):
             else:
                 self._weights[key] = self._made(context, framework, held, extents, value)
         return self._weights.get(key)
+
+    def _final_mask(self, context: amanda.OpContext, index: int, weight: Weight) -> Any:
+        """The mask as a tensor, where a compiler shall have it: no other will be made. None elsewhere."""
+        compiles = context.namespace.matches("pytorch/*/graph")
+        if not compiles or self._preparing or self._schedule.goes_on or weight.grown is not None:
+            return None
+        try:
+            value = context.get_value(index)
+        except amanda.AmandaError:  # it is computed
+            return None
+        if not weight.is_masked and self._is_made_at_once(weight):
+            self._mask(value, weight)
+        return weight.mask_like(value) if weight.is_masked else None
 
     def _fits(self, context: amanda.OpContext, extents: Any, value: Any) -> bool:
         layout = context["weight_layout"]
@@ -305,6 +326,11 @@ class PruneTool(amanda.Tool):
             return
         for group in [waiting] if self._options.is_global else [[one] for one in waiting]:
             make_masks(group, update, self._options)
+
+
+@amanda.traceable
+def _times(value: Any, mask: Any) -> Any:
+    return None if value is None else value * mask
 
 
 def _is_in_file(context: amanda.OpContext, index: int) -> bool:

@@ -86,6 +86,10 @@ class Weight:
         """The gradient where the weight is kept; None for no change."""
         return gradient * self._tensors_like(gradient)[0] if self.is_masked else None
 
+    def mask_like(self, value: Any) -> Any:
+        """The mask in the type of a tensor, where it is."""
+        return self._tensors_like(value)[0]
+
     def finalized(self, values: Array) -> Array:
         """What the holder's values become: from now on elements that had come back are counted from 0."""
         made = self.masked(values)

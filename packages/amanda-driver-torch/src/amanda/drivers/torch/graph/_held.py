@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 
 class Held:
-    """The tensors that the routines of one node hold, and what stands for them at the moment."""
+    """The tensors that the routines of one node hold."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._pairs: Mapping[int, torch.Tensor] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Note a tensor."""
@@ -30,22 +29,11 @@ class Held:
         with _Collecting(self):
             yield
 
-    @contextmanager
-    def replaced_by(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Use these values instead of the tensors, also in the backward pass of what is traced."""
+    def replaced_by(self, values: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Use these values instead of the tensors."""
         pairs = zip(self.tensors, values, strict=True)
-        self._pairs = {id(own): value for own, value in pairs if own is not value}
-        with self.again():
-            yield
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Use what was used last."""
-        if not self._pairs:
-            yield
-        else:
-            with _StandingIn(self._pairs):
-                yield
+        changed = {id(own): value for own, value in pairs if own is not value}
+        return _StandingIn(changed) if changed else nullcontext()
 
 
 class _Collecting(TorchFunctionMode):

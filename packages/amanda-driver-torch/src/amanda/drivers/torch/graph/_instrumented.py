@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from ._held import Held
 from ._ops import TENSORS, Program
-from ._record import Replay, backward_nodes, filled, sequence, uninstrumented
+from ._record import Replay, backward_nodes, filled, sequence
 from ._routines import Routines
 
 
@@ -59,8 +59,9 @@ class Inlet:
     def __call__(self, token: torch.Tensor | None, *values: Any) -> Any:
         """The node's value, of what tensors stand for those that are held, and of what the node is given."""
         count = len(self.held.tensors)
-        with uninstrumented(), self.held.replaced_by(values[:count]):
-            return self.run(Routines(self.program, token), values[count:])
+        routines = Routines(self.program, token, lambda: self.held.replaced_by(values[:count]))
+        with routines.at_work():
+            return self.run(routines, values[count:])
 
     def run(self, routines: Routines, values: Sequence[Any]) -> Any:
         """The node's value."""
@@ -135,7 +136,7 @@ class Leaf(Inlet):
         facts, plan = self.site
 
         def entering(gradients: Sequence[Any]) -> Any:
-            with uninstrumented(), self.held.again():
+            with routines.at_work():
                 gradients = tuple(routines.in_turn(plan.before, list(gradients), facts))
                 routines.in_turn(plan.after, [], facts)
                 return gradients

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +16,27 @@ from ._record import uninstrumented
 
 
 class Routines:
-    """Runs routines for one call of a node; token: of the execution, where routines are called as Python."""
+    """Runs routines for one call of a node, and in the backward pass of that.
 
-    def __init__(self, program: Program, token: torch.Tensor | None) -> None:
+    token: of the execution, where routines are called as Python.  standing_in: makes a context in which
+    others stand for the tensors that the routines hold.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        token: torch.Tensor | None,
+        standing_in: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.program = program
         self.token = token
+        self._standing_in = standing_in
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Context for routines, in which nothing is instrumented."""
+        with uninstrumented(), self._standing_in():
+            yield
 
     def inlines(self, action: Action) -> bool:
         """Whether a routine becomes part of the graph."""
@@ -69,12 +86,12 @@ class Routines:
         entered: list[Any] = []
 
         def before(gradients: Sequence[Any]) -> Any:
-            with uninstrumented():
+            with self.at_work():
                 entered[:] = self.in_turn(plan.before, list(gradients), facts)
             return tuple(entered)
 
         def after(gradients: Sequence[Any], outer: Sequence[Any]) -> Any:
-            with uninstrumented():
+            with self.at_work():
                 left = list(gradients)
                 if plan.replace is not None:
                     left = self._replaced(plan.replace, left, entered, facts)
