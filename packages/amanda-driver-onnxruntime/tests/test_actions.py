@@ -480,6 +480,18 @@ def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
     assert scope.report == []
 
 
+def test_a_routine_that_changes_a_sequence_is_told_that_it_cannot() -> None:
+    model = model_of(
+        [node("SequenceConstruct", "x x", "s", "sequence"), node("SequenceAt", "s i", "y")],
+        {"x": [3]}, ["y"], {"i": np.array(0)},
+    )  # fmt: skip
+    reversing = tool(
+        lambda c: c.insert_after_op(lambda values: [one + 1 for one in values]), "SequenceConstruct"
+    )
+    with amanda.apply(reversing), pytest.raises(RoutineError, match="is no tensor"):
+        session_of(model).run(None, {"x": np.zeros(3, np.float32)})
+
+
 def test_the_state_of_random_ops_is_said_to_begin_anew() -> None:
     model = model_of(
         [node("RandomNormalLike", "x", "r", "noise"), node("Add", "x r", "y")], {"x": [3]}, ["y"]

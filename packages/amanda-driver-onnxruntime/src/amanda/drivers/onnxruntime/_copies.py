@@ -20,7 +20,6 @@ from ._schedule import schedule
 from ._sessions import Part, Sessions
 from ._symbols import Symbol
 from ._tensors import GraphTensors
-from ._types import types_by_onnxruntime
 from ._values import as_array
 
 _DRAWING = (
@@ -185,6 +184,5 @@ def _read(session: Any) -> Model:
     theirs = [one.name for one in session.get_inputs()], [one.name for one in session.get_outputs()]
     if mine != theirs:
         raise Unreadable(f"its model {path} has changed since the session was made: {mine}, not {theirs}")
-    options = session._sess.session_options
-    model.infer_types(lambda proto, names: types_by_onnxruntime(proto, names, options, model.constants))
+    model.infer_types(Sessions(session, model).types)
     return model

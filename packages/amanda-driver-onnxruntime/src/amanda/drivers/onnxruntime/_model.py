@@ -14,6 +14,8 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from ._symbols import Array, Symbol, tensor_type
 
+TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
+"""Gives the types of values by name, of a model whose initializers have these values."""
 SMALL = 1024
 """Bytes up to which a constant stays in the graph: shapes and axes, which type inference reads."""
 
@@ -50,7 +52,7 @@ class Model:
         """The model in a file, whose external data stay there until they are read."""
         return cls(onnx.load(path, load_external_data=False), str(Path(path).parent), overridable)
 
-    def infer_types(self, others: Callable[[ModelProto, Sequence[str]], Mapping[str, TypeProto]]) -> None:
+    def infer_types(self, others: TypesOf) -> None:
         """Find the types of all values; `others` gives those, by name, that ONNX' own inference does not."""
         graph = infer_shapes(self.proto).graph
         self.proto.graph.CopyFrom(graph)
@@ -59,7 +61,7 @@ class Model:
             name for node in graph.node for name in node.output if name and not is_typed(self.types.get(name))
         ]
         if unknown:
-            self.types.update(others(self.proto, unknown))
+            self.types.update(others(self.proto, unknown, self.constants))
 
     def symbol(self, name: str) -> Symbol:
         """The symbol of a value of the outermost graph."""

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from amanda._notes import explained
+from amanda._routine import run_routine, spread
 from amanda.backend import Action, Execution, Inserted, Rounds, State, TensorOps
 from amanda.errors import RoutineError
 
@@ -38,9 +39,35 @@ class Place(Inserted):
         results = [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
         return [own.get(id(one), one) for one in results]
 
+    def apply(
+        self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
+    ) -> list[Any]:
+        """Call routines on values; the flat tensors that the place gives back.
+
+        Raises RoutineError where one changes what is no tensor, or of a type that is not known.
+        """
+        fixed = [] if actions and actions[0].observer else [i for i in self.given if i not in self.gives]
+        made = list(values)
+        for action in actions:
+            made = run_routine(ops, action, made, self.facts, run, state)
+            for position in fixed:
+                if not _is_same(made[position], values[position]):
+                    with explained(self.facts, action.tool, str(action)):
+                        raise RoutineError(
+                            f"{action} changed value {position} of {self.facts.name}, which is no tensor, "
+                            "or of a type that is not known before the model runs"
+                        )
+        return spread(made[position] for position in self.gives)
+
     def evaluate(self, flat: Sequence[Any], ops: TensorOps, state: State) -> list[Any]:
         """What the routines make of constants, or of arrays that record what is computed of them."""
         return self.run(Execution(state, ops, {}), flat)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other
 
 
 def _locked(value: Any) -> Any:

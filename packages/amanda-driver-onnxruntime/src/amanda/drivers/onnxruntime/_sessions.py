@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, numpy_helper
 
 import onnxruntime
 
 from ._model import Model, referred
 from ._schedule import Step
 from ._symbols import Symbol, tensor_type
+from ._types import add_outputs, types_told
 from ._values import as_array
 
 _BUILT_IN = frozenset(
@@ -95,6 +96,22 @@ class Sessions:
             graph.output.append(ValueInfoProto(name=own))
         session, held = self._made(graph, {name: constants.get(name) for name in step.constants})
         return Part(session, inputs, outputs, held)
+
+    def types(
+        self, proto: ModelProto, names: Sequence[str], constants: Mapping[str, Any]
+    ) -> dict[str, TypeProto]:
+        """Types of values of the outermost graph, as a session like the user's tells them."""
+        graph = onnx.GraphProto()
+        graph.CopyFrom(proto.graph)
+        held = {one.name: constants[one.name] for one in graph.initializer}
+        held |= {one.values.name: None for one in graph.sparse_initializer}
+        for field in ("initializer", "sparse_initializer", "value_info"):
+            graph.ClearField(field)
+        add_outputs(graph, names)
+        try:
+            return types_told(self._made(graph, held)[0], names)
+        except Exception:  # what it refuses, it says when a copy is made
+            return {}
 
     def _made(self, graph: onnx.GraphProto, constants: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         source = self._model.proto

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
-from onnx import ModelProto, TypeProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
 
 import onnxruntime
 
@@ -22,24 +22,20 @@ _TENSOR = re.compile(r"tensor\((\w+)\)")
 
 
 def types_by_onnxruntime(
-    proto: ModelProto,
-    names: Sequence[str],
-    options: Any = None,
-    constants: Mapping[str, Any] | None = None,
+    proto: ModelProto, names: Sequence[str], constants: Mapping[str, Any]
 ) -> dict[str, TypeProto]:
     """Types of values of the outermost graph, as far as ONNX Runtime tells; {} of a model it refuses.
 
-    proto: whose large initializers may be apart, in `constants`.
+    constants: values of initializers, of which large ones are apart.
     """
     probe = ModelProto()
     probe.CopyFrom(proto)
-    known = {one.name for one in probe.graph.output}
-    probe.graph.output.extend(ValueInfoProto(name=name) for name in names if name not in known)
-    settings = session_options(onnxruntime.SessionOptions() if options is None else options)
+    add_outputs(probe.graph, names)
+    settings = session_options()
     apart = {
         tensor.name: onnxruntime.OrtValue.ortvalue_from_numpy(constants[tensor.name])
         for tensor in probe.graph.initializer
-        if constants and tensor.data_location == onnx.TensorProto.EXTERNAL
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
     }
     if apart:
         settings.add_external_initializers(list(apart), list(apart.values()))
@@ -49,6 +45,17 @@ def types_by_onnxruntime(
         )
     except Exception:  # what it refuses, it says when the model itself is loaded
         return {}
+    return types_told(session, names)
+
+
+def add_outputs(graph: GraphProto, names: Sequence[str]) -> None:
+    """Let a graph give values of these names besides."""
+    known = {one.name for one in graph.output}
+    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in known)
+
+
+def types_told(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
+    """Types of a session's outputs, of those that are tensors."""
     told = {one.name: _type(one) for one in session.get_outputs()}
     return {name: type for name in names if (type := told.get(name)) is not None}
 
@@ -58,9 +65,6 @@ def _type(argument: Any) -> TypeProto | None:
     if found is None or found[1] not in _ELEMENTS:
         return None
     element = onnx.TensorProto.DataType.Value(_ELEMENTS[found[1]])
-    shape = (
-        None
-        if argument.shape is None
-        else [one if isinstance(one, (int, str)) else None for one in argument.shape]
-    )
+    known = argument.shape or None  # that of a scalar is told as one that is not known
+    shape = known and [one if isinstance(one, (int, str)) else None for one in known]
     return onnx.helper.make_tensor_type_proto(element, shape)
