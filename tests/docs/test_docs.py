@@ -32,7 +32,10 @@ APART = {"migrating.md"}
 
 
 @pytest.mark.parametrize("page", [page.relative_to(DOCS).as_posix() for page in PAGES])
-def test_snippets_print_what_the_page_says(page: str) -> None:
+def test_snippets_print_what_the_page_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where they may write files
     if page in APART:
         done = subprocess.run([sys.executable, __file__, page], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import amanda
 from amanda.tools.quantize._arithmetic import arithmetic, spread
 from amanda.tools.quantize._grid import Grid, Rounding
+
+
+class FixedScale(NamedTuple):
+    """Scale and zero point, arrays of NumPy, of a tensor; item: its place in a list of tensors, or None."""
+
+    item: int | None
+    scale: Any
+    zero_point: Any
+    grid: Grid
+    axes: Sequence[int]
 
 
 def fake_quantize(
@@ -16,6 +27,7 @@ def fake_quantize(
     grid: Grid,
     axes: Sequence[int] = (),
     rounding: Rounding = "half_even",
+    kernel: bool = True,
 ) -> Any:
     """(clip(round(x / scale) + zero_point, low, high) - zero_point) * scale, in the type of `x`.
 
@@ -23,10 +35,10 @@ def fake_quantize(
     channels in x.  rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by
     1 / scale; "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it
     rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
-    C's round does.
+    C's round does.  kernel: whether one of the framework's may compute it, to the same bits.
     """
     xp = arithmetic(x)
-    if rounding == "half_even" and xp.has_kernel(x, axes):
+    if kernel and rounding == "half_even" and xp.has_kernel(x, axes):
         return xp.kernel(x, scale, zero_point, grid.low, grid.high, axes)
     wide, s, z = _spread(x, scale, zero_point, axes)
     if rounding == "half_up":
@@ -38,6 +50,20 @@ def fake_quantize(
         return xp.like(x, xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s)
     integers = _rounded(wide * (1 / s), rounding) + z
     return xp.like(x, (xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s)
+
+
+@amanda.traceable
+def fake_quantize_for_good(x: Any, parts: Sequence[FixedScale], rounding: Rounding = "half_even") -> Any:
+    """A tensor, or some of a list of tensors, on grids that do not change: tensor code alone."""
+    if parts[0].item is None:
+        return _on_grid(x, parts[0], rounding)
+    fixed = {part.item: part for part in parts}
+    return [_on_grid(one, fixed[i], rounding) if i in fixed else one for i, one in enumerate(x)]
+
+
+def _on_grid(x: Any, part: FixedScale, rounding: Rounding) -> Any:
+    # A kernel of PyTorch's gives the same, but not without data, as while a graph is made.
+    return fake_quantize(x, part.scale, part.zero_point, part.grid, part.axes, rounding, kernel=False)
 
 
 def fake_quantize_gradient(

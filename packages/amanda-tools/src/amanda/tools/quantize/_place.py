@@ -7,6 +7,8 @@ from math import prod
 from typing import Any
 
 import amanda
+from amanda.tools.quantize._fake import FixedScale
+from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
@@ -68,6 +70,27 @@ class Place:
             value = values[index] if item is None else values[index][item]
             if quantizer.xp.is_plain(value):
                 yield quantizer, index, item, value
+
+    def fixed(self, position: int, value: Callable[[], Any]) -> list[FixedScale]:
+        """Scales of what the op reads at a position, which is a weight's `value` where it has none yet.
+
+        Raises QuantizeError where an activation has none.
+        """
+        found = []
+        for (where, item), quantizer in self.quantizers.items():
+            if where != position:
+                continue
+            if quantizer.is_weight and not quantizer.settled:
+                quantizer.observe(quantizer.xp.constant(value()))
+                quantizer.settle()
+            qparams = quantizer.qparams()
+            if qparams is None:
+                raise QuantizeError(
+                    f"{quantizer.name} has no scale, and nothing runs that it could come of: calibrate the "
+                    "model that the file is of, and load what was saved (--state FILE)"
+                )
+            found.append(FixedScale(item, *qparams, quantizer.grid, quantizer.axes))
+        return found
 
     def compare(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Measure outputs against those of inputs that were not quantised."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
@@ -171,6 +173,9 @@ class QuantizeTool(amanda.Tool):
         place = self._places[name]
         if not place.positions:
             return
+        if context.is_static():
+            self._inline(context, place)
+            return
         measures = self._sqnr and place.recompute is not None
         if measures:
             context.insert_before_op(self._hold)
@@ -179,6 +184,17 @@ class QuantizeTool(amanda.Tool):
         context.insert_before_op(routine, inputs=place.positions, place=place)
         if measures:
             context.insert_after_op(self._compare, place=place)
+
+    def _inline(self, context: amanda.OpContext, place: Place) -> None:
+        """Put what an op of a file reads on grids that do not change any more."""
+        if self.options.method not in ("static", "qat"):
+            raise QuantizeError(
+                f'method {self.options.method!r} is for models that run; write a file with "static" or "qat"'
+            )
+        for position in place.positions:
+            parts = place.fixed(position, partial(context.get_value, position))
+            kwargs = {"parts": parts, "rounding": self.options.rounding}
+            context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
 
     def _selects(self, names: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.options.types)

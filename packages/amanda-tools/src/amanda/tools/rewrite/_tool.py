@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,10 @@ class RewriteTool(amanda.Tool):
         self._dataflow = Dataflow()
         self._sites = Sites(self.rules)
         self._steps: dict[str, Steps] = {}
+
+    def preparing(self) -> AbstractContextManager[Any]:
+        """Of a file all ops are seen before: which matches there are is known then."""
+        return nullcontext()
 
     def scope_left(self) -> None:
         """What was put off and lives on is computed while what it reads is as it was."""
@@ -123,9 +127,10 @@ class RewriteTool(amanda.Tool):
         own = [one for one in read if one[0] == last.id]
         others = [one for one in read if one[0] != last.id]
         positions = [position for _, position in own]
-        context.replace_op(
-            self._replace_in_graph, inputs=positions, reads=others, edges=[*own, *others], site=site
-        )
+        replace: Callable[..., Any] = self._replace_in_graph
+        if context.is_static():
+            replace = amanda.traceable(partial(replace))  # by a mark of its own: others are Python
+        context.replace_op(replace, inputs=positions, reads=others, edges=[*own, *others], site=site)
 
     # ---- execution ----
 
