@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,7 +26,9 @@ import sys
 sys.modules["amanda"] = None
 import numpy as np, onnxruntime
 model, given, out = sys.argv[1:]
-session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+options = onnxruntime.SessionOptions()
+options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 (name,) = [one.name for one in session.get_inputs()]
 found = session.run(None, {name: np.load(given)})
 np.savez(out, **{one.name: value for one, value in zip(session.get_outputs(), found)})
@@ -114,6 +117,40 @@ def test_a_pruned_copy_gives_what_the_tool_gives_when_it_runs(model: Path, tmp_p
     made = onnxruntime.InferenceSession(tmp_path / "pruned.onnx", session_options())
     np.testing.assert_array_equal(made.run(None, {"x": X})[0], running)
     assert not np.allclose(running, session.run(None, {"x": X})[0])
+
+
+def test_a_trained_model_is_pruned_as_when_it_runs_and_as_by_hand(tmp_path: Path) -> None:
+    """The transcription network of basic-pitch (Spotify, 2022); the package itself is not imported."""
+    package = importlib.util.find_spec("basic_pitch")
+    assert package is not None
+    (folder,) = package.submodule_search_locations or ()
+    model = Path(folder, "saved_models", "icassp_2022", "nmp.onnx")
+    time = np.arange(43844) / 22050
+    audio = (np.sin(2764 * time) + np.sin(4140 * time)).astype(np.float32)[None, :, None]
+    tool = PruneTool()
+    done = amanda.instrument(model, tool, out=tmp_path / "pruned.onnx")
+    found = alone(tmp_path / "pruned.onnx", audio, tmp_path)
+    session = onnxruntime.InferenceSession(model, session_options())
+    (given,), names = session.get_inputs(), [one.name for one in session.get_outputs()]
+    with amanda.apply(PruneTool()):
+        running = session.run(None, {given.name: audio})
+    by_hand = onnx.load(model)
+    convolutions = [node for node in by_hand.graph.node if node.op_type == "Conv"]
+    masked = 0
+    for tensor in by_hand.graph.initializer:
+        if any(node.input[1] == tensor.name for node in convolutions):
+            weight = numpy_helper.to_array(tensor)
+            kept = np.ones(weight.size, bool)
+            kept[np.argsort(np.abs(weight), axis=None, kind="stable")[: weight.size // 2]] = False
+            tensor.CopyFrom(numpy_helper.from_array(weight * kept.reshape(weight.shape), tensor.name))
+            masked += 1
+    assert masked == len(tool.result.rows()) == 9  # of which several convolutions read one
+    assert len(done.inlined) == len(convolutions) == 32
+    hand = onnxruntime.InferenceSession(by_hand.SerializeToString(), session_options())
+    for name, value, other in zip(names, running, hand.run(None, {given.name: audio}), strict=True):
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(other, value, err_msg=name)
+    assert np.abs(session.run(None, {given.name: audio})[0] - running[0]).max() > 0.05
 
 
 class Counting(amanda.Tool):
