@@ -35,7 +35,7 @@ def coverage(modes: Results, axes: Any) -> None:
         axes.barh(row, rest, left=counts["hooks"], color=AMANDA, label=None if row else "Amanda alone")
     axes.set_yticks(range(len(rows)), [f"{model}, {phase}" for model, phase in rows])
     axes.set_xlabel("executed operators that are instrumentation points")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def overhead(results: Results, axes: Any) -> None:

@@ -23,8 +23,8 @@ PARAGRAPHS = {
         In the paper an Amanda tool reads CUPTI around each operator of ResNet-50 on a GPU. There was none
         to measure on; the [profile tool](tools/profile.md) does that where there is one. Here a tool of
         forty lines does the same one floor up, with oneDNN's account of its kernels on a processor, in a
-        training step, by the clock on the wall, with the tool's own reading in it. What no kernel of oneDNN
-        took is PyTorch's own code, and waiting.
+        training step: processor time of operators, with the tool's own reading in it, and by the clock of
+        oneDNN that of kernels. What no kernel of oneDNN took is PyTorch's own code and that of its BLAS.
     """,
     "9": """
         Executions in one forward and backward pass in evaluation mode, as the [coverage
