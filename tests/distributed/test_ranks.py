@@ -116,3 +116,18 @@ def test_the_example_tells_once_of_both(run: tuple[Path, str]) -> None:
     assert printed.count("FLOPs by phase by rank") == 1
     assert printed.count("Of rank0 and rank1 together.") == 2
     assert "Statistics of tensors" in printed
+
+
+def test_flops_of_distributed_tensors_are_shared_out(told: list[dict[str, Any]]) -> None:
+    first, second = 16 * 16 * 64, 16 * 64 * 4
+    for one in told:
+        assert one["tensor parallel"]["macs"] == {"forward": first + second, "backward": first + 2 * second}
+        assert "output 0 (partial)" in one["tensor parallel"]["tensors"]
+
+
+def test_tools_look_at_collectives(told: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(told):
+        gathered, scattered, unsupported = one["collectives"]
+        assert gathered == [2.0] * 3
+        assert scattered == [1.0 + rank] * 3
+        assert unsupported == {}

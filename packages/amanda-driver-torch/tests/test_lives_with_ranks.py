@@ -86,7 +86,7 @@ def test_collectives_are_ops_whose_inputs_can_be_changed(told: list[Told]) -> No
         assert {"c10d::send", "c10d::recv"} & set(found["ops"])
         assert found["reduced"] == [6.0] * 3  # 2 * 1 + 2 * 2
         assert found["waited"] == [24.0] * 3  # each gives 2 * 6
-        assert found["gathered"] == [[1.0] * 3, [2.0] * 3]
+        assert found["gathered"] == [[3.0] * 3, [6.0] * 3]
         assert found["rows"] == [1.0] * 3 + [2.0] * 3
         assert found["report"] == []
 

@@ -272,6 +272,9 @@ class Doubled(amanda.Tool):
         self.ops.append(kind)
         if kind == "c10d::all_reduce":
             context.insert_before_op(lambda tensors: [[2 * one for one in tensors]], inputs=["tensors"])
+        if kind == "c10d::all_gather":
+            assert len(context.get_inputs()[1]) == SIZE  # one list, which torch has as a list of lists
+            context.insert_before_op(lambda given: [[3 * one for one in given]], inputs=["input_tensors"])
         if kind == "_c10d_functional::all_reduce":
             context.insert_after_op(lambda value: self.given.append(value.sum().item()))
 

@@ -86,6 +86,42 @@ class TorchCall(Call):
         return str(name).removeprefix("aten::")
 
 
+class CollectiveCall(TorchCall):
+    """One call of a process group's method: a list of lists of tensors is one list, as every input is."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self, *told: Any) -> None:
+        super().__init__(*told)
+        self._lengths = {
+            i: [len(one) for one in value]
+            for i, value in enumerate(self.inputs)
+            if isinstance(value, (list, tuple)) and value and all(isinstance(one, list) for one in value)
+        }
+        for i in self._lengths:
+            self.inputs[i] = [one for part in self.inputs[i] for one in part]
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Make the call, with lists as they were."""
+        return super().invoke(inputs if inputs is self.inputs else self._nested(inputs))
+
+    def computation(self) -> Callable[[Sequence[Any]], Any]:
+        """The call of inputs like this call's."""
+        compute, nested = super().computation(), self._nested
+        return lambda inputs: compute(nested(inputs))
+
+    def _nested(self, inputs: Sequence[Any]) -> list[Any]:
+        return [
+            _divided(value, self._lengths[i]) if i in self._lengths else value
+            for i, value in enumerate(inputs)
+        ]
+
+
+def _divided(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    rest = iter(flat)
+    return [[next(rest) for _ in range(length)] for length in lengths]
+
+
 def _targets(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
     if in_place:
         return (0,)

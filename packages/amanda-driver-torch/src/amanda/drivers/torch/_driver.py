@@ -24,7 +24,7 @@ from amanda.backend import (
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Reader, Site
 
 from ._autograd import Autograd
-from ._calls import TorchCall
+from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
 from ._modules import enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
@@ -189,7 +189,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         target = self._targets.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
-            return TorchCall(site, site.op, (), args, kwargs, bound, target.inplace)
+            kind = CollectiveCall if site.key.startswith("c10d::") else TorchCall
+            return kind(site, site.op, (), args, kwargs, bound, target.inplace)
         head, rest = args[:1], args[1:]
         op = Scripted(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
         return TorchCall(site, op, head, rest, kwargs, binding(head[0], rest, kwargs), False)
