@@ -34,6 +34,7 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
 ) -> None:
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
     monkeypatch.delattr(torch.compiler, "set_stance")
+    _requirements.log_once.cache_clear()
     seen: list[str] = []
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
@@ -42,6 +43,10 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
     assert seen == ["ones", "relu"]
     assert "_checkpoint_without_reentrant_generator: recomputed ops have ids of their own" in caplog.text
     assert "compiler.set_stance: compiled callables are not seen" in caplog.text
+    told = len(caplog.records)
+    with amanda.apply(tool):
+        pass
+    assert len(caplog.records) == told
 
 
 def private_names() -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What of torch the driver leans on beyond its public names, and what it does where it is absent."""
 
 import logging
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +21,6 @@ ESSENTIAL = (
     "_C._autograd._pop_saved_tensors_default_hooks",
     "_C._autograd._push_saved_tensors_default_hooks",
     "_C._autograd._saved_tensors_hooks_is_enabled",
-    "_C._autograd._top_saved_tensors_default_hooks",
     "_C._disabled_torch_function_impl",
     "_C._functions.AccumulateGrad",
     "_C._functorch.peek_interpreter_stack",
@@ -43,6 +43,8 @@ ESSENTIAL = (
 """Without one of these nothing is instrumented."""
 
 OPTIONAL = {
+    "_C._autograd._top_saved_tensors_default_hooks": "what in-place ops save of values that routines change "
+    "does not go through hooks on saved tensors",
     "_C._parse_dispatch_key": "routines cost a multiple of the time",
     "autograd.function._HookMixin._register_hook": "routines of backward ops cost twice the time",
     "_guards.TracingContext.try_get": "graphs by dynamo record the ops of routines",
@@ -73,10 +75,15 @@ def check() -> None:
             f"torch {torch.__version__} lacks {', '.join(lacking)}, without which no op can be "
             f'instrumented; {tested}: pip install "torch=={TESTED_VERSIONS[-1]}.*", or a newer driver'
         )
-    for path in missing_parts():
-        logger.warning("torch %s lacks %s: its calls are not seen; %s", torch.__version__, path, tested)
-    for path, consequence in OPTIONAL.items():
-        if found(path) is None:
-            logger.warning("torch %s lacks %s: %s; %s", torch.__version__, path, consequence, tested)
+    absent = dict.fromkeys(missing_parts(), "its calls are not seen")
+    absent |= {path: consequence for path, consequence in OPTIONAL.items() if found(path) is None}
+    for path, consequence in absent.items():
+        log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {tested}")
     if ".".join(torch.__version__.split(".")[:2]) not in TESTED_VERSIONS:
-        logger.info("torch %s: %s", torch.__version__, tested)
+        log_once(logging.INFO, f"torch {torch.__version__}: {tested}")
+
+
+@cache
+def log_once(level: int, message: str) -> None:
+    """Log a message the first time; the driver attaches with every first scope."""
+    logger.log(level, message)

@@ -119,7 +119,10 @@ def has_hooks() -> bool:
 
 
 def _hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except AttributeError:  # torch 2.4
+        return None
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
