@@ -217,7 +217,8 @@ class IdentityTests:
         outputs = set()
         for seed in ("1", "2"):
             program = [sys.executable, "-c", PROGRAM, inspect.getfile(type(sample)), type(sample).__name__]
-            environment = {**os.environ, "PYTHONHASHSEED": seed}
+            path = os.pathsep.join(filter(None, sys.path))  # with what pytest has put on it
+            environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
             done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
             outputs.add(done.stdout)

@@ -1,0 +1,63 @@
+"""The example of the driver template is the core's own: its fake framework and the driver of that, renamed.
+
+`python .ci/example_driver.py` writes it into templates/driver, after one of these was changed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "packages/amanda-core"
+TEMPLATE = ROOT / "templates/driver/template"
+ONLY_HERE = "{{% if framework == 'tinyframe' %}}{}{{% endif %}}"
+IMPORTED = "from amanda.testing import DriverTests, FakeDriver, Sample, attached, fake, never\n"
+IMPORTS = """from amanda.testing import DriverTests, Sample, never
+from amanda.drivers.tinyframe import FakeDriver
+from amanda.testing import fake
+"""
+RENAMED = {
+    r"from amanda\.testing import fake\b": "import tinyframe",
+    r"return fake\n": "return tinyframe\n",
+    r"amanda\.testing\.fake": "tinyframe",
+    r"\bFake(?=[A-Z])|(?<=Test)Fake": "Tinyframe",
+    r"[Tt]he fake framework": "tinyframe",
+    r"\bfake\b": "tinyframe",
+}
+
+
+def example() -> dict[Path, str]:
+    """The files of the template that belong to the example, and what is in them."""
+    driver = TEMPLATE / "src/amanda/drivers/{{ framework }}" / ONLY_HERE.format("_driver.py")
+    suite = (CORE / "tests/test_fake_driver.py").read_text().partition("\n\nclass Hearing")[0]
+    files = {
+        driver: (CORE / "src/amanda/testing/_fake_driver.py").read_text(),
+        TEMPLATE / "tests" / ONLY_HERE.format("test_driver.py"): suite.replace(IMPORTED, IMPORTS) + "\n",
+    }
+    framework = TEMPLATE / "tests" / ONLY_HERE.format("tinyframe")
+    files |= {framework / file.name: file.read_text() for file in CORE.glob("src/amanda/testing/fake/*.py")}
+    return {file: tidied(renamed(text)) for file, text in files.items()}
+
+
+def renamed(text: str) -> str:
+    """Of tinyframe instead of the fake framework."""
+    for pattern, other in RENAMED.items():
+        text = re.sub(pattern, other, text)
+    return text
+
+
+def tidied(text: str) -> str:
+    """With imports in order, as the project formats them."""
+    for command in (("check", "--select=I,F401", "--fix-only", "--quiet"), ("format", "--quiet")):
+        ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename=example.py", "-"]
+        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return text
+
+
+if __name__ == "__main__":
+    for file, text in example().items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)

@@ -1,0 +1,53 @@
+"""A tiny framework in memory: tensors that are lists of numbers, a tape, modules.
+
+It stands for what a driver meets in a real one: operators that are found by attribute, composites
+that call them, in-place and `out=` operators, results of several tensors, checkpoints.
+"""
+
+from tinyframe._autograd import Node, enable_grad, is_grad_enabled, no_grad, run_backward
+from tinyframe._modules import Linear, Module, checkpoint
+from tinyframe._operators import (
+    OPERATORS,
+    Halves,
+    add,
+    add_,
+    cat,
+    item,
+    matmul,
+    mul,
+    muladd,
+    opaque,
+    relu,
+    split,
+    sum,
+)
+from tinyframe._tensor import Parameter, Tensor, tensor
+
+__version__ = "1.0"
+
+__all__ = [
+    "OPERATORS",
+    "Halves",
+    "Linear",
+    "Module",
+    "Node",
+    "Parameter",
+    "Tensor",
+    "add",
+    "add_",
+    "cat",
+    "checkpoint",
+    "enable_grad",
+    "is_grad_enabled",
+    "item",
+    "matmul",
+    "mul",
+    "muladd",
+    "no_grad",
+    "opaque",
+    "relu",
+    "run_backward",
+    "split",
+    "sum",
+    "tensor",
+]

@@ -1,0 +1,186 @@
+"""The operators: each reads or writes numbers, and leaves a node on the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tinyframe._autograd import Gradients, is_grad_enabled, record
+from tinyframe._tensor import Number, Tensor, mapped
+
+
+class Halves(NamedTuple):
+    """What `split` gives."""
+
+    first: Tensor
+    second: Tensor
+
+
+def add(input: Tensor, other: Tensor | Number, *, out: Tensor | None = None) -> Tensor:
+    """input + other, elementwise."""
+    result = mapped(lambda a, b: a + b, input, other)
+    if out is not None:
+        out.assign(result)
+        return out
+    record("AddBackward", [input, other], [result], lambda grads: (grads[0], grads[0]))
+    return result
+
+
+def add_(input: Tensor, other: Tensor | Number) -> Tensor:
+    """Add to input where it lies."""
+    if input.requires_grad and input.is_leaf and is_grad_enabled():
+        raise RuntimeError("a leaf that requires a gradient is written in place")
+    result = mapped(lambda a, b: a + b, input, other)
+    inputs = [input.detach() if not input.requires_grad else _alias(input), other]
+    input.assign(result)
+    record("AddBackward", inputs, [input], lambda grads: (grads[0], grads[0]))
+    return input
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    alias = Tensor(tensor.numbers, tensor.shape, tensor.dtype, tensor.requires_grad)
+    alias.node, alias.slot = tensor.node, tensor.slot
+    return alias
+
+
+def mul(input: Tensor, other: Tensor | Number) -> Tensor:
+    """input * other, elementwise."""
+    result = mapped(lambda a, b: a * b, input, other)
+    a, b = input.detach(), other.detach() if isinstance(other, Tensor) else other
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        assert grad is not None
+        return _product(grad, b), _product(grad, a) if isinstance(b, Tensor) else None
+
+    record("MulBackward", [input, other], [result], backward)
+    return result
+
+
+def muladd(input: Tensor, other: Tensor) -> Tensor:
+    """input * other + input: an operator that leaves two nodes."""
+    product = mapped(lambda a, b: a * b, input, other)
+    a, b = input.detach(), other.detach()
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        return _product(grad, b), _product(grad, a)
+
+    record("MulBackward", [input, other], [product], backward)
+    result = mapped(lambda a, b: a + b, product, input)
+    record("AddBackward", [product, input], [result], lambda grads: (grads[0], grads[0]))
+    return result
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """(n, k) times (k, m)."""
+    result = _matrix_product(input, other)
+    a, b = input.detach(), other.detach()
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        assert grad is not None
+        return _matrix_product(grad, _transposed(b)), _matrix_product(_transposed(a), grad)
+
+    record("MatmulBackward", [input, other], [result], backward)
+    return result
+
+
+def relu(input: Tensor) -> Tensor:
+    """What is above zero, and zero."""
+    result = mapped(lambda a: a if a > 0 else a * 0, input)
+    above = mapped(lambda a: 1 if a > 0 else 0, input)
+    record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], above),))
+    return result
+
+
+def split(input: Tensor) -> Halves:
+    """The two halves along the first axis."""
+    middle, size = input.shape[0] // 2, len(input.numbers) // input.shape[0]
+    rest = input.shape[1:]
+    halves = Halves(
+        Tensor(input.numbers[: middle * size], (middle, *rest), input.dtype),
+        Tensor(input.numbers[middle * size :], (input.shape[0] - middle, *rest), input.dtype),
+    )
+    zeros = [half.detach() for half in halves]
+
+    def backward(grads: Gradients) -> Gradients:
+        parts = [grad or _product(zero, 0) for grad, zero in zip(grads, zeros, strict=True)]
+        return (Tensor(parts[0].numbers + parts[1].numbers, (parts[0].shape[0] + parts[1].shape[0], *rest)),)
+
+    record("SplitBackward", [input], halves, backward)
+    return halves
+
+
+def cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors in a row along the first axis."""
+    numbers = [number for one in tensors for number in one.numbers]
+    rows = [one.shape[0] for one in tensors]
+    rest = tensors[0].shape[1:]
+    result = Tensor(numbers, (sum_of(rows), *rest), tensors[0].dtype)
+    sizes = [len(one.numbers) for one in tensors]
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        assert grad is not None
+        starts = [sum_of(sizes[:i]) for i in range(len(sizes))]
+        return [
+            Tensor(grad.numbers[start : start + size], (count, *rest), grad.dtype)
+            for start, size, count in zip(starts, sizes, rows, strict=True)
+        ]
+
+    record("CatBackward", tensors, [result], backward)
+    return result
+
+
+sum_of = sum
+
+
+def sum(input: Tensor) -> Tensor:
+    """The sum of all, as a tensor of no axis."""
+    result = Tensor([sum_of(input.numbers)], (), input.dtype)
+    shape = input.shape
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        assert grad is not None
+        size = 1
+        for extent in shape:
+            size *= extent
+        return (Tensor(grad.numbers * size, shape, grad.dtype),)
+
+    record("SumBackward", [input], [result], backward)
+    return result
+
+
+def item(input: Tensor) -> Any:
+    """The only number of a tensor."""
+    (number,) = input.numbers
+    return number
+
+
+def opaque(input: Tensor) -> Tensor:
+    """An operator that lies beyond instrumentation, as a compiled region would."""
+    return input.detach()
+
+
+OPERATORS = (add, add_, mul, muladd, matmul, relu, split, cat, sum, item, opaque)
+
+
+def _product(one: Tensor | None, other: Tensor | Number) -> Tensor:
+    assert one is not None
+    return mapped(lambda a, b: a * b, one, other)
+
+
+def _matrix_product(one: Tensor, other: Tensor) -> Tensor:
+    (n, k), (rows, m) = one.shape, other.shape
+    if k != rows:
+        raise ValueError(f"shapes {one.shape} and {other.shape} do not multiply")
+    a, b = one.numbers, other.numbers
+    product = [sum_of(a[i * k + x] * b[x * m + j] for x in range(k)) for i in range(n) for j in range(m)]
+    return Tensor(product, (n, m), one.dtype)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    n, m = tensor.shape
+    return Tensor([tensor.numbers[i * m + j] for j in range(m) for i in range(n)], (m, n), tensor.dtype)

@@ -1,0 +1,15 @@
+"""The example of the driver template does not drift from the core's own."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_driver_is_the_cores_own_renamed() -> None:
+    files = runpy.run_path(str(ROOT / ".ci" / "example_driver.py"))["example"]()
+    assert len(files) == 7
+    for file, text in files.items():
+        assert file.read_text() == text, "python .ci/example_driver.py brings templates/driver up to date"
