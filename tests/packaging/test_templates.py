@@ -19,8 +19,8 @@ PROGRAMS = Path(sys.executable).parent
 def made(template: str, place: Path, **answers: str) -> Path:
     """A project, and its distributions in dist/."""
     given = [argument for name, answer in answers.items() for argument in ("--data", f"{name}={answer}")]
-    copier = [PROGRAMS / "copier", "copy", "--quiet", "--defaults", *given]
-    subprocess.run([*copier, ROOT / "templates" / template, place], check=True)
+    copier = [str(PROGRAMS / "copier"), "copy", "--quiet", "--defaults", *given]
+    subprocess.run([*copier, str(ROOT / "templates" / template), str(place)], check=True)
     assert not [path for path in place.rglob("*") if "{" in path.name or path.suffix == ".jinja"]
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", place], check=True, stdout=subprocess.DEVNULL

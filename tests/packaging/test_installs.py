@@ -1,0 +1,53 @@
+"""The distributions in empty environments, without an index: what comes along, and that it works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Empty
+
+pytestmark = pytest.mark.installs
+
+CORE = {"amanda-core", "cffi", "pluggy", "pycparser"}
+IMPORT_TOOLS = """
+import importlib, pkgutil, amanda.tools
+names = [module.name for module in pkgutil.iter_modules(amanda.tools.__path__)]
+assert len(names) > 15, names
+for name in names:
+    importlib.import_module(f"amanda.tools.{name}")
+"""
+
+
+def test_the_core_comes_with_what_it_needs_and_nothing_else(empty: Empty) -> None:
+    empty.install("amanda-core")
+    assert empty.installed() == CORE
+    done = empty.run("amanda", "info")
+    assert done.returncode == 0, done.stdout
+    assert "native" in done.stdout
+
+
+def test_the_core_with_one_driver_comes_with_nothing_else(empty: Empty) -> None:
+    empty.install("amanda-core[tf]")
+    assert empty.installed() == {*CORE, "amanda-driver-tf", "numpy"}
+    done = empty.run("amanda", "info", "--load")
+    assert done.returncode == 0, done.stdout
+    assert "tensorflow is not installed: pip install tensorflow" in done.stdout
+    assert "torch" not in done.stdout
+
+
+def test_every_tool_is_imported_where_there_is_no_framework(empty: Empty) -> None:
+    empty.install("amanda-core[tools]")
+    assert {"amanda-core", "amanda-tools"} == {
+        name for name in empty.installed() if name.startswith("amanda")
+    }
+    done = empty.run("python", "-c", IMPORT_TOOLS)
+    assert done.returncode == 0, done.stdout
+
+
+def test_pytest_takes_the_plugin_without_a_warning(empty: Empty, tmp_path: Path) -> None:
+    empty.install("amanda-core[tools]", "pytest")
+    (tmp_path / "test_it.py").write_text("def test_it(amanda_trace):\n    with amanda_trace:\n        pass\n")
+    done = empty.run("python", "-W", "error", "-m", "pytest", "-q", "-W", "error", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,115 @@
+"""What a release needs: metadata, a citation, changelogs, warnings of what goes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.version import Version
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+DUE = re.compile(r"is deprecated since (?P<whose>[\w-]+) \d+\.\d+ and goes in (?P<gone>\d+\.\d+): use ")
+
+
+def settings(distribution: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((distribution / "pyproject.toml").read_text())
+    return found
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda path: path.name)
+def test_the_metadata_is_complete(distribution: Path) -> None:
+    project = settings(distribution)["project"]
+    assert project["name"] == distribution.name
+    for key in (
+        "version",
+        "description",
+        "readme",
+        "license",
+        "license-files",
+        "authors",
+        "keywords",
+        "urls",
+    ):
+        assert project[key], key
+    assert project["requires-python"] == ">=3.10"
+    assert "Typing :: Typed" in project["classifiers"]
+    minors = {line.rpartition(".")[2] for line in project["classifiers"] if ":: Python :: 3." in line}
+    assert {"10", "11", "12"} <= minors <= {"10", "11", "12", "13"}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda path: path.name)
+def test_the_changelog_is_of_this_version(distribution: Path) -> None:
+    found = settings(distribution)
+    towncrier = found["tool"]["towncrier"]
+    assert (towncrier["name"], towncrier["version"]) == (distribution.name, found["project"]["version"])
+    assert towncrier["start_string"] in (distribution / towncrier["filename"]).read_text()
+
+
+def test_distributions_bound_the_core_by_its_minor() -> None:
+    core = Version(settings(ROOT / "packages/amanda-core")["project"]["version"])
+    bounds = f"amanda-core>={core.major}.{core.minor},<{core.major}.{core.minor + 1}"
+    others = [path for path in DISTRIBUTIONS if path.name != "amanda-core"]
+    assert [path.name for path in others if bounds not in settings(path)["project"]["dependencies"]] == []
+
+
+def test_every_distribution_has_the_licence_of_the_project() -> None:
+    licence = (ROOT / "LICENSE").read_text()
+    assert [path.name for path in DISTRIBUTIONS if (path / "LICENSE").read_text() != licence] == []
+
+
+def test_the_extras_that_pages_name_exist() -> None:
+    extras = {path.name: settings(path)["project"].get("optional-dependencies", {}) for path in DISTRIBUTIONS}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]
+    named = 0
+    for page in pages:
+        for distribution, listed in re.findall(r"(amanda-[\w-]+)\[([\w,-]+)\]", page.read_text()):
+            for extra in listed.split(","):
+                assert extra in extras[distribution], f"{page} names {distribution}[{extra}]"
+                named += 1
+    assert named > 5
+
+
+def test_every_driver_and_the_tools_are_extras_of_the_core() -> None:
+    extras = settings(ROOT / "packages/amanda-core")["project"]["optional-dependencies"]
+    listed = " ".join(line for lines in extras.values() for line in lines)
+    assert [path.name for path in DISTRIBUTIONS[1:] if path.name not in listed] == []
+
+
+def test_the_citation_is_of_the_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    paper = citation["preferred-citation"]
+    assert citation["cff-version"] == "1.2.0"
+    assert len(paper["authors"]) == 13
+    for path in DISTRIBUTIONS:
+        assert settings(path)["project"]["urls"]["Paper"].endswith(paper["doi"])
+
+
+def deprecations() -> Iterator[tuple[Path, str]]:
+    """Where sources warn of what is deprecated, and in which words."""
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "DeprecationWarning" in text else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                words, *kind = map(ast.unparse, node.args)
+                if any("DeprecationWarning" in one for one in kind):
+                    yield path, words
+
+
+def test_what_is_deprecated_says_when_it_goes_and_is_not_due() -> None:
+    versions = {path.name: Version(settings(path)["project"]["version"]) for path in DISTRIBUTIONS}
+    for path, words in deprecations():
+        found = DUE.search(words)
+        assert found, f"{path} warns in other words than docs/deprecation.md has"
+        assert versions[found["whose"]] < Version(found["gone"]), f"{path}: what it warns of is to go"

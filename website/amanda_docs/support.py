@@ -1,0 +1,116 @@
+"""Which versions were tried: sessions write docs/support.json, and docs/support.md is made from it.
+
+`python -m amanda_docs.support KIND VERSION REPORT [WHAT]` adds what a JUnit report says, and makes the page.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from packaging.specifiers import SpecifierSet
+
+from amanda_docs.pages import DOCS, ROOT
+
+DATA, PAGE = DOCS / "support.json", DOCS / "support.md"
+SUPPORTED = {
+    "Python": ("amanda-core", r'requires-python = "(.+)"'),
+    "PyTorch": ("amanda-driver-torch", r'"torch(>=.+)"'),
+    "TensorFlow": ("amanda-driver-tf", r'tensorflow = \["tensorflow(>=.+)"\]'),
+}
+"""Where the metadata says which versions are meant to work."""
+MINORS = {"Python": range(10, 14), "PyTorch": range(4, 20), "TensorFlow": range(16, 30)}
+HEAD = """# Versions that work
+
+What the metadata of the distributions allows, and which of it was tried. *Ran* says how many tests passed
+there, when, and on which machine; *expected* is what was not tried, and should work as its neighbours do.
+The sessions `pythons`, `tf_versions` and `torch_versions` of nox write this page.
+"""
+
+
+def record(kind: str, version: str, report: Path, what: str, data: Path = DATA) -> None:
+    """Add what a run of pytest came to, in place of an earlier run of this version."""
+    told = json.loads(data.read_text()) if data.exists() else []
+    rows = [row for row in told if (row["kind"], row["version"]) != (kind, version)]
+    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        counts = {name: number + int(suite.get(name, 0)) for name, number in counts.items()}
+    failed = counts["failures"] + counts["errors"]
+    rows.append(
+        {
+            "kind": kind,
+            "version": version,
+            "what": what,
+            "passed": counts["tests"] - failed - counts["skipped"],
+            "failed": failed,
+            "not counted": counts["skipped"],
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "machine": f"{platform.system()} {platform.machine()}",
+        }
+    )
+    rows.sort(key=lambda row: (row["kind"], _numbers(row["version"])))
+    data.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The page that the data make."""
+    parts = [HEAD]
+    for kind in SUPPORTED:
+        parts.append(f"\n## {kind}\n\n{_allowed(kind)}\n")
+        lines = ["", "| version | | tests | passed | failed | skipped, or expected to fail | when, where |"]
+        lines += ["|---|---|---|---|---|---|---|", *_lines(kind, rows)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _lines(kind: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    ran = [row for row in rows if row["kind"] == kind]
+    minors = {_minor(row["version"]) for row in ran}
+    expected = [{"version": one} for one in allowed(kind) if one not in minors]
+    for row in sorted([*ran, *expected], key=lambda row: _numbers(row["version"])):
+        if "date" in row:
+            cells = ["ran", row["what"], row["passed"], row["failed"], row["not counted"]]
+            cells.append(f"{row['date']}, {row['machine']}")
+        else:
+            cells = ["expected", "", "", "", "", ""]
+        yield f"| {row['version']} | {' | '.join(map(str, cells))} |"
+
+
+def allowed(kind: str) -> list[str]:
+    """The minor versions that the metadata allows."""
+    specifiers = SpecifierSet(_requirement(kind))
+    major = 3 if kind == "Python" else 2
+    return [one for minor in MINORS[kind] if specifiers.contains(one := f"{major}.{minor}")]
+
+
+def _requirement(kind: str) -> str:
+    distribution, pattern = SUPPORTED[kind]
+    found = re.search(pattern, (ROOT / "packages" / distribution / "pyproject.toml").read_text())
+    if found is None:
+        raise ValueError(f"the metadata of {distribution} does not say which {kind} it is for")
+    return found[1]
+
+
+def _allowed(kind: str) -> str:
+    return f"{SUPPORTED[kind][0]} allows `{_requirement(kind)}`."
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+if __name__ == "__main__":
+    kind, version, report, *what = sys.argv[1:]
+    record(kind, version, Path(report), " ".join(what))
+    PAGE.write_text(page(json.loads(DATA.read_text())))
