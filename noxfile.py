@@ -157,7 +157,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
     """Train every model of the zoo with and without tools; arguments after -- go to pytest."""
-    marked(session, "zoo or not zoo", "zoo", defaults=PARALLEL)
+    marked(session, "zoo or not zoo", "zoo", "graph/test_models.py", defaults=PARALLEL)
 
 
 @nox.session(venv_backend="none")

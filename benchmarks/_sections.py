@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from _compiled_tables import compiled
 from _estimates import Estimate, difference, median, quotient
 from _figures import added, bare_seconds, share, to_mode
 from _graph_tables import graphs
@@ -139,6 +140,6 @@ def cache(results: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
     "graphs": graphs, "sessions": sessions, "startup": startup, "memory": memory,
-    "instructions": instructions, "profiling": profiling, "tools": tools, "remat": remat,
+    "instructions": instructions, "profiling": profiling, "tools": tools, "remat": remat, "compiled": compiled,
     "distributed": distributed,
 }  # fmt: skip

@@ -128,6 +128,11 @@ PARAGRAPHS = {
         The same tools with the cache off over on: without it every op is analysed at each execution, masks
         and scales are found anew each time.
     """,
+    "compiled": """
+        Steps on one core of models that torch.compile compiled with inductor, processor time over the compiled
+        step without tools. An empty tool inserts nothing. Observers are calls of Python; the masks of the prune
+        tool are tensor code, which inductor compiles with the graph.
+    """,
     "remat": """
         Training steps on one core under the remat tool, processor time, by the share of what the model's ops
         make and save without a budget. The peak is to be compared with the share: what draws random numbers

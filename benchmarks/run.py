@@ -22,6 +22,7 @@ NAMES = (
     "analysis",
     "cache",
     "graphs",
+    "compiled",
     "sessions",
     "startup",
     "memory",

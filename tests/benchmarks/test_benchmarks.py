@@ -60,6 +60,14 @@ def test_a_quick_run_of_sessions_of_onnxruntime(tmp_path: Path) -> None:
     assert "without fusion" in text.split("## Sessions of ONNX Runtime")[1]
 
 
+def test_a_quick_run_of_compiled_models(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "compiled", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "| prune, masks in the graph |" in text.split("## Compiled models")[1]
+
+
 def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "remat", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
