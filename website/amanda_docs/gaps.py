@@ -24,10 +24,11 @@ class Suite(NamedTuple):
 
 
 def suites() -> list[Suite]:
-    """The conformance suite of each mode, in the order of the drivers' tests."""
-    paths = sorted(ROOT.glob("packages/*/tests/**/test_*.py"), key=lambda path: (path.parts, path.name))
-    texts = ((path, path.read_text()) for path in paths if "amanda-core" not in path.parts)
-    return [suite for path, text in texts if "DriverTests)" in text for suite in _suites_of(ast.parse(text))]
+    """The conformance suite of each mode: PyTorch's, then the others by their drivers' names."""
+    paths = [path for path in ROOT.glob("packages/*/tests/**/test_*.py") if "amanda-core" not in path.parts]
+    paths.sort(key=lambda path: ("amanda-driver-torch" not in path.parts, path))
+    texts = (path.read_text() for path in paths)
+    return [suite for text in texts if "DriverTests)" in text for suite in _suites_of(ast.parse(text))]
 
 
 def meanings() -> dict[str, list[str]]:
