@@ -185,6 +185,28 @@ def test_copies_share_the_weights_and_die_with_the_session(made: list[Any]) -> N
     assert [copy() for copy in copies] == [None, None]
 
 
+def test_all_copies_of_a_model_use_one_array_for_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"first": random(32, 32), "second": random(32, 32)}
+    nodes = [
+        node("MatMul", "x first", "h", "one"), node("Relu", "h", "r"), node("MatMul", "r second", "y", "two"),
+    ]  # fmt: skip
+    session = session_of(model_of(nodes, {"x": ["N", 32]}, ["y"], weights))
+    held: list[int] = []
+    create = onnxruntime.OrtValue.ortvalue_from_numpy
+
+    def recording(array: Any, *args: Any) -> Any:
+        made = create(array, *args)
+        held.append(made.data_ptr())
+        return made
+
+    monkeypatch.setattr(onnxruntime.OrtValue, "ortvalue_from_numpy", recording)
+    for _ in range(3):
+        with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y), "Relu")):
+            session.run(None, {"x": random(2, 32)})
+    assert len(held) >= 6
+    assert len(set(held)) == 2
+
+
 # ---- order and scopes ----
 
 

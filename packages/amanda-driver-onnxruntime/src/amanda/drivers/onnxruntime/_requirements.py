@@ -6,7 +6,7 @@ import onnxruntime
 from amanda.errors import DriverError
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 
-TESTED_VERSIONS = ("1.31",)
+TESTED_VERSIONS = ("1.20", "1.31")
 _METHODS = ("run", "run_with_ort_values", "run_async", "run_with_iobinding")
 
 
