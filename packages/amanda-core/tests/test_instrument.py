@@ -11,6 +11,7 @@ import pytest
 
 import amanda
 from amanda import _inlining
+from amanda._targets import whole
 from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, OpFacts, TensorOps
 from amanda.errors import ArtefactError, NotTraceableError
 
@@ -168,6 +169,18 @@ def test_data_beside_a_file_are_put_in_place_with_it(
     assert not (tmp_path / "out.sum").exists()
     amanda.instrument(model, Doubling(), out=tmp_path / "out.sum", force=True)
     assert [(tmp_path / name).read_text() for name in ("out.sum", "out.sum.data")] == ["model.sum", "data"]
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "old").write_text("old")
+    for force in (False, True):
+        with pytest.raises(ArtefactError) if not force else nullcontext(), whole(target, force) as path:
+            path.mkdir()
+            (path / "new").write_text("new")
+        assert [one.name for one in target.iterdir()] == ["new" if force else "old"]
+        assert [one.name for one in tmp_path.iterdir()] == ["model"]
 
 
 def test_tools_that_insert_nothing_write_nothing(model: Path, tmp_path: Path) -> None:

@@ -134,6 +134,33 @@ def test_a_copy_is_instrumented_again_and_tied_weights_stay_tied(program: Path, 
     assert {one.scope for one in done.inlined} == {"", "head", "last"}
 
 
+class Joined(nn.Module):
+    """A product of what is joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, both: list[torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = self.head(torch.cat(both))
+        return made
+
+
+SIZE = torch.export.Dim("size", min=2, max=16)
+
+
+@pytest.mark.parametrize("sizes", [[SIZE, 2 * SIZE], [torch.export.Dim.AUTO, torch.export.Dim.AUTO]])
+def test_sizes_that_may_change_stay_so_in_lists_and_in_open_scopes(sizes: list[Any], tmp_path: Path) -> None:
+    model, given = Joined().eval(), [torch.ones(3, 4), torch.ones(6, 4)]
+    changing = {"both": [{0: size} for size in sizes]}
+    torch.export.save(torch.export.export(model, (given,), dynamic_shapes=changing), tmp_path / "model.pt2")
+    with torch.no_grad(), amanda.apply(PruneTool()):
+        amanda.instrument(tmp_path / "model.pt2", PruneTool(), out=tmp_path / "out.pt2")
+        more = [torch.ones(5, 4), torch.ones(10, 4)]
+        running = model(more)
+    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(more), running)
+
+
 def test_a_routine_that_cannot_be_traced_is_told(program: Path, tmp_path: Path) -> None:
     routine = amanda.traceable(lambda x: x + float(x.detach().numpy().mean()))
     with pytest.raises(NotTraceableError, match="it cannot be traced") as error:

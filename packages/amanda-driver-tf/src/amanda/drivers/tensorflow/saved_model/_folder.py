@@ -39,21 +39,17 @@ class SavedModelFolder(Artefact):
         self._changed: dict[str, Any] = {}
         self._added: dict[str, Any] = {}
         try:
+            self._library = Library(self._file.meta_graphs[0].graph_def)
             self._bound = Bound(self._file, path)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
 
-    @property
-    def _graph(self) -> Any:
-        return self._file.meta_graphs[0].graph_def
-
     def instrument(self, inlining: Inlining) -> None:
         """Edit every function that an object of the SavedModel has, but for those that save and restore."""
-        library = Library(self._graph)
         self._changed, self._added = {}, {}
         for name in self._functions():
-            self._edit(name, library, inlining)
+            self._edit(name, inlining)
         _call_by_name(self._changed, self._added)
         if (self._path / _KERAS).exists():
             inlining.leave(_KERAS, "is left out: Keras would make layers anew by it, without routines")
@@ -67,13 +63,13 @@ class SavedModelFolder(Artefact):
                     apart.update(_concrete(objects.nodes[index]))
         return (name for name in sorted(objects.concrete_functions) if name not in apart)
 
-    def _edit(self, name: str, library: Library, inlining: Inlining) -> None:
-        function = library.find(name)
+    def _edit(self, name: str, inlining: Inlining) -> None:
+        function = self._library.find(name)
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
         rewriting = Rewriting(
             inlining.state, Namespace(f"tensorflow/{tf.__version__}/function/static"), inlining=inlining,
-            find=library.find,
+            find=self._library.find,
         )  # fmt: skip
         held = self._bound.to(name)
         first = len(function.arguments) - len(held)

@@ -123,10 +123,8 @@ def _dim(size: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
 
 
 def _bound(value: Any) -> int | None:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):  # infinity
-        return None
+    """An end of a range; None of one without an end."""
+    return int(value) if isinstance(value, int) or getattr(value, "is_Integer", False) else None
 
 
 def _of_weights(combined: Combined, facts: OpFacts) -> Iterator[Action]:
