@@ -22,15 +22,17 @@ _LEAF_PLACE = 1 << 32
 class Mark:
     """One node of the graph of gradients, and the execution that made it.
 
-    place: tells the nodes of one execution apart.  A node holds its mark as a hook, which does nothing.
+    place: tells the nodes of one execution apart.  leaves: by their nodes, those that the execution read,
+    some of which nothing else holds.  A node holds its mark as a hook, which does nothing.
     """
 
-    __slots__ = ("__weakref__", "number", "place", "trace")
+    __slots__ = ("__weakref__", "leaves", "number", "place", "trace")
 
-    def __init__(self, trace: Trace, place: int, number: int) -> None:
+    def __init__(self, trace: Trace, place: int, number: int, leaves: dict[int, Any]) -> None:
         self.trace = trace
         self.place = place
         self.number = number
+        self.leaves = leaves
 
     def __call__(self, grad_outputs: Any) -> None:
         return None
@@ -39,10 +41,11 @@ class Mark:
 class Made:
     """Context of an op's execution: the nodes that are made in it lead to those of its inputs."""
 
-    __slots__ = ("known",)
+    __slots__ = ("known", "leaves")
 
     def __init__(self) -> None:
         self.known: set[int] = set()
+        self.leaves: dict[int, Any] = {}
 
     def __enter__(self) -> "Made":
         return self
@@ -72,17 +75,24 @@ class Autograd(MindSporeTensors, EagerDriver):
                 number = tensor._grad_node._unique_id()
                 made.known.add(number)
                 if tensor._is_leaf:
-                    self._leaves[number] = tensor
+                    made.leaves[number] = tensor
+                    if isinstance(tensor, Parameter):
+                        self._leaves[number] = tensor
 
     def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
         """Leave the trace at each node between the op's results and its inputs."""
         roots = [tensor._grad_node for tensor in tensors_of(values)]
-        new = _reached(roots, lambda key: key not in made.known and key not in self._marks)
+        new = _reached(roots, lambda node: node._unique_id() not in made.known and self.mark_of(node) is None)
         found = [node for node in new if not node.is_leaf()]
         for place, node in enumerate(sorted(found, key=lambda one: one._sequence_nr())):
-            mark = Mark(trace, place, node._sequence_nr())
+            mark = Mark(trace, place, node._sequence_nr(), made.leaves)
             node.register_prehook(mark)
             self._marks[node._unique_id()] = mark
+
+    def mark_of(self, node: Any) -> Mark | None:
+        """The mark of a node; numbers tell it from one that was at its address before."""
+        mark = self._marks.get(node._unique_id())
+        return mark if mark is not None and mark.number == node._sequence_nr() else None
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value` for `original`; the leaf that the original is stays known."""
@@ -158,14 +168,14 @@ class _Backward:
     def add_hooks(self, roots: Iterable[Any]) -> None:
         """Hook the nodes that a tool wants of the graph from the roots."""
         marked = []
-        for node in _reached(roots, lambda key: True):
-            mark = self._driver._marks.get(node._unique_id())
+        for node in _reached(roots, lambda node: True):
+            mark = self._driver.mark_of(node)
             if mark is not None:
                 marked.append((mark, node))
-        leaves: dict[int, Trace] = {}
+        leaves: dict[int, Mark] = {}
         for mark, node in sorted(marked, key=lambda pair: pair[0].number):
             for leaf in _leaves_of(node):
-                leaves.setdefault(leaf, mark.trace)
+                leaves.setdefault(leaf, mark)
             step = self._step(mark.trace, backward_operation(node.name()), mark.place, True)
             if step.wanted:
                 hooks = _Hooks(step)
@@ -175,10 +185,10 @@ class _Backward:
                 ]
         self._hook_leaves(leaves)
 
-    def _hook_leaves(self, leaves: dict[int, Trace]) -> None:
+    def _hook_leaves(self, leaves: dict[int, Mark]) -> None:
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
-        for number, trace in leaves.items():
-            leaf = self._driver._leaves.get(number)
+        for number, mark in leaves.items():
+            trace, leaf = mark.trace, self._driver._leaves.get(number, mark.leaves.get(number))
             if leaf is None:
                 continue
             if isinstance(leaf, Parameter):
@@ -234,16 +244,18 @@ def _hooked(tensor: Any, hook: Callable[[Any], Any]) -> Callable[[], None]:
     return lambda: native.TensorPy.remove_hook(number)
 
 
-def _reached(roots: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[Any]:
+def _reached(roots: Iterable[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
     """The nodes that are wanted on the way from the roots; what is not wanted leads no further."""
     seen: set[int] = set()
     waiting = deque(roots)
     while waiting:
         node = waiting.popleft()
         key = 0 if node is None else node._unique_id()
-        if node is None or key in seen or not wanted(key):
+        if node is None or key in seen:
             continue
         seen.add(key)
+        if not wanted(node):
+            continue
         yield node
         waiting += [edge[0] for edge in node.next_functions]
 

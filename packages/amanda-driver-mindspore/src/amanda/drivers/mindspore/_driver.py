@@ -22,6 +22,7 @@ from amanda.backend import (
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
+from mindspore.graph.api import _pynative_executor as _executor
 
 from ._autograd import Autograd
 from ._calls import ApplyCall, KernelCall, MethodCall, MindSporeCall, OverloadCall, PrimitiveCall
@@ -52,6 +53,7 @@ class MindSporeDriver(Autograd):
         super().__init__()
         self._attributes = Attributes()
         self._generic = Generic(self.handle)
+        self._recorded_later = False
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -75,9 +77,14 @@ class MindSporeDriver(Autograd):
         self.follow_backward(self._attributes)
         follow_recomputation(self._attributes)
         report_compiled(self._attributes)
+        # Nodes are made on another thread otherwise, which may wait for Python while Python waits for a node.
+        self._recorded_later = not _executor.disable_frontend_and_bprop_pipeline()
 
     def detach(self) -> None:
         """Leave MindSpore as it was."""
+        if self._recorded_later:
+            _executor.enable_frontend_and_bprop_pipeline()
+            self._recorded_later = False
         self._attributes.restore()
         if interceptor.NATIVE:
             for site in self._sites:

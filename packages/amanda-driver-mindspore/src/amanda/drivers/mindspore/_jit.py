@@ -1,4 +1,4 @@
-"""Functions that MindSpore compiles: their ops are in a graph, which is reported."""
+"""Functions and cells that MindSpore compiles: their ops are in a graph, which is reported."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,23 +6,27 @@ from typing import Any
 
 from amanda import interceptor
 from amanda.backend import Attributes
+from mindspore import nn
 from mindspore.graph import api
 
 REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it op by op"
 
 
 def report_compiled(attributes: Attributes) -> None:
-    """Tell the open scopes of each compiled function that is called."""
-    attributes.set(api._JitExecutor, "__call__", _reported(api._JitExecutor.__call__))
+    """Tell the open scopes of each compiled function that is called, and of each cell in graph mode."""
+    by_function = _reported(api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__)
+    attributes.set(api._JitExecutor, "__call__", by_function)
+    in_graph_mode = _reported(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
+    attributes.set(nn.Cell, "compile_and_run", in_graph_mode)
 
 
-def _reported(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reported(original: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(self, *args, **kwargs)
-        activation.state.report(f"inside of the compiled {self.fn.__qualname__}", REASON)
+        activation.state.report(f"inside of the compiled {name(self)}", REASON)
         with interceptor.Suspension():
             return original(self, *args, **kwargs)
 

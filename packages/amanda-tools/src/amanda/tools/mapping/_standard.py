@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.mapping._installed import installed_rules
 from amanda.tools.mapping._rules import MappingTool
 
 UNINITIALISED = frozenset(
@@ -42,4 +43,4 @@ class StandardMapping(MappingTool):
             ["tensorflow", _tensorflow.standard],
             ["onnxruntime", _onnxruntime.standard],
         ]
-        super().__init__([*own, *rules])
+        super().__init__([*own, *installed_rules(), *rules])

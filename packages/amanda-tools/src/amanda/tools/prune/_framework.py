@@ -8,10 +8,10 @@ from typing import Any, Protocol, cast
 
 from autoray import infer_backend
 
-from amanda.tools.prune import _numpy, _pytorch, _tensorflow
+from amanda.tools.prune import _numpy, _other, _pytorch, _tensorflow
 
 Array = Any
-"""A NumPy array or a tensor of PyTorch: what masks are computed with. TensorFlow's tensors become arrays."""
+"""A NumPy array or a tensor of PyTorch: what masks are computed with. Tensors of others become arrays."""
 
 
 class Arrays(Protocol):
@@ -37,7 +37,10 @@ class Framework(Arrays, Protocol):
 
 @cache
 def _module_of(backend: str) -> Framework:
-    return cast(Framework, {"torch": _pytorch, "tensorflow": _tensorflow}.get(backend, _numpy))
+    return cast(Framework, _MODULES.get(backend, _other))
+
+
+_MODULES = {"torch": _pytorch, "tensorflow": _tensorflow, "numpy": _numpy, "builtins": _numpy}
 
 
 def framework_of(tensor: Any) -> Framework:

@@ -1,0 +1,57 @@
+"""What autoray lacks of MindSpore, for tools whose arithmetic runs on every framework's tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mindspore
+from amanda.backend import when_imported
+from mindspore import Parameter, Tensor, ops
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else Tensor(np.asarray(value))
+
+
+def _assign(variable: Any, value: Any) -> None:
+    variable.set_data(Tensor(np.asarray(value)).astype(variable.dtype))
+
+
+def _count_nonzero(tensor: Any) -> int:
+    return int(np.count_nonzero(tensor.asnumpy()))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "array": _array,
+    "asarray": _array,
+    "to_numpy": lambda tensor: tensor.asnumpy(),
+    "assign": _assign,
+    "count_nonzero": _count_nonzero,
+    **{
+        name: getattr(ops, name)
+        for name in ("abs", "exp", "isfinite", "isinf", "isnan", "log", "matmul", "maximum", "minimum",
+                     "mul", "ones_like", "reshape", "round", "sign", "sqrt", "square", "tanh", "where",
+                     "zeros_like", "broadcast_to", "argsort", "moveaxis")
+        if hasattr(ops, name)
+    },
+    **{
+        name: (lambda tensor, *args, _name=name, **kwargs: getattr(tensor, _name)(*args, **kwargs))
+        for name in ("all", "any", "max", "mean", "min", "prod", "sum")
+    },
+}  # fmt: skip
+"""By autoray's name."""
+
+
+def register_when_imported() -> None:
+    """Tell autoray, now or once it is imported."""
+    when_imported("autoray", _register)
+
+
+def _register() -> None:
+    import autoray
+
+    # The class of parameters is made at run time, and says that it is of another module.
+    autoray.register_backend(Parameter._get_base_class(Tensor), mindspore.__name__)
+    for name, function in FUNCTIONS.items():
+        autoray.register_function(mindspore.__name__, name, function)

@@ -1,0 +1,162 @@
+"""MindSpore's half of StandardMapping: a rule, which the tools find by this distribution's entry point.
+
+`standard` writes the keys that docs/vocabulary.md lists. It imports no tool.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from amanda import AmandaError, OpContext
+from mindspore import Parameter
+
+from ._operation import ACCUMULATE_GRAD
+from ._targets import operator_of
+from ._words import CONVOLUTION, SPATIAL, WORDS
+
+_AXES = {"1": "W", "2": "HW", "3": "DHW"}
+_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+_WEIGHT_AT = {
+    "linear": 1, "batch_norm": 1, "instance_norm": 1, "layer_norm": 1, "group_norm": 2, "prelu": 1,
+}  # fmt: skip
+
+
+def standard(context: OpContext) -> None:
+    """Write every key of StandardMapping for an op of MindSpore."""
+    if "shape" not in context:
+        context["phase"] = "optimizer" if _in_optimizer() else "forward"
+        _describe_op(context)
+    if context.is_backward():
+        context["phase"] = "backward"
+    _describe_backward_op(context)
+
+
+def shape(value: Any) -> tuple[int, ...] | None:
+    """Extents of a tensor; None for what is no tensor."""
+    extents = None if isinstance(value, type) else getattr(value, "shape", None)
+    return None if extents is None else tuple(extents)
+
+
+def dtype(value: Any) -> str | None:
+    """Name of a tensor's element type."""
+    kind = None if isinstance(value, type) else getattr(value, "dtype", None)
+    return None if kind is None else str(kind).lower().removeprefix("mindspore.")
+
+
+def word(operator: str) -> str:
+    """The vocabulary's word for an operator; its own name where there is none."""
+    return WORDS.get(operator, operator)
+
+
+# ---- the forward op ----
+
+
+def _in_optimizer() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if "/mindspore/nn/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _describe_op(context: OpContext) -> None:
+    name, inputs = context.get_op_type(), context.get_inputs()
+    proper = name.removeprefix("inplace_")
+    proper = proper.removesuffix("_") if not proper.endswith("__") else proper
+    kind = word(proper)
+    if proper == "gather" and inputs and isinstance(inputs[0], Parameter):
+        kind = "embedding"
+    weight = weight_index(kind, proper, inputs)
+    context["type"] = kind
+    context["in_place"] = proper != name or name in ("setitem", "assign", "assign_add", "assign_sub")
+    context["weight_index"] = weight
+    context["layout"] = layout(kind, shape(inputs[0]) if inputs else None, context.get_attrs())
+    context["weight_layout"] = (
+        None if weight is None else weight_layout(kind, weight, shape(inputs[weight]), context.get_attrs())
+    )
+    context["shape"] = shape
+    context["dtype"] = dtype
+
+
+def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
+    """Where the weight is: by the op's schema; in a product, the factor that is a parameter."""
+    if kind == "matmul":
+        factors = [i for i in (0, 1) if i < len(inputs) and isinstance(inputs[i], Parameter)]
+        return factors[0] if len(factors) == 1 else None
+    if kind == "embedding":
+        index: int | None = 0 if name == "gather" else 1
+    elif name == "layer_norm_ext":
+        index = 2
+    else:
+        index = 1 if CONVOLUTION.fullmatch(kind) else _WEIGHT_AT.get(kind)
+    present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
+    return index if present else None
+
+
+def layout(kind: str, extents: Sequence[int] | None, attributes: dict[str, Any]) -> str | None:
+    """Axes of the data input of a convolution, pooling or normalisation."""
+    if extents is None or not (SPATIAL.fullmatch(kind) or kind in ("batch_norm", "group_norm")):
+        return None
+    given = attributes.get("data_format")
+    return given if isinstance(given, str) and len(given) == len(extents) else _BY_RANK.get(len(extents))
+
+
+def weight_layout(
+    kind: str, index: int, extents: Sequence[int] | None, attributes: dict[str, Any]
+) -> str | None:
+    """Axes of the weight: O out, I in."""
+    if kind == "linear":
+        return "OI"
+    if kind == "matmul":
+        if extents is None or len(extents) != 2:
+            return None
+        turned = bool(attributes.get(("transpose_a", "transpose_b")[index]))
+        return "OI" if turned == (index == 1) else "IO"
+    convolution = CONVOLUTION.fullmatch(kind)
+    if convolution is None:
+        return None
+    return ("IO" if convolution[1] == "conv_transpose" else "OI") + _AXES[convolution[2]]
+
+
+# ---- the backward op ----
+
+
+def _describe_backward_op(context: OpContext) -> None:
+    if context.is_forward():
+        context["backward_type"] = context["weight_grad_index"] = None
+        return
+    node = context.get_backward_op().__name__
+    kind = context["type"]
+    context["backward_type"] = backward_type(node, kind)
+    context["weight_grad_index"] = _weight_grad_index(context)
+
+
+def backward_type(node: str, kind: str) -> str:
+    """The word for a node of the graph of gradients that an op of type `kind` made.
+
+    The node that computes the op's own gradient has the op's word, e.g. "conv2d_backward"; one that is a
+    part of it has the word of its own.
+    """
+    if node == ACCUMULATE_GRAD.__name__:
+        return "accumulate_grad"
+    own = word(operator_of(node.removesuffix("Backward")))
+    if kind == "embedding" and own in ("gather", "index_select"):
+        own = kind
+    return f"{own}_backward"
+
+
+def _weight_grad_index(context: OpContext) -> int | None:
+    """A node gives the gradients of its op's inputs in their order."""
+    index, kind = context["weight_index"], context["type"]
+    if index is None or context["backward_type"] != f"{kind}_backward":
+        return None
+    grads = context.get_grad_inputs()
+    if grads is None:
+        return int(index)
+    try:
+        extents = shape(context.get_inputs()[index])
+    except AmandaError:
+        return int(index)
+    made = index < len(grads) and grads[index] is not None
+    return int(index) if made and shape(grads[index]) == extents else None
