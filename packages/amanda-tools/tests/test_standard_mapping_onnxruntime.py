@@ -94,6 +94,14 @@ def test_weights_of_products_are_what_initializers_hold() -> None:
     assert told["sum"][0] == "add_n"
 
 
+def test_a_recurrent_op_multiplies_by_several_weights_and_has_none_of_its_own() -> None:
+    nodes = [helper.make_node("LSTM", ["x", "w", "r"], ["y"], "lstm", hidden_size=2)]
+    assert seen(nodes, {"w": zeros(1, 8, 3), "r": zeros(1, 8, 2)}, x=zeros(5, 1, 3))["lstm"][:2] == (
+        "lstm",
+        None,
+    )
+
+
 def test_conv1d_is_told_from_conv3d() -> None:
     one = [helper.make_node("Conv", ["x", "k"], ["y"], "conv")]
     assert seen(one, {"k": zeros(2, 3, 3)}, x=zeros(1, 3, 8))["conv"][:4] == ("conv1d", 1, "NCW", "OIW")

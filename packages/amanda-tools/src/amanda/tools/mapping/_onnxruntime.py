@@ -12,7 +12,7 @@ _AXES = {1: "W", 2: "HW", 3: "DHW"}
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _WEIGHT_AT = {
     "batch_norm": 1, "instance_norm": 1, "group_norm": 1, "layer_norm": 1, "rms_norm": 1, "linear": 1,
-    "prelu": 1, "embedding": 0, "lstm": 1, "gru": 1, "rnn_tanh": 1,
+    "prelu": 1, "embedding": 0,
 }  # fmt: skip
 _QUANTISED = {
     "QLinearConv": 3,
