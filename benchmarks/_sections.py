@@ -140,6 +140,6 @@ def cache(results: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
     "graphs": graphs, "sessions": sessions, "startup": startup, "memory": memory,
-    "instructions": instructions, "profiling": profiling, "tools": tools, "remat": remat, "compiled": compiled,
-    "distributed": distributed,
+    "instructions": instructions, "profiling": profiling, "tools": tools, "remat": remat,
+    "compiled": compiled, "distributed": distributed,
 }  # fmt: skip
