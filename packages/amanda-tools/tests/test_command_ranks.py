@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from amanda.tools.command import merge
+from amanda.tools.command._environment import number_of_ranks
+from amanda.tools.command._labels import missing_ranks
 from amanda.tools.flops import FlopsResult
 from amanda.tools.results import load
 from amanda.tools.stats import StatsResult
@@ -78,6 +80,30 @@ def flops(path: Path) -> FlopsResult:
     result = load(path)
     assert isinstance(result, FlopsResult)
     return result
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, 4), ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 0),
+     ({"WORLD_SIZE": "4"}, 0), ({}, 0)],
+)  # fmt: skip
+def test_ranks_of_other_hosts_are_not_missed(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: int
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert number_of_ranks() == ranks
+
+
+def test_ranks_are_missed_of_each_start() -> None:
+    labels = ["rank0", "rank0.process7", "rank2.restart1", "main"]
+    assert missing_ranks(labels, 3) == [
+        "rank1", "rank2", "rank0.restart1", "rank1.restart1",
+    ]  # fmt: skip
+    assert missing_ranks([], 2) == ["rank0", "rank1"]
+    assert missing_ranks(["process3"]) == []
 
 
 def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: Path) -> None:

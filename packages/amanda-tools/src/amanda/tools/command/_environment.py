@@ -13,7 +13,7 @@ VARIABLE = "AMANDA_TOOLS"
 PROCESS = "AMANDA_PROCESS"
 FOLDER = str(Path(__file__).parent / "launch")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,12 @@ class Handed:
 
 
 def number_of_ranks() -> int:
-    """How many ranks the launcher says there are; 0 where it does not."""
-    found = next((os.environ[name] for name in _SIZES if os.environ.get(name, "").isdigit()), "0")
-    return int(found)
+    """How many ranks the launcher has started on this host; 0 where it does not say, or others have more."""
+    for every, here in _SIZES:
+        size = os.environ.get(every, "")
+        if size.isdigit() and os.environ.get(here) == size:
+            return int(size)
+    return 0
 
 
 def process_label() -> str:

@@ -79,7 +79,7 @@ class Gathering:
             self._flush()
         teller = Teller(self._handed.quiet)
         expected = max((one["ranks"] for one in others.values()), default=0)
-        missing = missing_ranks(others, expected)
+        missing = missing_ranks(others, expected) if expected else []  # of another host's nothing is known
         for index, tooling in enumerate(self._tools):
             theirs = {label: one["tools"][index] for label, one in others.items() if one["tools"][index]}
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from amanda._opid import digest
+from amanda.tools.command._environment import number_of_ranks
 
 if sys.platform != "win32":
     import fcntl
@@ -21,8 +22,7 @@ _OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "
 
 def folder_of_ranks() -> str | None:
     """A folder that the ranks of a launcher share; None where this is no rank, or they have several hosts."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if sys.platform == "win32" or size == "1" or os.environ.get("LOCAL_WORLD_SIZE") != size:
+    if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
     run = digest(os.getppid(), *(os.environ.get(name, "") for name in _OF_RUN))
     folder = Path(tempfile.gettempdir()) / f"amanda-{os.getuid()}-{run:016x}"
