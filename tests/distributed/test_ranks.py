@@ -97,7 +97,7 @@ def test_every_rank_gets_the_same_or_one_alone_does(told: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tool", ["prune", "quantize"])
+@pytest.mark.parametrize("tool", ["prune", "quantize", "qat"])
 def test_a_tool_that_changes_values_leaves_all_ranks_alike(
     told: list[dict[str, Any]], kind: str, tool: str
 ) -> None:

@@ -26,7 +26,11 @@ import ddp
 
 KINDS = {"ddp": DistributedDataParallel, "fsdp2": fully_shard}
 
-CHANGING = {"prune": lambda: PruneTool(0.5), "quantize": lambda: QuantizeTool(method="dynamic")}
+CHANGING = {
+    "prune": lambda: PruneTool(0.5),
+    "quantize": lambda: QuantizeTool(method="dynamic"),
+    "qat": lambda: QuantizeTool(method="qat"),
+}
 
 
 def trained(wrap, *tools, steps=3):
