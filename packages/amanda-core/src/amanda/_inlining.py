@@ -133,7 +133,8 @@ class Inlining:
             reasons = "".join(f"\n  {one.what}: {one.reason}" for one in self.left[:_LISTED])
             raise ArtefactError(
                 f"the tools insert nothing at any of the {self.analysed} ops of {source}, so nothing was "
-                f"written{reasons}"
+                "written: they select none of them, or they only look, which is for a model that runs "
+                f"(amanda.apply, `amanda run`){reasons}"
             )
 
 

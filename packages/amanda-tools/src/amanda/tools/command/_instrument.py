@@ -108,10 +108,18 @@ def instrument(arguments: Sequence[str] = ()) -> int:
         error.show()
         return error.exit_code
     except AmandaError as error:
-        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
-        return _said("\n".join([str(error), *notes]), 1 if isinstance(error, ArtefactError) else 2)
+        return _said("\n".join([str(error), *_notes(error)]), 1 if isinstance(error, ArtefactError) else 2)
     except OSError as error:
         return _said(f"{error.filename or ''}: {error.strerror or error}", 1)
+    except Exception as error:
+        if not _notes(error):  # it is of no tool
+            raise
+        return _said("\n".join([f"{type(error).__name__}: {error}", *_notes(error)]), 1)
+
+
+def _notes(error: Exception) -> list[str]:
+    """At which op, and in which tool, it was raised."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
 
 
 def _said(text: str, status: int) -> int:
