@@ -300,9 +300,12 @@ def test_what_one_execution_hands_on_reaches_its_backward_routines() -> None:
 
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: context.insert_before_op(forward, inputs=[0]))
-    tool.add_inst_for_op(
-        lambda context: context.insert_before_backward_op(backward, grad_outputs=[0]), backward=True
-    )
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "ReluBackward0":
+            context.insert_before_backward_op(backward, grad_outputs=[0])
+
+    tool.add_inst_for_op(analyse, backward=True)
     run = torch.compile(lambda x: torch.relu(x), backend="aot_eager")
     values = [torch.full((2,), float(i), requires_grad=True) for i in (1, 2, 3)]
     gradients = [torch.full((2,), float(10 * i)) for i in range(3)]

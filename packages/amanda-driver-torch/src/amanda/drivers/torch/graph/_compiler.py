@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,7 @@ class Converter:
         _frame.prefix = ".".join(part for part in path.split(".") if part != "_orig_mod")
         _frame.instance = interceptor.ordinal(own) if isinstance(own, torch.nn.Module) else 0
         try:
-            with uninstrumented(), plain_module_calls():
+            with uninstrumented(), plain_module_calls(), self.backend.sizes():
                 result = self._convert(frame, *args)
         except BaseException:
             self.backend.raise_failure()
@@ -186,6 +187,16 @@ class Backend:
 
     def __hash__(self) -> int:
         return hash(type(self))
+
+    def sizes(self) -> AbstractContextManager[Any]:
+        """Context in which each size has a graph of its own, where tools decide by sizes."""
+        layer = self.state.layer
+        if layer is None or not layer.guards:
+            return nullcontext()
+        fixed: AbstractContextManager[Any] = torch._dynamo.config.patch(
+            assume_static_by_default=True, automatic_dynamic_shapes=False
+        )
+        return fixed
 
     def raise_failure(self) -> None:
         """Raise what a tool raised while a graph was instrumented, as itself."""

@@ -30,7 +30,15 @@ class ExportedTensors(TorchTensors):
         return cast_to_fit(original, value)
 
 
-TENSORS: Any = TorchTensors()
+class GraphTensors(TorchTensors):
+    """`TensorOps` of values that may have symbols for sizes."""
+
+    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+        """Shape of each tensor, also in lists."""
+        return str(super().shapes(inputs))
+
+
+TENSORS: Any = GraphTensors()
 _EXPORTED: Any = ExportedTensors()
 
 

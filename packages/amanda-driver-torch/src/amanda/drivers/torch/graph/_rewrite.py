@@ -53,6 +53,7 @@ class Rewriting:
         self._steps: dict[Node, list[Step]] = {}
         self._leaves: dict[int, BackwardSite] = {}
         self._seen: set[int] = set()
+        self._others = 0
         self._trials = Trials(self._routines, symbols)
 
     def rewritten(self) -> GraphModule | None:
@@ -121,15 +122,21 @@ class Rewriting:
                 if plan:
                     step.backward[place] = BackwardSite(facts, plan)
             for leaf in call.leaves:
-                variable = self.symbols.variable(leaf)
-                if call.nodes and variable is not None and id(leaf) not in self._seen:
+                if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._seen:
                     self._seen.add(id(leaf))
-                    place = LEAF_PLACE + self.symbols.ordinal(variable)
+                    place = self._leaf_place(leaf)
                     with self.symbols.mode():
                         entering = [_like(leaf)]
                     plan, facts = self._plan(step.facts, AccumulateGrad, place, entering, [])
                     if plan:
                         self._leaves[id(leaf)] = BackwardSite(facts, plan)
+
+    def _leaf_place(self, leaf: torch.Tensor) -> int:
+        variable = self.symbols.variable(leaf)
+        if variable is not None:
+            return LEAF_PLACE + self.symbols.ordinal(variable)
+        self._others += 1
+        return 2 * LEAF_PLACE + self._others - 1
 
     def _plan(
         self, forward: OpFacts, kind: type, place: int, entering: list[Any], leaving: list[Any]

@@ -43,6 +43,7 @@ class Symbols:
         self._real: dict[int, torch.Tensor] = {}
         self._made: dict[int, Node] = {}
         self._kept: list[Any] = []
+        self._leaves: set[int] = set()
         self._ran: Mapping[Node, Ran] = {}
         self._attributes: dict[str, Any] = {}
         is_weight = weights or [isinstance(one, torch.nn.Parameter) for one in given]
@@ -56,7 +57,8 @@ class Symbols:
     def mode(self) -> Iterator[FakeTensorMode]:
         """Compute without data, also with tensors that have some."""
         unnamed = self.fakes.shape_env.ignore_fresh_unbacked_symbols() if self.fakes.shape_env else None
-        with patch.object(self.fakes, "allow_non_fake_inputs", True), self.fakes as mode:
+        unseen = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)  # by the user's hooks
+        with patch.object(self.fakes, "allow_non_fake_inputs", True), self.fakes as mode, unseen:
             if unnamed is None:
                 yield mode
             else:
@@ -72,8 +74,10 @@ class Symbols:
         symbol = without_data.detach()
         if isinstance(given, torch.Tensor) and given.requires_grad:
             symbol.requires_grad_()
-            if not given.is_leaf:
-                symbol = symbol.view_as(symbol)
+            if given.is_leaf:
+                self._leaves.add(id(symbol))
+            else:
+                symbol = symbol.clone()
         if isinstance(given, torch.Tensor) and not isinstance(given, FakeTensor) and weight:
             self._real[id(symbol)] = given
         self._kept.append(symbol)
@@ -105,6 +109,10 @@ class Symbols:
         found = self._real.get(id(value), self._real.get(id(base)))
         return found if isinstance(found, torch.nn.Parameter) else None
 
+    def is_leaf(self, value: torch.Tensor) -> bool:
+        """Whether a value is given to the graph and its gradient is stored."""
+        return id(value) in self._leaves
+
     @staticmethod
     def ordinal(variable: Any) -> int:
         """A number for a parameter."""
@@ -133,3 +141,7 @@ class Symbols:
         args, kwargs = tree_map_only(torch.Tensor, self._computed, (args, kwargs))
         with torch.no_grad():
             return called(own.node, self.module)(*args, **kwargs)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
