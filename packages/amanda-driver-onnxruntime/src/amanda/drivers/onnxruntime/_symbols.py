@@ -10,6 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TypeProto
 
+from amanda.backend import when_imported
 from amanda.errors import AmandaError
 
 Array = NDArray[Any]
@@ -113,3 +114,13 @@ def _of_tensor(type: TypeProto | None) -> tuple[np.dtype[Any] | None, Shape]:
         return dtype, None
     extents = type.tensor_type.shape.dim
     return dtype, tuple(one.dim_value if one.HasField("dim_value") else None for one in extents)
+
+
+def _dispatch() -> None:
+    """Let autoray, where a tool uses it, take a symbol for what routines are given in its place."""
+    import autoray
+
+    autoray.register_backend(Symbol, "numpy")
+
+
+when_imported("autoray", _dispatch)
