@@ -94,6 +94,15 @@ def test_weights_of_products_are_what_initializers_hold() -> None:
     assert told["sum"][0] == "add_n"
 
 
+def test_a_weight_is_followed_through_its_quantised_form() -> None:
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "s"], ["w"], "wide"),
+        helper.make_node("MatMul", ["x", "w"], ["y"], "product"),
+    ]
+    weights = {"q": np.ones((4, 4), np.int8), "s": np.float32(0.5)}
+    assert seen(nodes, weights, x=zeros(2, 4))["product"][:4] == ("matmul", 1, None, "IO")
+
+
 def test_a_recurrent_op_multiplies_by_several_weights_and_has_none_of_its_own() -> None:
     nodes = [helper.make_node("LSTM", ["x", "w", "r"], ["y"], "lstm", hidden_size=2)]
     assert seen(nodes, {"w": zeros(1, 8, 3), "r": zeros(1, 8, 2)}, x=zeros(5, 1, 3))["lstm"][:2] == (

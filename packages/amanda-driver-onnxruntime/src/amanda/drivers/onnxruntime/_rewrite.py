@@ -155,11 +155,19 @@ class Rewriter:
         )
         if not replaced and not self._is_formed(copy, inputs, outputs):
             self.items.append(Compute(copy))
+        self._follow(node, inputs, outputs)
         self._insertions.insert_all(combined.after, outputs, facts)
         self.current |= {outputs.before[i]: outputs.refs[i] for i in outputs.changed()}
         for attribute in copy.attribute if not replaced else ():
             for body in bodies(attribute):
                 self._rewrite_body(body, (*self.path, name, attribute.name))
+
+    def _follow(self, node: NodeProto, inputs: Side, outputs: Side) -> None:
+        """Know of what a node turns into another type whether an initializer holds it."""
+        made = outputs.symbols[0] if node.op_type in _TYPING and outputs.symbols else None
+        if made is not None and made.root is None and all(one is None or one.root for one in inputs.symbols):
+            first = inputs.symbols[0]
+            made.root = first.root if first is not None else None
 
     def _is_formed(self, node: NodeProto, inputs: Side, outputs: Side) -> bool:
         """Whether what a node gives is a constant in another form, so that no session computes it."""
@@ -201,6 +209,10 @@ def _last_number(graph: GraphProto) -> int:
     names = [one.name for one in (*graph.node, *graph.initializer)]
     names += [name for node in graph.node for name in node.output]
     return max((int(found[1]) for name in names if (found := _OURS.match(name))), default=0)
+
+
+_TYPING = ("Cast", "DequantizeLinear")
+"""Nodes that give what they are given in another type."""
 
 
 def bodies(attribute: AttributeProto) -> Iterator[GraphProto]:
