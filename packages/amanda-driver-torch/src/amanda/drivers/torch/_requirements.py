@@ -45,6 +45,8 @@ ESSENTIAL = (
 OPTIONAL = {
     "_C._autograd._top_saved_tensors_default_hooks": "what in-place ops save of values that routines change "
     "does not go through hooks on saved tensors",
+    "_C.Future.add_done_callback": "what follows a collective is done outside of the scope",
+    "_C.Future.then": "what follows a collective is done outside of the scope",
     "_C._parse_dispatch_key": "routines cost a multiple of the time",
     "autograd.function._HookMixin._register_hook": "routines of backward ops cost twice the time",
     "_guards.TracingContext.try_get": "graphs by dynamo record the ops of routines",

@@ -21,6 +21,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 
 from .._modules import module_path, plain_module_calls
 from .._surroundings import Surroundings
+from ._asked import asks_for_graphs
 from ._instrument import namespace
 from ._ops import Program
 from ._record import uninstrumented
@@ -52,7 +53,7 @@ def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
     """What dynamo is to call for frames of a compiled callable, whose own callback this is."""
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
-    if type(state) is not State or not _asks_for_graphs(state) or isinstance(callback, Converter):
+    if not asks_for_graphs(state) or isinstance(callback, Converter):
         return callback if isinstance(callback, Converter) else otherwise(callback)
     if eval_frame._stance is not Surroundings.stance:
         return otherwise(callback)
@@ -102,16 +103,12 @@ def _serves(known: Any, backend: Any) -> bool:
     return bool(known == backend)
 
 
-def _asks_for_graphs(state: State) -> bool:
-    return state.layer is not None and bool(state.scopes) and state.scopes[-1].compiled == "instrument"
-
-
 def instrumenting() -> State | None:
     """The state in force, where compiled callables are to be instrumented."""
     activation = interceptor.active()
     if activation is None or type(activation.state) is not State:
         return None
-    return activation.state if _asks_for_graphs(activation.state) else None
+    return activation.state if asks_for_graphs(activation.state) else None
 
 
 def underlying(backend: Any) -> Any:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import sys
 from collections.abc import Callable
 from functools import cached_property
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
 from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, when_imported
+
+from .._requirements import log_once
+from ._asked import asks_for_graphs
 
 
 class GraphDriver(Driver):
@@ -42,16 +48,18 @@ class GraphDriver(Driver):
 
     def _follow_dynamo(self) -> None:
         module = sys.modules["torch._dynamo.eval_frame"]
-        original = module._callback_from_stance
+        original = getattr(module, "_callback_from_stance", None)
+        if original is None:
+            log_once(logging.WARNING, f"torch {torch.__version__}: {_EAGERLY}")
+            return
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
             activation = interceptor.active()
             if activation is None or callback is None or callback is False:
                 return original(callback)
-            from . import _compiler
-
-            return _compiler.chosen(callback, original)
+            compiler = _compiler(activation.state)
+            return original(callback) if compiler is None else compiler.chosen(callback, original)
 
         self._attributes.set(module, "_callback_from_stance", callback_from_stance)
 
@@ -67,6 +75,18 @@ class GraphDriver(Driver):
                 self._attributes.set(holder, name, _alone(original))
 
 
+def _compiler(state: Any) -> ModuleType | None:
+    """What compiles instrumented graphs; None where no scope asked for them, or torch lacks the means."""
+    name = f"{__package__}._compiler"
+    if sys.modules.get(name) is None and not asks_for_graphs(state):
+        return None
+    try:
+        return importlib.import_module(name)
+    except (ImportError, AttributeError) as error:
+        state.report(f"graphs of torch.compile with torch {torch.__version__}", f"{_EAGERLY} ({error})")
+        return None
+
+
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
@@ -77,3 +97,4 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
+_EAGERLY = "it lacks what graphs are instrumented with, so that compiled callables run op by op in scopes"

@@ -12,6 +12,8 @@ import torch
 from amanda import interceptor
 from amanda.backend import Action, Execution, Inserted, OpFacts, State, Table, current_state
 from amanda.errors import AmandaError
+from torch._higher_order_ops.effects import _register_effectful_op
+from torch._library.effects import EffectType
 
 from .._tensors import TorchTensors, cast_to_fit
 
@@ -224,9 +226,6 @@ def custom_ops() -> Any:
 
     begin: starts an execution.  call: a routine.  tape: one that takes part in autodiff; pull: its gradients.
     """
-    from torch._higher_order_ops.effects import _register_effectful_op
-    from torch._library.effects import EffectType
-
     library: Any = torch.library.Library("amanda", "DEF")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     for name, (schema, kernel, without_data) in _OPS.items():
