@@ -126,7 +126,7 @@ def test_routines_run_between_the_parts_of_a_partial_run(graph, session) -> None
     fetched, ran = threading.Event(), threading.Event()
 
     def late(value) -> None:
-        fetched.wait(10)
+        fetched.wait(60)
         ran.set()
 
     with amanda.apply(inserting("insert_after_op", "Exp", late)):
@@ -156,7 +156,7 @@ def test_an_exception_between_the_parts_of_a_partial_run_is_raised_by_the_next(g
     fetched = threading.Event()
 
     def late(value) -> None:
-        fetched.wait(10)
+        fetched.wait(60)
         raise ZeroDivisionError("a tool's own mistake")
 
     with amanda.apply(inserting("insert_after_op", "Exp", late)):
