@@ -387,3 +387,43 @@ def test_inductor_gives_what_it_gave() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert {key[0] for key in tool.calls} == {"graph", "backward"}
     assert sorted(tool.calls) == sorted(2 * tool.analysed)
+
+
+class Masked(amanda.Tool):
+    """Gives every linear layer, and the gradient of its weight, a mask of its own."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(self.forward)
+        self.add_inst_for_op(self.backward, backward=True)
+
+    def forward(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            context.insert_before_op(self.masking(), inputs=["weight"])
+
+    def backward(self, context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "AccumulateGrad":
+            context.insert_before_backward_op(self.masking())
+
+    def masking(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+
+        @amanda.traceable
+        def masked(value: torch.Tensor) -> torch.Tensor:
+            return value * mask
+
+        return masked
+
+
+def test_each_op_of_a_graph_holds_tensors_of_its_own_from_the_first_on() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(2, 4)
+    found = []
+    compiled = torch.compile(model, backend="aot_eager")
+    instrumenting = amanda.apply(Masked(), compiled="instrument")
+    for called, scope in ((model, amanda.apply(Masked())), (compiled, instrumenting)):
+        model.zero_grad()
+        with scope:
+            output = called(x)
+            output.sum().backward()
+        found.append([output.detach(), *(one.grad for one in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])

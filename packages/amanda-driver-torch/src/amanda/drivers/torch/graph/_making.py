@@ -37,9 +37,7 @@ class Making:
         for node, twin in self._twins.items():
             if hasattr(node, "_dynamo_source"):
                 twin._dynamo_source = node._dynamo_source
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
-        self._last_input = inputs[-1] if inputs else self._first
         self._token: Node | None = None
         if calls_python:
             with graph.inserting_before(self._first):
@@ -54,14 +52,15 @@ class Making:
             made = self._call(inlet, inputs)
         made.meta = copy(twin.meta)
         twin.replace_all_uses_with(made)
+        if twin is self._first:
+            self._first = made  # what is erased marks no place
         self._module.graph.erase_node(twin)
 
     def read_through(self, node: Node, inlet: Inlet) -> None:
         """Let all that reads a node's value read what something makes of that."""
         twin = self._twins[node]
         readers = list(twin.users)
-        behind = self._last_input if twin.op == "placeholder" else twin
-        with self._module.graph.inserting_before(max(behind, self._token or behind).next):
+        with self._module.graph.inserting_before(self._first if twin.op == "placeholder" else twin.next):
             made = self._call(inlet, [twin])
         made.meta = copy(twin.meta)
         for reader in readers:
