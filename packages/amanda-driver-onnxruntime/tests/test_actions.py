@@ -48,6 +48,17 @@ def close(one: Any, other: Any) -> None:
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_values_without_axes_are_changed() -> None:
+    nodes = [node("ReduceSum", "x", "s", keepdims=0), node("Neg", "s", "n"), node("Clip", "x n", "y")]
+    session = session_of(model_of(nodes, {"x": ["N", 16]}, ["s", "y"]))
+    double = tool(lambda c: c.insert_after_op(lambda value: value * 2), "ReduceSum", "Neg")
+    with amanda.apply(double):
+        total, clipped = session.run(None, {"x": X})
+    assert isinstance(total, np.ndarray)
+    close(total, 2 * X.sum())
+    close(clipped, np.maximum(X, -4 * X.sum()))
+
+
 # ---- replacements ----
 
 

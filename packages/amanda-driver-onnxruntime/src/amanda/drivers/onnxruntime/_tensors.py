@@ -65,6 +65,8 @@ class GraphTensors(TensorOps):
                 f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
                 "@amanda.differentiable if it is meant to change shapes"
             )
+        if isinstance(value, np.generic):  # what NumPy makes of arrays without axes
+            value = np.asarray(value)
         wanted, found = original.dtype, value.dtype
         if wanted == found:
             return value

@@ -13,6 +13,8 @@ from onnxruntime import OrtValue
 
 def as_array(value: Any) -> Any:
     """A tensor as an array; what is none, or of elements smaller than a byte, as it is."""
+    if isinstance(value, np.generic):
+        return np.asarray(value)
     if not isinstance(value, OrtValue) or not value.is_tensor():
         return value
     try:
