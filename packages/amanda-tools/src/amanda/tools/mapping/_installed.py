@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -24,21 +25,26 @@ def _entries() -> dict[str, Callable[[OpContext], None]]:
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         found.setdefault(entry.name, {})[entry.value] = entry
-    return {name: _deferred([one for _, one in sorted(entries.items())]) for name, entries in found.items()}
+    return {
+        name: _Deferred(tuple(one for _, one in sorted(entries.items()))) for name, entries in found.items()
+    }
 
 
-def _deferred(entries: Sequence[EntryPoint]) -> Callable[[OpContext], None]:
-    @cache
-    def loaded() -> Callable[[OpContext], None]:
-        return _loaded(entries)
+@dataclass(frozen=True)
+class _Deferred:
+    """A rule that is imported when the first op comes to it."""
 
-    def rule(context: OpContext) -> None:
-        loaded()(context)
+    entries: tuple[EntryPoint, ...]
 
-    return rule
+    def __call__(self, context: OpContext) -> None:
+        self._function(context)
+
+    @cached_property
+    def _function(self) -> Callable[[OpContext], None]:
+        return _loaded(self.entries)
 
 
-def _loaded(entries: Sequence[EntryPoint]) -> Callable[[OpContext], None]:
+def _loaded(entries: tuple[EntryPoint, ...]) -> Callable[[OpContext], None]:
     """Raises RuleError, which says which distribution to upgrade or uninstall."""
     entry, *others = entries
     if others:
