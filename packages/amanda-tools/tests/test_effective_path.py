@@ -131,6 +131,19 @@ def test_of_many_equal_contributions_the_first_are_taken() -> None:
         assert set(np.flatnonzero(mine)) == wanted
 
 
+def test_infinite_contributions_come_first_and_the_first_of_them_is_enough() -> None:
+    contributions = np.array([[1.0, np.inf, np.inf, -np.inf], [np.nan, 1.0, 3.0, 2.0]])
+    chosen = leading(contributions, np.array([np.inf, np.nan]), 0.7)
+    assert chosen.tolist() == [[False, True, False, False], [False, False, True, True]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_path_through_what_is_not_finite_is_found_without_a_warning(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert len(extracted(model, torch.rand(3, 4) / torch.tensor(0.0))) == 3
+
+
 def test_an_absolute_threshold_takes_every_contribution_that_is_as_large() -> None:
     contributions = np.array([[0.5, 0.2, -0.9, 0.3]])
     assert leading(contributions, np.ones(1), 0.3, "absolute").tolist() == [[True, False, False, True]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -298,7 +299,10 @@ def total():
 """
 
 
-def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_sweeps_a_function_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argparse.Namespace, "save", print, raising=False)  # as NNsight does to every object
     program, saved = tmp_path / "evaluate_total.py", tmp_path / "total.json"
     program.write_text(PROGRAM)
     named = f"{program}:total"

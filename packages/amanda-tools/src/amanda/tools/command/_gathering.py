@@ -135,7 +135,8 @@ class Gathering:
         path = tooling.out
         if path is None and self._handed.output is not None:
             path = Path(self._handed.output) / f"{tooling.name}.json"
-        if path is None or not hasattr(result, "save"):
+        # NNsight gives every object a `save` of its own.
+        if path is None or getattr(type(result), "save", None) is getattr(object, "save", None):
             return None
         if label:
             path = path.with_name(f"{label}.{path.name}")  # what it ends in says the form

@@ -20,7 +20,7 @@ def command(arguments: Sequence[str]) -> int:
         return int(end.code or 0)
     try:
         result = diff(options.a, options.b, mapping=_mapping(options.map), rtol=options.rtol, by=options.by)
-        for path in options.save:
+        for path in options.files:
             result.save(path)
     except (AmandaError, OSError) as error:
         sys.stderr.write(f"amanda diff: {error}\n")
@@ -49,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what is compared; else modules across frameworks, and ops within",
     )
     parser.add_argument(
-        "--save", action="append", default=[], type=Path, help="write .html, .json, .csv or .txt"
+        "--save",
+        dest="files",  # NNsight gives every object a `save`, which argparse would take for one that is set
+        action="append",
+        default=[],
+        type=Path,
+        help="write .html, .json, .csv or .txt",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, the status tells")
     return parser

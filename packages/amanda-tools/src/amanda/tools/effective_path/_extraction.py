@@ -85,6 +85,7 @@ class Extraction:
             self.missing[op.type] = op.source
         return None
 
+    @np.errstate(invalid="ignore")  # sums of what is infinite are NaN, which `leading` expects
     def _back(self, found: _Found, keys: Indices, is_head: bool) -> None:
         """Bring what is on the paths from an output of an op to its inputs."""
         if not keys.size:
@@ -118,7 +119,8 @@ class Extraction:
         if is_head:
             values = np.where(values > 0, values, np.nan)
         else:
-            found, values = found * np.sign(values)[:, None], np.abs(values)
+            signs = np.nan_to_num(np.sign(values), nan=1)
+            found, values = found * signs[:, None], np.abs(values)
         if self._mode == "absolute" and not terms.weighted:
             return found > 0
         return leading(found, values, self._theta, self._mode)

@@ -105,8 +105,9 @@ _LARGEST = 32
 def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
     """The largest positive ones, until their sum is enough."""
     order = np.argsort(-contributions, axis=1, kind="stable")
-    ranked = np.take_along_axis(contributions, order, 1)
-    before = np.cumsum(ranked, axis=1) - ranked
+    ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
+    # Of infinite ones no difference can be taken: the sums before each are those after its neighbour.
+    before = np.pad(np.cumsum(ranked, axis=1)[:, :-1], ((0, 0), (1, 0)))
     chosen = np.zeros(contributions.shape, bool)
     np.put_along_axis(chosen, order, (before < enough[:, None]) & (ranked > 0), 1)
     return chosen

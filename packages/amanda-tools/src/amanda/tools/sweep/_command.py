@@ -31,7 +31,7 @@ def command(arguments: Sequence[str]) -> int:
             sweep.run()
         except KeyboardInterrupt:
             status = 130
-        for path in options.save:
+        for path in options.files:
             sweep.result.save(path)
     except (AmandaError, OSError) as error:
         sys.stderr.write(f"amanda sweep: {error}\n")
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metric", default="metric", help="what the number is called")
     parser.add_argument(
         "--save",
+        dest="files",  # NNsight gives every object a `save`, which argparse would take for one that is set
         action="append",
         default=[],
         type=Path,
