@@ -1,4 +1,4 @@
-"""The snippets of docs/ run, in order, and print what the page says."""
+"""The snippets of README.md and docs/ run, in order, and print what the page says."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ def blocks(page: str) -> list[tuple[str, str]]:
     ]
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python\n" in page.read_text()]
+PAGES = ["../README.md"] + [
+    page.relative_to(DOCS).as_posix()
+    for page in sorted(DOCS.rglob("*.md"))
+    if "```python\n" in page.read_text()
+]
 APART = {"migrating.md"}
 """Pages that import what patches torch, and leaves it so: each in a process of its own."""
 
 
-@pytest.mark.parametrize("page", [page.relative_to(DOCS).as_posix() for page in PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_snippets_print_what_the_page_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from opinfo import op_db
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
@@ -70,9 +71,7 @@ def _trains(value: Any) -> bool:
 
 
 def samples() -> Iterator[tuple[Any, Any]]:
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    for op in op_db[::EVERY]:
+    for op in op_db()[::EVERY]:
         no_call = op.name.startswith("jiterator") or torch.float32 not in op.dtypes  # the first: CUDA alone
         if op.name in UNDETERMINED or no_call:
             continue

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from opinfo import op_db
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -171,10 +172,8 @@ def copied(value: Any) -> Any:
 
 def samples() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """Calls of torch's own operator tests: name, callable, arguments."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
     preferred = (torch.float32, torch.int64, torch.bool, torch.complex64)
-    for op in op_db:
+    for op in op_db():
         dtype = next((each for each in preferred if each in op.dtypes), None)
         if dtype is None or op.name.startswith("jiterator"):
             continue  # for CUDA alone

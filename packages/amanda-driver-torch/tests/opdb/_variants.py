@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
+from opinfo import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,10 +28,8 @@ class Sample(NamedTuple):
 @cache
 def database() -> dict[str, Any]:
     """Every OpInfo of torch that runs on a CPU, by its name and that of its test variant."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    found = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db if dtypes(op)}
-    assert len(found) == sum(bool(dtypes(op)) for op in op_db)
+    found = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db() if dtypes(op)}
+    assert len(found) == sum(bool(dtypes(op)) for op in op_db())
     return found
 
 
