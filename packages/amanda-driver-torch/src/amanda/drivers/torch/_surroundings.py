@@ -32,10 +32,11 @@ MACHINERY = {
 class Surroundings:
     """What the driver puts around ops while it is attached.
 
-    stance: that of dynamo which it has set.
+    stance: that of dynamo which it has set.  stance_before: that of the user before.
     """
 
     stance: ClassVar[Any] = None
+    stance_before: ClassVar[Any] = None
 
     def __init__(self, driver: "TorchDriver") -> None:
         self._driver = driver
@@ -106,6 +107,13 @@ class Surroundings:
             if original is not None:
                 attributes.set(torch._C.Future, name, _with_callback_in_place(original))
 
+    @classmethod
+    def leaves_stance(cls, stance: Any) -> bool:
+        """Whether the user has taken no stance but to compile, so that it is for scopes to say how."""
+        if stance is cls.stance:
+            return getattr(cls.stance_before, "stance", "default") != "force_eager"
+        return stance.stance == "default" and stance.backend is None
+
     def _run_compiled_callables_eagerly(self) -> None:
         """Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo."""
         self._leave.append(when_imported("torch._dynamo", self._take_stance))
@@ -116,6 +124,7 @@ class Surroundings:
             return
         stance = set_stance("force_eager")
         stance.__enter__()
+        Surroundings.stance_before = getattr(stance, "prev", None)
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
         self._leave.append(lambda: stance.__exit__(None, None, None))
 

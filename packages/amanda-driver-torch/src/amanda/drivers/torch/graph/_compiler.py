@@ -22,6 +22,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from .._modules import module_path, plain_module_calls
 from .._surroundings import Surroundings
 from ._asked import asks_for_graphs
+from ._frames import left_to_python
 from ._instrument import namespace
 from ._ops import Program
 from ._record import uninstrumented
@@ -55,7 +56,7 @@ def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
     state = activation.state if activation is not None else None
     if not asks_for_graphs(state) or isinstance(callback, Converter):
         return callback if isinstance(callback, Converter) else otherwise(callback)
-    if eval_frame._stance is not Surroundings.stance:
+    if not Surroundings.leaves_stance(eval_frame._stance):
         return otherwise(callback)
     if interceptor.active() is None:
         return otherwise(callback) if state.enabled else callback
@@ -141,6 +142,9 @@ class Converter:
         self.backend = backend
 
     def __call__(self, frame: Any, *args: Any) -> Any:
+        left = left_to_python(frame)
+        if left is not None:
+            return left
         own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
         before = _frame.prefix, _frame.instance
         path = module_path(interceptor.subjects())

@@ -59,7 +59,8 @@ class GraphDriver(Driver):
             if activation is None or callback is None or callback is False:
                 return original(callback)
             compiler = _compiler(activation.state)
-            return original(callback) if compiler is None else compiler.chosen(callback, original)
+            otherwise = functools.partial(_by_stance, original, activation.state, module)
+            return otherwise(callback) if compiler is None else compiler.chosen(callback, otherwise)
 
         self._attributes.set(module, "_callback_from_stance", callback_from_stance)
 
@@ -85,6 +86,22 @@ def _compiler(state: Any) -> ModuleType | None:
     except (ImportError, AttributeError) as error:
         state.report(f"graphs of torch.compile with torch {torch.__version__}", f"{_EAGERLY} ({error})")
         return None
+
+
+def _by_stance(original: Callable[[Any], Any], state: Any, dynamo: ModuleType, callback: Any) -> Any:
+    """What dynamo calls for frames where the user has taken another stance within a scope."""
+    found = original(callback)
+    if found is None:
+        return found
+    stance = getattr(dynamo._stance, "stance", dynamo._stance)
+    state.report("compiled code", f"it runs as it is while torch.compiler's stance is {stance!r}")
+    if found is False:
+        return found
+    try:
+        from ._frames import Sparing
+    except ImportError:
+        return found
+    return Sparing(found)
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,34 @@
+"""Which frames dynamo leaves to Python: Amanda at ops that run on their own, and the routines of tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import FRAMEWORK, SKIPPED, codes
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn
+
+_PLAINLY = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+"""Without dynamo, and so is all that is called in turn."""
+
+
+def left_to_python(frame: Any) -> ConvertFrameReturn | None:
+    """What dynamo is told of a frame that it shall not convert; None for others.
+
+    It is told for good of Amanda's own code, and of others once: a routine may be called elsewhere too.
+    """
+    if codes.kind(frame.f_code) & (FRAMEWORK | SKIPPED) == SKIPPED:
+        return ConvertFrameReturn(_PLAINLY)
+    return ConvertFrameReturn(_PLAINLY, apply_to_code=False) if interceptor.active() is None else None
+
+
+class Sparing:
+    """Stands in for a callback of dynamo's that converts frames of the user alone."""
+
+    def __init__(self, callback: Any) -> None:
+        self._torchdynamo_orig_backend = callback
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        return left_to_python(frame) or self._torchdynamo_orig_backend(frame, *args)
