@@ -204,7 +204,8 @@ def torch_versions(session: nox.Session) -> None:
         libraries = environment.home / "cuda"
         environment.run("python", ".ci/cuda_stand_ins.py", str(libraries))
         arguments = [str(tests / f"test_{name}.py") for name in ("driver", "requirements")]
-        what = "private names, conformance suite"
+        arguments.append(str(tests / "graph" / "test_other_versions.py"))
+        what = "private names, compiled callables, conformance suite"
         found = {**OLD_WARNINGS, "LD_LIBRARY_PATH": str(libraries)}
         failed += tried(environment, "PyTorch", version, what, arguments, **found)
     told(session, failed)

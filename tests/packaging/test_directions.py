@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import amanda.backend
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 FRAMEWORKS = {
@@ -80,6 +83,31 @@ def test_a_driver_imports_the_core_and_its_own_framework(distribution: str) -> N
     others = {f"amanda.drivers.{name}" for name in drivers - own}
     assert len(others) == len(drivers) - 1
     assert offences(distribution, {*FRAMEWORKS - OWN[distribution], *others, "amanda.tools"}) == []
+
+
+@pytest.mark.parametrize("distribution", sorted(OWN))
+def test_a_driver_uses_what_the_core_offers_to_every_driver(distribution: str) -> None:
+    assert [one for one in from_the_core(distribution) if "._" in one] == []
+
+
+def test_every_name_of_the_driver_interface_is_used_by_a_driver_and_explained() -> None:
+    used = {name for distribution in OWN for name in from_the_core(distribution)}
+    page = (PACKAGES.parent / "docs" / "writing-a-driver.md").read_text()
+    for name in amanda.backend.__all__:
+        assert f"amanda.backend.{name}" in used, f"no driver uses amanda.backend.{name}"
+        assert re.search(rf"`{name}\b", page), f"docs/writing-a-driver.md does not explain `{name}`"
+
+
+def from_the_core(distribution: str) -> set[str]:
+    """What a driver imports of the core, for type checkers too."""
+    nodes = [node for module in modules(distribution) for node in ast.walk(ast.parse(module.read_text()))]
+    found = {
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.level == 0
+        for alias in node.names
+    }
+    return {name for name in found if belongs(name, "amanda") and not belongs(name, "amanda.drivers")}
 
 
 def test_tools_import_frameworks_inside_functions_only() -> None:

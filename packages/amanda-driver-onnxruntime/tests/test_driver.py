@@ -18,7 +18,6 @@ import pytest
 from onnx import helper, numpy_helper
 
 import amanda
-import amanda.backend
 from amanda.drivers.onnxruntime import OnnxRuntimeDriver, session_options
 from amanda.testing import DriverTests, Sample, never
 
@@ -36,10 +35,7 @@ POINTS = pytest.mark.parametrize(
 )
 ACTIONS = pytest.mark.parametrize(
     "action",
-    [
-        pytest.param(action.value, marks=[NO_BACKWARD] * action.is_backward)
-        for action in amanda.backend.ActionType
-    ],
+    [pytest.param(action.value, marks=[NO_BACKWARD] * action.is_backward) for action in amanda.ActionType],
 )
 
 

@@ -33,7 +33,7 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
-    monkeypatch.delattr(torch.compiler, "set_stance")
+    monkeypatch.delattr(torch.nn.parallel, "parallel_apply")
     _requirements.log_once.cache_clear()
     seen: list[str] = []
     tool = amanda.Tool()
@@ -42,7 +42,7 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
         torch.relu(torch.ones(2))
     assert seen == ["ones", "relu"]
     assert "_checkpoint_without_reentrant_generator: recomputed ops have ids of their own" in caplog.text
-    assert "compiler.set_stance: compiled callables are not seen" in caplog.text
+    assert "nn.parallel.parallel_apply: threads of replicas see no scope" in caplog.text
     told = len(caplog.records)
     with amanda.apply(tool):
         pass
@@ -73,15 +73,24 @@ def test_every_private_name_that_the_driver_reads_is_checked_when_it_attaches() 
     assert {name for name in read if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
 
 
-def test_the_torch_that_runs_lacks_nothing() -> None:
+LACKING = {
+    "2.4": {"_C._autograd._top_saved_tensors_default_hooks", "fx.experimental.proxy_tensor.get_proxy_mode"},
+}
+"""What is known to be absent, by version; of torch 2.4 to 2.13 only that."""
+
+
+def test_the_torch_that_runs_lacks_only_what_is_known() -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
     assert missing_parts() == []
-    assert all(_requirements.found(path) for path in (*_requirements.ESSENTIAL, *_requirements.OPTIONAL))
+    assert [path for path in _requirements.ESSENTIAL if not _requirements.found(path)] == []
+    absent = {path for path in _requirements.OPTIONAL if not _requirements.found(path)}
+    assert absent == LACKING.get(minor, set())
 
 
 @pytest.mark.parametrize("path", [path for path in _requirements.OPTIONAL if path.count(".") > 0])
 def test_each_optional_name_may_be_absent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, _, name = path.rpartition(".")
-    monkeypatch.delattr(_requirements.found(owner), name)
+    monkeypatch.delattr(_requirements.found(owner), name, raising=False)
     names: list[str] = []
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))

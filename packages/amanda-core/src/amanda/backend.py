@@ -20,13 +20,14 @@ from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
 from amanda._imports import when_imported
 from amanda._inlining import Inlining
 from amanda._interrupts import uninterrupted
+from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
-from amanda._plan import BackwardPlan, Combined
-from amanda._routine import Saved, TensorOps, run_replacement, run_routine
+from amanda._plan import BackwardPlan, Combined, Layer, bind_to_subjects
+from amanda._routine import Saved, TensorOps, run_replacement, run_routine, spread
 from amanda._source import codes
 from amanda._state import State, current_state, in_force
-from amanda.action import Action, ActionType, InstrumentationPoint
-from amanda.context import OpContext, OpFacts
+from amanda.action import Action
+from amanda.context import OpFacts
 from amanda.namespace import Namespace
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "FRAMEWORK",
     "SKIPPED",
     "Action",
-    "ActionType",
     "Artefact",
     "Attributes",
     "BackwardPlan",
@@ -48,9 +48,8 @@ __all__ = [
     "GraphAnalysis",
     "Inlining",
     "Inserted",
-    "InstrumentationPoint",
+    "Layer",
     "Namespace",
-    "OpContext",
     "OpFacts",
     "Rounds",
     "Saved",
@@ -59,15 +58,18 @@ __all__ = [
     "TensorOps",
     "Trace",
     "backward_id",
+    "bind_to_subjects",
     "codes",
     "current_state",
     "digest",
+    "explained",
     "in_force",
     "replace_references",
     "run_replacement",
     "run_routine",
     "settled_step",
     "settles",
+    "spread",
     "uninterrupted",
     "when_imported",
 ]

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -17,25 +18,37 @@ def seen_of(compiled: Literal["eager", "instrument"]) -> tuple[list[str], list[s
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: names.append(str(context.namespace).split("/")[-1]))
     function = torch.compile(torch.relu, backend="eager")
+    function(torch.ones(2))
     with amanda.apply(tool, compiled=compiled) as scope:
         function(torch.ones(2))
     return names, [str(line) for line in scope.report]
 
 
-def test_compiled_callables_run_op_by_op_and_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "amanda.drivers.torch.graph._compiler", None)
+
+
+def without_stances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.compiler, "set_stance", raising=False)
+
+
+@pytest.mark.parametrize("without", [without_the_compiler, without_stances])
+def test_compiled_callables_run_op_by_op_and_scopes_that_ask_for_graphs_are_told(
+    without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch)
     names, report = seen_of("instrument")
     assert names == ["eager", "eager"]
     assert "run op by op" in "".join(report)
     assert seen_of("eager") == (["eager", "eager"], [])
 
 
-def test_a_dynamo_without_the_place_to_stand_is_warned_of(
+def test_a_dynamo_that_cannot_be_kept_from_its_frames_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(torch._dynamo.eval_frame, "_callback_from_stance")
     _requirements.log_once.cache_clear()
-    tool = amanda.Tool()
-    with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(tool):
+    without_stances(monkeypatch)
+    monkeypatch.delattr(torch._dynamo.eval_frame, "set_eval_frame")
+    with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(amanda.Tool()):
         pass
-    assert "run op by op" in caplog.text
+    assert "compiled callables are not seen" in caplog.text

@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amanda._notes import explained
-from amanda._routine import run_routine, spread
-from amanda.backend import Action, Execution, Inserted, Rounds, State, TensorOps
+from amanda.backend import (
+    Action,
+    Execution,
+    Inserted,
+    Rounds,
+    State,
+    TensorOps,
+    explained,
+    run_routine,
+    spread,
+)
 from amanda.errors import RoutineError
 
 

@@ -55,7 +55,6 @@ OPTIONAL = {
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
     "nn.parallel.parallel_apply": "threads of replicas see no scope",
-    "compiler.set_stance": "compiled callables are not seen",
 }
 """Without one of these, what it says."""
 

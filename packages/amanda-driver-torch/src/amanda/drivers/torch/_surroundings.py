@@ -1,6 +1,7 @@
 """Where torch leaves the call: checkpoints, threads of replicas, and compiled callables."""
 
 import functools
+import logging
 import sys
 import threading
 import types
@@ -12,9 +13,10 @@ import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Attributes, in_force, when_imported
 
+from ._asked import OP_BY_OP, asks_for_graphs, has_stances
 from ._collectives import tell_of_reducers
 from ._operators import Operators
-from ._requirements import found
+from ._requirements import found, log_once
 
 if TYPE_CHECKING:
     from ._driver import TorchDriver
@@ -52,7 +54,7 @@ class Surroundings:
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
             self._leave.append(when_imported(module, functools.partial(_let_be, attributes, module, name)))
-        self._run_compiled_callables_eagerly()
+        self._run_compiled_callables_eagerly(attributes)
 
     def leave(self) -> None:
         """Undo what no attribute holds."""
@@ -114,19 +116,42 @@ class Surroundings:
             return getattr(cls.stance_before, "stance", "default") != "force_eager"
         return stance.stance == "default" and stance.backend is None
 
-    def _run_compiled_callables_eagerly(self) -> None:
+    def _run_compiled_callables_eagerly(self, attributes: Attributes) -> None:
         """Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo."""
-        self._leave.append(when_imported("torch._dynamo", self._take_stance))
+        self._leave.append(when_imported("torch._dynamo", lambda: self._take_stance(attributes)))
 
-    def _take_stance(self) -> None:
-        set_stance = found("compiler.set_stance")
-        if set_stance is None:
+    def _take_stance(self, attributes: Attributes) -> None:
+        if not has_stances():
+            _run_frames_as_they_are(attributes)
             return
-        stance = set_stance("force_eager")
+        stance = torch.compiler.set_stance("force_eager")
         stance.__enter__()
         Surroundings.stance_before = getattr(stance, "prev", None)
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
         self._leave.append(lambda: stance.__exit__(None, None, None))
+
+
+def _run_frames_as_they_are(attributes: Attributes) -> None:
+    """Let a dynamo without stances compile nothing in a scope, nor run what it has compiled."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    original, skip_code = (getattr(module, name, None) for name in ("set_eval_frame", "skip_code"))
+    if original is None or skip_code is None:
+        log_once(logging.WARNING, f"torch {torch.__version__}: compiled callables are not seen")
+        return
+
+    def set_eval_frame(callback: Any) -> Any:
+        before = original(None)  # nothing below is compiled
+        activation = interceptor.active()
+        if activation is None or not callable(callback):
+            original(callback)
+        elif asks_for_graphs(activation.state):
+            activation.state.report(f"graphs of torch.compile with torch {torch.__version__}", OP_BY_OP)
+        return before
+
+    skip_code(set_eval_frame.__code__)
+    for name in ("set_eval_frame", "_maybe_set_eval_frame"):
+        if hasattr(module, name):
+            attributes.set(module, name, set_eval_frame)
 
 
 def let_compiler_look_again() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from amanda._opid import digest
+from amanda.backend import digest
 from amanda.tools.command._environment import number_of_ranks
 
 if sys.platform != "win32":

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from amanda.backend import GraphAnalysis, Inlining, Inserted, Namespace, State, Table, digest
+from amanda.backend import GraphAnalysis, Inlining, Inserted, Layer, Namespace, State, Table, digest
 from tensorflow.python.framework import tensor_util
 
 from ._values import GraphTensors
 
 if TYPE_CHECKING:
-    from amanda._plan import Layer
-
     from ._syntax import Edge, Syntax
 
 DEFAULT_BUDGET = 64 << 20

@@ -13,8 +13,7 @@ from ._side import Side, enum
 
 if TYPE_CHECKING:
     import tensorflow as tf
-    from amanda._plan import BackwardPlan, Combined
-    from amanda.backend import Action, OpFacts
+    from amanda.backend import Action, BackwardPlan, Combined, OpFacts
 
     from ._insertions import Insertions
 

@@ -8,8 +8,7 @@ from typing import Any
 from weakref import ref
 
 from amanda import interceptor
-from amanda._plan import bind_to_subjects
-from amanda.backend import Execution, Namespace, State, digest
+from amanda.backend import Execution, Namespace, State, bind_to_subjects, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl

@@ -19,9 +19,9 @@ from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.guards import GuardBuilder, install_guard
 
+from .._asked import asks_for_graphs
 from .._modules import module_path, plain_module_calls
 from .._surroundings import Surroundings
-from ._asked import asks_for_graphs
 from ._frames import left_to_python
 from ._instrument import namespace
 from ._ops import Program

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import sys
 from collections.abc import Callable
 from functools import cached_property
@@ -15,8 +14,7 @@ import torch
 from amanda import interceptor
 from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, when_imported
 
-from .._requirements import log_once
-from ._asked import asks_for_graphs
+from .._asked import OP_BY_OP, asks_for_graphs, has_stances
 
 
 class GraphDriver(Driver):
@@ -48,10 +46,9 @@ class GraphDriver(Driver):
 
     def _follow_dynamo(self) -> None:
         module = sys.modules["torch._dynamo.eval_frame"]
-        original = getattr(module, "_callback_from_stance", None)
-        if original is None:
-            log_once(logging.WARNING, f"torch {torch.__version__}: {_EAGERLY}")
+        if not has_stances():  # the driver of eager mode says so to scopes that ask for graphs
             return
+        original = module._callback_from_stance
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
@@ -84,7 +81,7 @@ def _compiler(state: Any) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except (ImportError, AttributeError) as error:
-        state.report(f"graphs of torch.compile with torch {torch.__version__}", f"{_EAGERLY} ({error})")
+        state.report(f"graphs of torch.compile with torch {torch.__version__}", f"{OP_BY_OP} ({error})")
         return None
 
 
@@ -114,4 +111,3 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
-_EAGERLY = "it lacks what graphs are instrumented with, so that compiled callables run op by op in scopes"
