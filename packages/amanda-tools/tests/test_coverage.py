@@ -17,6 +17,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.coverage import CoverageResult, CoverageTool
 from amanda.tools.mapping import VOCABULARY
+from amanda.tools.results import load
 
 
 def covered(program: Callable[[], Any], tool: CoverageTool | None = None) -> CoverageResult:
@@ -135,4 +136,8 @@ def test_a_result_goes_to_files_and_refuses_unknown_keys(tmp_path) -> None:
     assert found["totals"]["forward"] == {"calls": 2, "whole": 1, "entered": 1, "left": 1}
     with pytest.raises(AmandaError, match="not by color"):
         result.by("color")
+    types = result.by("type")
+    again = load(types.save(tmp_path / "types.json"))
+    assert isinstance(again, CoverageResult)
+    assert again.to_dict() == types.to_dict()
     assert isinstance(amanda.load_tool("coverage"), CoverageTool)

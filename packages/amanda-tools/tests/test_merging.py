@@ -58,6 +58,22 @@ def test_rows_by_rank_keep_each_rank_apart() -> None:
     assert table.to_dict()["of"] == "seen"
 
 
+def test_a_mean_is_the_same_merged_in_one_step_or_in_several(tmp_path: Path) -> None:
+    one, two, three = (Seen([("relu", 1, 0, 0, mean), ("mm", 1, 0, 0, None)]) for mean in (2.0, 4.0, 9.0))
+    pair = merge({"a": one, "b": two})
+    kept = load(pair.save(tmp_path / "pair.json"))
+    for both in (pair, kept):
+        assert merge({"ab": both, "c": three}).rows() == [["relu", 3, 0, 0, 5.0], ["mm", 3, 0, 0, None]]
+        assert merge({"c": three, "ab": both}).rows() == merge({"a": one, "b": two, "c": three}).rows()
+        alone = merge({"ab": both})
+        assert merge({"ab": alone, "c": three}).rows()[0][4] == 5.0
+    ranks = by_rank({"rank0": pair, "rank1": three})
+    assert [list(row) for row in merge({"x": ranks, "y": by_rank({"rank0": three})}).rows()] == [
+        [0, "relu", 3, 0, 0, 5.0], [0, "mm", 3, 0, 0, None],
+        [1, "relu", 1, 0, 0, 9.0], [1, "mm", 1, 0, 0, None],
+    ]  # fmt: skip
+
+
 def test_results_of_several_tools_are_not_merged() -> None:
     with pytest.raises(AmandaError, match="of one tool are merged: rank0 has seen 1, rank1 has flops 1"):
         merge({"rank0": Seen([]), "rank1": FlopsResult([])})
@@ -71,6 +87,53 @@ def measured(rows: int) -> tuple[FlopsTool, StatsTool]:
     with amanda.apply(*tools):
         model(torch.rand(rows, 4)).sum().backward()
     return tools
+
+
+def test_results_that_are_told_by_other_keys_are_not_merged() -> None:
+    flops, stats = (tool.result for tool in measured(3))
+    phases, types = flops.by("phase"), flops.by("type")
+    for together in (merge, by_rank):
+        with pytest.raises(
+            AmandaError, match=r"columns.*are merged: a has phase, calls.*; b has type, calls"
+        ):
+            together({"a": phases, "b": types})
+        with pytest.raises(
+            AmandaError, match=r"a has phase, type, module, source, calls.*; b has phase, calls"
+        ):
+            together({"a": flops, "b": phases})
+        with pytest.raises(
+            AmandaError, match="of one tool are merged: a has flops by rank, b has stats by rank"
+        ):
+            together({"a": by_rank({"rank0": flops}), "b": by_rank({"rank0": stats})})
+        with pytest.raises(AmandaError, match="of one tool are merged: a has flops 1, b has flops by rank"):
+            together({"a": flops, "b": by_rank({"rank0": flops})})
+        with pytest.raises(AmandaError, match=r"same columns.*: a has x, y; b has y, x"):
+            together({name: Table("ours", 1, [Column(one) for one in order], [])
+                      for name, order in (("a", "xy"), ("b", "yx"))})  # fmt: skip
+        with pytest.raises(AmandaError, match=r"a has x, y \(sum\); b has x, y \(max\)"):
+            together({"a": Table("ours", 1, [Column("x"), Column("y", merge="sum")], []),
+                      "b": Table("ours", 1, [Column("x"), Column("y", merge="max")], [])})  # fmt: skip
+    assert len(merge({"a": phases, "b": flops.by("phase")}).rows()) == 2
+    assert len(by_rank({"a": phases, "b": flops.by("phase")}).rows()) == 4
+
+
+def test_ranks_of_several_programs_stay_apart() -> None:
+    one = by_rank({"rank0": measured(3)[0].result.by("phase"), "main": measured(4)[0].result.by("phase")})
+    for both in (merge({"host0": one, "rank1": one}), by_rank({"host0": one, "rank1": one})):
+        names = [column.name for column in both.columns]
+        assert len(set(names)) == len(names)
+        assert list(dict.fromkeys(row[0] for row in both.rows())) == [
+            "host0.rank0", "host0.main", "rank1.rank0", "rank1.main",
+        ]  # fmt: skip
+        assert both.facts()["of"] == "flops"
+    again = by_rank({"site": both})
+    assert again.rows()[0][0] == "site.host0.rank0"
+
+
+def test_a_result_of_a_tool_and_a_table_of_it_keep_all_rows() -> None:
+    flops = measured(3)[0].result
+    table = Table.of(json.loads(flops.to_json()))
+    assert len(merge({"a": flops, "b": table}).rows()) == 2 * len(flops.rows())
 
 
 def test_a_file_is_read_back_as_its_tools_result(tmp_path: Path) -> None:

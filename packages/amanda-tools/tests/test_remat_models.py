@@ -238,7 +238,10 @@ def test_the_allocator_gives_out_the_budget_and_what_gradients_take(
     tool = RematTool(budget=budget * MEBI + SLACK, strict=True)
     with amanda.apply(tool):
         most = allocated(lambda: backward(model, model(x).sum()))
-    assert budget * MEBI <= tool.result.peak <= budget * MEBI + SLACK
+    layers_kept, scalars = divmod(tool.result.peak, MEBI)
+    assert layers_kept == budget
+    # Measured times say what goes, and so whether memory is fullest before there is a loss, or after.
+    assert 0 <= scalars <= SLACK
     gradients = 2 * MEBI + 17 * 64 * 64 * 4  # those that enter and leave an op, and of the weights
     assert most <= tool.result.peak + gradients
 

@@ -80,7 +80,7 @@ class CoverageResult(Result):
     def from_dict(cls, found: Mapping[str, Any]) -> CoverageResult:
         """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
         check_schema(found, cls.name, cls.version)
-        return cls(Place(**place) for place in found["places"])
+        return cls((Place(**place) for place in found["places"]), found.get("by", KEYS))
 
     def total(self, what: str = "calls", phase: str | None = None) -> int:
         """The sum of "calls", "whole", "entered" or "left", of one phase or of both."""
@@ -126,7 +126,7 @@ class CoverageResult(Result):
             for phase in dict.fromkeys(place.phase for place in self.places)
         }
         return {
-            "totals": totals, "types": self.types, "without_word": self.without_word,
+            "totals": totals, "types": self.types, "without_word": self.without_word, "by": self._by,
             "places": [asdict(place) for place in self.places],
         }  # fmt: skip
 

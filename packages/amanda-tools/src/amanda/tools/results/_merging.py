@@ -43,7 +43,8 @@ def merge(results: Mapping[str, Result], missing: Sequence[str] = ()) -> Result:
 
     missing: what should have left a result and did not, which the result then says.
     By the result's own `merged`, else by what its columns say of themselves (`Column.merge`), else row by
-    row as `by_rank` does.  Raises AmandaError where there is none, or they are of several tools.
+    row as `by_rank` does.  What is merged can be merged again, with the same numbers as in one step.
+    Raises AmandaError where there is none, or they are of several tools or have other columns.
     """
     _check(results)
     merged: Any
@@ -52,7 +53,7 @@ def merge(results: Mapping[str, Result], missing: Sequence[str] = ()) -> Result:
         merged = copy(first)
     elif isinstance(first, Mergeable) and all(type(other) is type(first) for other in others):
         merged = cast(Any, first).merged(*others)
-    elif can_merge(first):
+    elif any(column.merge for column in first.columns):
         merged = _by_columns(results)
     else:
         merged = by_rank(results)
@@ -68,14 +69,20 @@ def merge(results: Mapping[str, Result], missing: Sequence[str] = ()) -> Result:
 def by_rank(results: Mapping[str, Result]) -> Table:
     """The rows of several results of the same tool, with a first column `rank` that says whose each is.
 
-    Raises AmandaError where there is none, or they are of several tools.
+    Those of tables that have it already are then "host0.rank1".  Raises AmandaError where there is none, or
+    they are of several tools or have other columns.
     """
     _check(results)
     first = next(iter(results.values()))
+    notes = told_apart({name: one.notes() for name, one in results.items()})
+    cells = [row for one in results.values() for row in _weighted(one)]
+    facts = _facts(first.columns, cells, _of(first) or first.name)
+    if _of(first):
+        ranked = [(_within(name, row[0]), *row[1:]) for name, one in results.items() for row in one.rows()]
+        return Table(_RANKS, 1, first.columns, ranked, first.title, notes, facts)
     rows = [(_rank(name), *row) for name, one in results.items() for row in one.rows()]
     columns = [Column("rank", number=True), *first.columns]
-    notes = told_apart({name: one.notes() for name, one in results.items()})
-    return Table("ranks", 1, columns, rows, f"{first.title or first.name} by rank", notes, {"of": first.name})
+    return Table(_RANKS, 1, columns, rows, f"{first.title or first.name} by rank", notes, facts)
 
 
 def told_apart(sentences: Mapping[str, Sequence[str]]) -> list[str]:
@@ -90,38 +97,92 @@ def told_apart(sentences: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-_WAYS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
-    "sum": sum, "min": min, "max": max, "mean": lambda values: sum(values) / len(values),
-}  # fmt: skip
+_RANKS = "ranks"
+_VALUES = "values_of_means"
+"""The fact that says by column of how many values the mean in each row is, for when it is merged again."""
+
+_WAYS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
+
+_Cell = tuple[Any, int]
+"""A value, and how many values of single results it stands for."""
 
 
 def _by_columns(results: Mapping[str, Result]) -> Table:
     first = next(iter(results.values()))
     columns = first.columns
     keys = [i for i, column in enumerate(columns) if not column.merge]
-    groups: dict[str, list[Sequence[Any]]] = {}
-    for row in (row for one in results.values() for row in one.rows()):
+    groups: dict[str, list[Sequence[_Cell]]] = {}
+    for row in (row for one in results.values() for row in _weighted(one)):
         groups.setdefault(repr([row[i] for i in keys]), []).append(row)
-    rows = [
+    merged = [
         [_merged(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
         for rows in groups.values()
     ]
+    rows = [[value for value, _ in row] for row in merged]
     notes = told_apart({name: one.notes() for name, one in results.items()})
-    return Table(first.name, first.version, columns, rows, first.title, notes)
+    facts = _facts(columns, merged, _of(first))
+    return Table(first.name, first.version, columns, rows, first.title, notes, facts)
 
 
-def _merged(column: Column, values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    return _WAYS[column.merge](known) if column.merge and known else values[0]
+def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], of: str) -> dict[str, Any]:
+    means = {
+        column.name: [row[i][1] for row in rows] for i, column in enumerate(columns) if column.merge == "mean"
+    }
+    return {**({"of": of} if of else {}), **({_VALUES: means} if means else {})}
+
+
+def _weighted(result: Result) -> list[list[_Cell]]:
+    counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
+    return [
+        [
+            (value, counts[column.name][i] if column.name in counts else int(value is not None))
+            for column, value in zip(result.columns, row, strict=True)
+        ]
+        for i, row in enumerate(result.rows())
+    ]
+
+
+def _merged(column: Column, cells: Sequence[_Cell]) -> _Cell:
+    known, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
+    if not column.merge or not known:
+        return cells[0]
+    if column.merge == "mean":
+        return sum(value * weight for value, weight in cells if weight) / count, count
+    return _WAYS[column.merge](known), count
 
 
 def _check(results: Mapping[str, Result]) -> None:
+    """Raise AmandaError unless all are of one tool and have the same columns, in the same order."""
     if not results:
         raise AmandaError("there is no result to be merged")
-    kinds = {(one.name, one.version) for one in results.values()}
-    if len(kinds) > 1:
-        told = ", ".join(f"{name} has {one.name} {one.version}" for name, one in results.items())
+    kinds = {
+        name: f"{_of(one)} by rank" if _of(one) else f"{one.name} {one.version}"
+        for name, one in results.items()
+    }
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{name} has {kind}" for name, kind in kinds.items())
         raise AmandaError(f"results of one tool are merged: {told}")
+    (name, first), *others = results.items()
+    for another, one in others:
+        if _columns(one) != _columns(first):
+            raise AmandaError(
+                f"results with the same columns, in the same order, are merged: {name} has "
+                f"{', '.join(_columns(first))}; {another} has {', '.join(_columns(one))}"
+            )
+
+
+def _columns(result: Result) -> list[str]:
+    """Columns by what makes their values alike; how they are shown is each result's own."""
+    return [f"{column.name} ({column.merge})" if column.merge else column.name for column in result.columns]
+
+
+def _of(result: Result) -> str:
+    """The tool of whose results a table by rank is; "" for what is none."""
+    return str(result.facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
+
+
+def _within(name: str, rank: int | str) -> str:
+    return f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}"
 
 
 def _rank(name: str) -> int | str:
