@@ -10,8 +10,8 @@ def op_db() -> list[Any]:
     modules are loaded that takes a tenth of a second.
     """
     from torch.testing._internal import common_utils
-    from torch.testing._internal.opinfo import core
     from torch.testing._internal.common_methods_invocations import op_db as found
+    from torch.testing._internal.opinfo import core
 
     for module in (common_utils, core):
         module.extract_test_fn = lambda: None
