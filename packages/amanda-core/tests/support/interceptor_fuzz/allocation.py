@@ -253,9 +253,11 @@ def calls_are_enclosed_and_replayed() -> Iterator[tuple[str, Act, Act]]:
     Module.__call__ = Enclosure(Module.__call__, lambda owner, subject: (7, subject is not owner))  # type: ignore[method-assign]
     outer = Module()
 
+    # Made beforehand: CPython 3.12 crashes where it lacks the memory for a function.
+    again = functools.partial(outer, lambda: inside.append(interceptor.snapshot()))
+
     def nest() -> None:
-        module = Module()
-        outer(lambda: module(lambda: outer(lambda: inside.append(interceptor.snapshot()))))
+        outer(functools.partial(Module(), again))
 
     def replay() -> None:
         kept.replay(math.sin, 0.5)

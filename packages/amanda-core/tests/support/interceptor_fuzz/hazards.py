@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import faulthandler
 import gc
 import importlib
@@ -484,24 +483,15 @@ def regions_nest_deep() -> None:
     """Places that hold their enclosing places, a hundred thousand deep, are let go of."""
 
     class Module:
-        def __call__(self, left: int) -> Any:
-            if left:
-                return self(left - 1)
+        def __call__(self) -> Any:
             return interceptor.snapshot()
 
     Module.__call__ = Enclosure(Module.__call__)  # type: ignore[method-assign]
     token, module = scope(), Module()
-    sys.setrecursionlimit(100_000)
-    threading.stack_size(1 << 29)
-    kept: list[Any] = []
-    thread = threading.Thread(
-        target=contextvars.copy_context().run, args=(lambda: kept.append(module(20_000)),)
-    )
-    thread.start()
-    thread.join()
-    threading.stack_size(0)
-    assert kept
-    kept.clear()
+    kept = interceptor.snapshot()
+    for _ in range(100_000):
+        kept = kept.replay(module)
+    del kept
     ACTIVATION.reset(token)
 
 
