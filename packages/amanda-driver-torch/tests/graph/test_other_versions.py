@@ -1,8 +1,11 @@
-"""Versions of torch that lack what graphs are instrumented with."""
+"""Versions of torch, and machines, that lack what graphs are instrumented with."""
 
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -17,7 +20,7 @@ def seen_of(compiled: Literal["eager", "instrument"]) -> tuple[list[str], list[s
     names: list[str] = []
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: names.append(str(context.namespace).split("/")[-1]))
-    function = torch.compile(torch.relu, backend="eager")
+    function = torch.compile(lambda x: torch.relu(x), backend="eager")
     function(torch.ones(2))
     with amanda.apply(tool, compiled=compiled) as scope:
         function(torch.ones(2))
@@ -52,3 +55,16 @@ def test_a_dynamo_that_cannot_be_kept_from_its_frames_is_warned_of(
     with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(amanda.Tool()):
         pass
     assert "compiled callables are not seen" in caplog.text
+
+
+def test_without_the_native_interceptor_compiled_callables_run_op_by_op_and_it_is_said() -> None:
+    names = "import test_other_versions as tests; names, report = tests.seen_of('instrument')"
+    check = "assert names == ['eager', 'eager'], names; assert 'without the native interceptor' in report[0]"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{names}; {check}; assert tests.seen_of('eager')[1] == []"],
+        env={**os.environ, "AMANDA_NATIVE": "0", "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

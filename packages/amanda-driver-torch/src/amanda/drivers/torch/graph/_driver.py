@@ -16,6 +16,8 @@ from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, when_impor
 
 from .._asked import OP_BY_OP, asks_for_graphs, has_stances
 
+FOLLOWED_NATIVELY = "compiled callables run op by op in scopes; `python -m amanda` says why there is none"
+
 
 class GraphDriver(Driver):
     """PyTorch, graph mode."""
@@ -74,7 +76,11 @@ class GraphDriver(Driver):
 
 
 def _compiler(state: Any) -> ModuleType | None:
-    """What compiles instrumented graphs; None where no scope asked for them, or torch lacks the means."""
+    """What compiles instrumented graphs; None where no scope asked for them, or the means are lacking."""
+    if not interceptor.NATIVE:
+        if asks_for_graphs(state):
+            state.report("graphs of torch.compile without the native interceptor", FOLLOWED_NATIVELY)
+        return None
     name = f"{__package__}._compiler"
     if sys.modules.get(name) is None and not asks_for_graphs(state):
         return None
