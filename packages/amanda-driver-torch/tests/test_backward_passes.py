@@ -71,6 +71,36 @@ def test_gradients_differentiated_now_and_then_are_seen_like_those_always(backwa
     assert [entry.what for entry in scope.report] == ["the first differentiation of gradients"]
 
 
+def test_backward_ops_that_an_op_makes_for_some_shapes_alone_are_seen_from_the_next_pass_on() -> None:
+    """A product of batches is expanded unless it has the batch's size already."""
+    weight = torch.randn(2, 4, 5, requires_grad=True)
+    seen: list[str] = []
+    tool = amanda.Tool()
+
+    def look(context: amanda.OpContext) -> None:
+        name = context.get_backward_op().__name__
+        context.insert_after_backward_op(lambda *_: seen.append(name), grad_inputs=[])
+
+    def step(batch: int) -> list[str]:
+        seen.clear()
+        torch.matmul(torch.randn(batch, 2, 6, 4), weight).backward(torch.ones(batch, 2, 6, 5))
+        return sorted(seen)
+
+    tool.add_inst_for_op(look, backward=True)
+    with amanda.apply(tool) as scope:
+        first = [step(1) for _ in range(3)]
+        assert scope.report == []
+        step(3)
+        (entry,) = scope.report
+        later = [step(3), step(3), step(1)]
+    assert first[0] == first[1] == first[2] == later[2]
+    assert later[0] == later[1] != first[0]
+    assert "BmmBackward0" in later[0]
+    assert entry.what == "the first pass through a backward op that matmul makes for some inputs alone"
+    with amanda.apply(tool):
+        assert step(3) == later[0]
+
+
 def test_a_gradient_is_changed_at_every_order(acting: Act, applied: Applied) -> None:
     x = torch.tensor(2.0, requires_grad=True)
 

@@ -71,6 +71,13 @@ def test_full_tensors_are_those_that_hooks_see(model: nn.Module, folder: Path, f
     assert {path.suffix for path in folder.iterdir()} == {".json", f".{form}"}
 
 
+def test_a_gradient_is_told_of_the_weight_in_the_passes_that_make_it_in_its_shape(folder: Path) -> None:
+    weight = nn.Parameter(torch.randn(2, 4, 5))
+    dump = dumped(folder, lambda: [(torch.randn(n, 2, 6, 4) @ weight).sum().backward() for n in (1, 3, 3)])
+    found = [(one.role, one.shape) for one in entries(dump, type="matmul_backward")]
+    assert found == [("weight gradient", (2, 4, 5)), ("gradient", (6, 4, 5))]
+
+
 def test_summaries_are_the_default_and_take_no_tensors(model: nn.Module, folder: Path) -> None:
     x = torch.rand(4, 6)
     dump = dumped(folder, lambda: model(x).sum().backward())

@@ -220,6 +220,23 @@ def test_elements_of_tensors_in_lists_are_hit() -> None:
     assert not any(map(torch.any, parts))
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 2), nn.Linear(5, 4)])
+def test_gradients_of_weights_are_changed_though_the_first_pass_made_none(layer: nn.Module) -> None:
+    """A layer that is frozen at first, or an attack on the inputs."""
+    layer.zero_grad()
+    x = torch.rand(2, 3, 5, 5, requires_grad=True)
+    tool = InjectTool(target="weight_grads", fault="value", value=99.0)
+    with amanda.apply(tool):
+        layer.requires_grad_(False)
+        layer(x).sum().backward()
+        layer.requires_grad_(True)
+        torch.autograd.grad(layer(x).sum(), x)
+        assert not tool.result.injections
+        layer(x).sum().backward()
+    assert len(tool.result.injections) == 1
+    assert layer.weight.grad.eq(99).sum() == 1  # type: ignore[union-attr]
+
+
 def test_gradients_are_hit_on_their_way() -> None:
     x, weight = torch.rand(2, 3, requires_grad=True), torch.rand(4, 3, requires_grad=True)
 

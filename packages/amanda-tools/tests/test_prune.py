@@ -455,6 +455,8 @@ def test_gradients_of_gradients_are_those_of_the_pruned_weights() -> None:
     tool.finalize(model)
     for gradient, wanted, layer in zip(found, penalty(), (model[0], model[2]), strict=True):
         assert torch.equal(gradient[layer.weight != 0], wanted[layer.weight != 0])
+        assert gradient[layer.weight == 0].eq(0).all()
+        assert wanted[layer.weight == 0].ne(0).any()
 
 
 class Product(nn.Module):

@@ -250,6 +250,18 @@ def test_weights_activations_and_gradients_of_training_are_those_that_hooks_see(
     assert_moments(gradient.statistics, torch.stack(gradients).numpy())
 
 
+def test_a_gradient_is_the_weights_in_the_passes_that_make_it_in_the_weights_shape() -> None:
+    """The gradient of a factor that is broadcast is that of the weight when it is summed."""
+    weight = nn.Parameter(torch.randn(2, 4, 5))
+
+    def train() -> None:
+        for batch in (1, 3, 3):
+            (torch.randn(batch, 2, 6, 4) @ weight).sum().backward()
+
+    labels = {m.tensor: m.statistics.elements for m in measured(train) if m.type == "matmul_backward"}
+    assert labels == {"weight gradient": 2 * 4 * 5, "gradient 1": 3 * 2 * 4 * 5}
+
+
 class Times(nn.Module):
     def forward(self, x: Tensor, factor: int) -> Tensor:
         return x.mul(factor)

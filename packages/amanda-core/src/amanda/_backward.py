@@ -53,6 +53,8 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
     if any(layer.wants_backward and trace.gradients not in plan.settled for layer, plan in trace.plans):
         return None
     id = backward_id(trace.op_id, op.__name__, place)
+    if any(layer.wants_backward and id not in plan.backward for layer, plan in trace.plans):
+        return None
     plans = [plan.backward[id] for _, plan in trace.plans if id in plan.backward]
     if any(plan.replace for plan in plans):
         return None
@@ -124,12 +126,24 @@ class BackwardStep:
             known = plan.backward.get(self.id)
             if known is not None:
                 self._plans.append(known)
-            elif layer.wants_backward and trace.gradients not in plan.settled and not trace.facts.dropped:
+            elif layer.wants_backward and trace.gradients in plan.settled:
+                self._unsettle(plan)
+            elif layer.wants_backward and not trace.facts.dropped:
                 trace.pending.add(self.id)
                 if all(map(state.is_open, layer.tools)):
                     self._missing.append((layer, plan))
                 else:
                     self._complete = False
+
+    def _unsettle(self, plan: Plan) -> None:
+        """Hear that the op made another backward op than those that were analysed, as for other shapes."""
+        plan.settled.discard(self._trace.gradients)
+        self._trace.pending.add(self.id)
+        self._trace.layer.relearn(self._trace.op_id)
+        self._state.report(
+            f"the first pass through a backward op that {self._facts.op_type} makes for some inputs alone",
+            "it came after passes without one; it is seen from the next on", self._facts.source,
+        )  # fmt: skip
 
     @property
     def wanted(self) -> bool:

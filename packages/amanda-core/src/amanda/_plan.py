@@ -127,6 +127,12 @@ class Layer:
             self.table.clear()
         return settled
 
+    def relearn(self, op_id: int) -> None:
+        """Hear that more is left to do at an op than native code has learned."""
+        known = self.table.get(op_id)
+        if isinstance(known, interceptor.Memo):
+            known.forget()
+
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""
         self.plans.pop(op_id, None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +18,14 @@ from amanda.tools.dump._entry import Entry, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, extents, summary
 from amanda.tools.dump._writer import Writer
-from amanda.tools.mapping import UNINITIALISED, StandardMapping
+from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 
 Keep = Literal["no", "summary", "full"]
 
 _SMALL = 1 << 18
 """Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 _NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "quint", "qint")
+_IsWeights = Callable[[int, Any], bool]
 
 
 @dataclass
@@ -99,7 +101,8 @@ class DumpTool(amanda.Tool):
             str(context.namespace), context.get_op_id(), None, context["layout"], context["weight_layout"],
         ))  # fmt: skip
         if self._keeps["input"] != "no":
-            context.insert_before_op(self._see, place=place, role="input", dtype=dtype, weight=weight)
+            is_weights = partial(_is_at, weight)
+            context.insert_before_op(self._see, place=place, role="input", dtype=dtype, is_weights=is_weights)
         elif self._keeps["weight"] != "no" and weight is not None:
             context.insert_before_op(
                 self._see, inputs=[weight], place=place, role="weight", dtype=dtype, first=weight
@@ -116,8 +119,10 @@ class DumpTool(amanda.Tool):
             context.get_backward_op_id() or 0, context.get_op_id(), context["layout"],
             context["weight_layout"],
         ))  # fmt: skip
-        weight, dtype = context["weight_grad_index"], context["dtype"]
-        context.insert_after_backward_op(self._see, place=place, role="gradient", dtype=dtype, weight=weight)
+        context.insert_after_backward_op(
+            self._see, place=place, role="gradient", dtype=context["dtype"],
+            is_weights=weight_gradient(context),
+        )  # fmt: skip
 
     def _place(self, context: amanda.OpContext, op: Op) -> _Place:
         key = (context.get_op_id(), context.get_backward_op_id())
@@ -129,8 +134,9 @@ class DumpTool(amanda.Tool):
 
     @amanda.observer
     def _see(
-        self, *values: Any, place: _Place, role: str, dtype: Any, weight: int | None = None, first: int = 0
-    ) -> None:
+        self, *values: Any, place: _Place, role: str, dtype: Any, is_weights: _IsWeights | None = None,
+        first: int = 0,
+    ) -> None:  # fmt: skip
         seen = place.seen.get(role, 0)
         place.seen[role] = seen + 1
         taken, between = divmod(seen, self._every)
@@ -139,7 +145,8 @@ class DumpTool(amanda.Tool):
         for position, value in _flat(values, first):
             kind = dtype(value)
             if kind is not None and kind.startswith(_NUMBERS):
-                self._take(value, kind, place, _role(role, position == weight), position, seen)
+                weights = is_weights is not None and is_weights(position, value)
+                self._take(value, kind, place, _role(role, weights), position, seen)
         self._order += 1
 
     def _take(self, value: Any, dtype: str, place: _Place, role: str, position: int, execution: int) -> None:
@@ -171,6 +178,10 @@ def _flat(values: Sequence[Any], first: int) -> Iterator[tuple[int, Any]]:
     for position, value in enumerate(values, first):
         for one in value if isinstance(value, (list, tuple)) else (value,):
             yield position, one
+
+
+def _is_at(weight: int | None, position: int, value: Any) -> bool:
+    return position == weight
 
 
 def _role(role: str, is_weight: bool) -> str:

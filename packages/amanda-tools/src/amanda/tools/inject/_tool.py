@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from amanda.tools.inject._faults import Fault, Kind
 from amanda.tools.inject._formats import Field, is_known
 from amanda.tools.inject._options import TARGETS, Options, Target, globs
 from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.mapping import MappingTool, StandardMapping, weight_gradient
 
 
 class Site(NamedTuple):
@@ -57,6 +57,13 @@ class _Tensor(NamedTuple):
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+
+_Fits = Callable[[int, Any], bool]
+
+
+def _always(position: int, value: Any) -> bool:
+    return True
 
 
 class InjectTool(amanda.Tool):
@@ -122,7 +129,7 @@ class InjectTool(amanda.Tool):
         )
         self.add_inst_for_op(self._forward)
         if target in ("grad_outputs", "grad_inputs", "weight_grads"):
-            self.add_inst_for_op(self._backward, backward=True, require_outputs=target == "weight_grads")
+            self.add_inst_for_op(self._backward, backward=True)
 
     @property
     def result(self) -> InjectResult:
@@ -191,7 +198,9 @@ class InjectTool(amanda.Tool):
             context.insert_after_backward_op(self._inject, place=place)
         elif context["weight_grad_index"] is not None:
             wanted = [context["weight_grad_index"]]
-            context.insert_after_backward_op(self._inject, grad_inputs=wanted, place=place, positions=wanted)
+            context.insert_after_backward_op(
+                self._inject, grad_inputs=wanted, place=place, positions=wanted, fits=weight_gradient(context)
+            )
 
     def _selects(self, context: amanda.OpContext, *names: str) -> bool:
         selected = self._options.selects(context.get_scope(), *names)
@@ -205,14 +214,17 @@ class InjectTool(amanda.Tool):
 
     # ---- execution ----
 
-    def _inject(self, *values: Any, place: _Place, positions: Sequence[int] | None = None) -> Any:
+    def _inject(
+        self, *values: Any, place: _Place, positions: Sequence[int] | None = None, fits: _Fits = _always
+    ) -> Any:
         execution = self._executed.get(place.op, 0)
         self._executed[place.op] = execution + 1
         if not self._options.at(execution):
             return None
         if self._only is not None and (place.op, execution) != self._only[:2]:
             return None
-        tensors = list(self._tensors(values, place, positions or range(len(values))))
+        numbered = list(zip(positions or range(len(values)), values, strict=True))
+        tensors = list(self._tensors(numbered, place, fits))
         size = sum(tensor.size for tensor in tensors)
         if self._sites is not None:
             if size:
@@ -223,11 +235,11 @@ class InjectTool(amanda.Tool):
         picked = self._picked(size, random)
         return self._changed(values, tensors, picked, place, execution, random) if len(picked) else None
 
-    def _tensors(self, values: Sequence[Any], place: _Place, positions: Sequence[int]) -> Iterator[_Tensor]:
+    def _tensors(self, values: Sequence[tuple[int, Any]], place: _Place, fits: _Fits) -> Iterator[_Tensor]:
         """Those that can have the fault."""
         options = self._options
-        for position, (index, value) in enumerate(zip(positions, values, strict=True)):
-            if options.index not in (None, index):
+        for position, (index, value) in enumerate(values):
+            if options.index not in (None, index) or not fits(index, value):
                 continue
             listed = isinstance(value, (list, tuple))
             for item, one in enumerate(value if listed else (value,)):

@@ -1,6 +1,7 @@
 """Context mapping: what a driver says of an op, in words that every framework shares."""
 
 from amanda.tools.mapping._backend import backend_of
+from amanda.tools.mapping._gradient import weight_gradient
 from amanda.tools.mapping._local import is_partial, local, share
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
 from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
@@ -8,5 +9,5 @@ from amanda.tools.mapping._vocabulary import VOCABULARY
 
 __all__ = [
     "UNINITIALISED", "VOCABULARY", "MappingTool", "Rule", "RuleError", "StandardMapping", "backend_of",
-    "is_partial", "local", "share",
+    "is_partial", "local", "share", "weight_gradient",
 ]  # fmt: skip

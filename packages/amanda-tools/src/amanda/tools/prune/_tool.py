@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 import amanda
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._framework import framework_of
 from amanda.tools.prune._layout import canonical_extents
@@ -176,7 +177,8 @@ class PruneTool(amanda.Tool):
             context[self._key] = weight
             mask = context[self._mask_key] = self._final_mask(context, index, weight)
             if mask is None:
-                context.insert_before_op(self._mask, inputs=[index], weight=weight)
+                routine = self._mask_within_autograd if self._is_differentiated(context) else self._mask
+                context.insert_before_op(routine, inputs=[index], weight=weight)
             else:
                 context.insert_before_op(_times, inputs=[index], mask=mask)
 
@@ -194,9 +196,14 @@ class PruneTool(amanda.Tool):
         if self._key not in context or index is None:
             return
         weight, mask = context[self._key], context[self._mask_key]
-        if mask is None:
-            context.insert_after_backward_op(self._mask_gradient, grad_inputs=[index], weight=weight)
-        elif self._options.mask_gradients:
+        within = self._is_differentiated(context)
+        if mask is None and (self._options.regrow == "gradient" or not within):
+            context.insert_after_backward_op(
+                self._mask_gradient, grad_inputs=[index], weight=weight,
+                is_weights=partial(weight_gradient(context), index),
+                masks=self._options.mask_gradients and not within,
+            )  # fmt: skip
+        elif mask is not None and self._options.mask_gradients:
             context.insert_after_backward_op(_times, grad_inputs=[index], mask=mask)
 
     def _weight(self, context: amanda.OpContext, index: int) -> Weight | None:
@@ -293,13 +300,23 @@ class PruneTool(amanda.Tool):
                 "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
             )
 
-    def _mask_gradient(self, gradient: Any, weight: Weight) -> Any:
-        if gradient is None or tuple(gradient.shape) != weight.extents:  # this pass makes none of the weight
+    @amanda.differentiable
+    def _mask_within_autograd(self, value: Any, weight: Weight) -> Any:
+        return self._mask(value, weight)
+
+    def _is_differentiated(self, context: amanda.OpContext) -> bool:
+        """Whether autograd masks gradients, those of gradients too; in graphs it would cost a call each."""
+        return self._options.mask_gradients and context.namespace.matches("pytorch/*/eager")
+
+    def _mask_gradient(
+        self, gradient: Any, weight: Weight, is_weights: Callable[[Any], bool], masks: bool
+    ) -> Any:
+        if not is_weights(gradient):
             return None
         if self._options.regrow == "gradient" and weight.magnitudes is not None:
             own = weight.canonical(gradient) * 1
             weight.gradient = own if weight.gradient is None else weight.gradient + own
-        return weight.masked_gradient(gradient) if self._options.mask_gradients else None
+        return weight.masked_gradient(gradient) if masks else None
 
     def _is_made_at_once(self, weight: Weight) -> bool:
         """Whether a mask needs no more than the weight's own present value."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import UNINITIALISED, StandardMapping, is_partial
+from amanda.tools.mapping import UNINITIALISED, StandardMapping, is_partial, weight_gradient
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
 from amanda.tools.stats._sketch import Bins
 
 _NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
+
+_IsWeights = Callable[[int, Any], bool]
 
 
 @dataclass
@@ -106,7 +108,7 @@ class StatsTool(amanda.Tool):
         place = self._place(context, "backward", kind)
         context.insert_after_backward_op(
             self._see, place=place, name="gradient {}", dtype=context["dtype"],
-            weight=context["weight_grad_index"],
+            is_weights=weight_gradient(context),
         )  # fmt: skip
 
     def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
@@ -118,7 +120,9 @@ class StatsTool(amanda.Tool):
     # ---- execution ----
 
     @amanda.observer
-    def _see(self, *values: Any, place: _Place, name: str, dtype: Any, weight: int | None = None) -> None:
+    def _see(
+        self, *values: Any, place: _Place, name: str, dtype: Any, is_weights: _IsWeights | None = None
+    ) -> None:
         seen = place.seen.get(name, 0)
         place.seen[name] = seen + 1
         if seen % self._every:
@@ -126,7 +130,8 @@ class StatsTool(amanda.Tool):
         for i, value in enumerate(_flat(values)):
             kind = dtype(value)
             if kind is not None and kind.startswith(_NUMBERS):
-                label = "weight gradient" if i == weight else name.format(i)
+                weights = is_weights is not None and is_weights(i, value)
+                label = "weight gradient" if weights else name.format(i)
                 label += " (partial)" if is_partial(value) else ""
                 self._stream(place, label, kind).add(value)
 
