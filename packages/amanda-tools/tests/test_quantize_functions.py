@@ -89,6 +89,34 @@ def test_fake_quantised_values_and_gradients_are_those_of_torch(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("axes", [(), (0,)])
+@pytest.mark.parametrize("rounding", ["half_even", "half_up", "half_away"])
+def test_nan_stays_and_infinity_goes_to_the_end_of_the_grid(
+    framework: str, axes: tuple[int, ...], rounding: Any
+) -> None:
+    """As in TensorFlow's ops, which say so of NaN; torch's kernels take it for the least number."""
+    make, row = FRAMEWORKS[framework], [np.nan, np.inf, -np.inf, 1e30, -1e30, 0.5, 200.0]
+    x, shape = np.array([row, row], np.float32), (2,) if axes else ()
+    parameters = [make(np.full(shape, one, np.float32)) for one in (0.5, 3)]
+    found = as_numpy(fake_quantize(make(x), *parameters, Grid(-128, 127), axes, rounding))
+    low, high = (-128 - 3) * 0.5, (127 - 3) * 0.5
+    np.testing.assert_array_equal(found, [[np.nan, high, low, high, low, 0.5, high]] * 2)
+    op = tf.quantization.fake_quant_with_min_max_vars(x, low, high)
+    np.testing.assert_array_equal(found, op.numpy())
+
+
+def test_nan_passes_no_gradient_and_leaves_those_of_others() -> None:
+    x = torch.tensor([torch.nan, 0.5, 1000.0], requires_grad=True)
+    for axes, shape in (((), ()), ((0,), (3,))):
+        x.grad = None
+        y = fake_quantize(x, torch.full(shape, 0.5), torch.zeros(shape), Grid(-128, 127), axes)
+        y.backward(torch.ones(3))
+        assert y.isnan().tolist() == [True, False, False]
+        assert x.grad is not None
+        assert x.grad.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_rounded_half_up_values_and_gradients_are_those_of_tensorflow(
     framework: str, per_channel: bool

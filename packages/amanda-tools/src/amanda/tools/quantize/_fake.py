@@ -31,6 +31,7 @@ def fake_quantize(
 ) -> Any:
     """(clip(round(x / scale) + zero_point, low, high) - zero_point) * scale, in the type of `x`.
 
+    NaN stays, and infinity is clipped.
     x: of any framework and shape.  scale, zero_point: float32, scalars, or (channels,) with `axes` of the
     channels in x.  rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by
     1 / scale; "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it

@@ -105,13 +105,22 @@ def has_kernel(x: Tensor, axes: Sequence[int]) -> bool:
 def kernel(
     x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axes: Sequence[int] = ()
 ) -> Tensor:
-    """PyTorch's own fake quantisation, in one pass, which autograd knows."""
+    """PyTorch's own fake quantisation, which autograd knows.
+
+    It takes NaN, and per channel what int64 does not hold, for the least value: the one stays NaN here, the
+    other goes to the end of the grid that it is beyond.
+    """
     import torch
 
-    integers = zero_point.detach().to(torch.int32)
+    scale, integers = scale.detach(), zero_point.detach().to(torch.int32)
     if axes:
-        return torch.fake_quantize_per_channel_affine(x, scale.detach(), integers, axes[0], low, high)
-    return torch.fake_quantize_per_tensor_affine(x, scale.detach(), integers, low, high)
+        most = (scale * 2.0**62).reshape([-1 if axis == axes[0] else 1 for axis in range(x.dim())])
+        held = x.clamp(-most, most)
+        made = torch.fake_quantize_per_channel_affine(held, scale, integers, axes[0], low, high)
+    else:
+        made = torch.fake_quantize_per_tensor_affine(x, scale, integers, low, high)
+    with torch.no_grad():
+        return torch.clamp(x, min=made, max=made, out=made)
 
 
 # ---- state ----
