@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -18,11 +19,13 @@ from amanda.backend import State
 from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import GlobalStateSource
 
 from .._asked import asks_for_graphs
 from .._modules import module_path, plain_module_calls
 from .._surroundings import Surroundings
 from ._frames import left_to_python
+from ._history import History
 from ._instrument import namespace
 from ._ops import Program
 from ._record import uninstrumented
@@ -31,6 +34,8 @@ from ._symbols import Symbols
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
+
+    from ._reads import Reads
 
 LIMIT = 1 << 16
 """Of compilations of one code object: scopes and tools come and go, and each model has its own graphs."""
@@ -41,12 +46,15 @@ class Generation:
 
     converters: by dynamo's callback.  It is a region of dynamo's own: what is compiled here does not count
     against the limit that the user's own graphs have.
+    histories: of what routines read, by the code that was compiled.
     """
 
     _regions = count(1 << 20)
 
     def __init__(self) -> None:
         self.converters: WeakKeyDictionary[Any, dict[bool, Converter]] = WeakKeyDictionary()
+        limit = torch._dynamo.config.recompile_limit  # the user's, as it is outside of compilation
+        self.histories: defaultdict[CodeType | None, History] = defaultdict(lambda: History(limit))
         self.region = next(self._regions)
 
 
@@ -122,6 +130,7 @@ def underlying(backend: Any) -> Any:
 class _Frame(threading.local):
     """What is known of the frame that dynamo converts on this thread."""
 
+    code: CodeType | None = None
     prefix = ""
     instance = 0
 
@@ -146,7 +155,8 @@ class Converter:
         if left is not None:
             return left
         own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
-        before = _frame.prefix, _frame.instance
+        before = _frame.code, _frame.prefix, _frame.instance
+        _frame.code = frame.f_code
         path = module_path(interceptor.subjects())
         _frame.prefix = ".".join(part for part in path.split(".") if part != "_orig_mod")
         _frame.instance = interceptor.ordinal(own) if isinstance(own, torch.nn.Module) else 0
@@ -157,7 +167,7 @@ class Converter:
             self.backend.raise_failure()
             raise
         finally:
-            _frame.prefix, _frame.instance = before
+            _frame.code, _frame.prefix, _frame.instance = before
         self.backend.raise_failure()
         return result
 
@@ -217,6 +227,8 @@ class Backend:
         if instrumented is None or self.fresh:
             own = self._compile(module, inputs, **options)
         compiled = own if instrumented is None else self._compile(instrumented, inputs, **options)
+        if program.traced:
+            _guard_by_reads(self.generation.histories[_frame.code].take(program))
         return _compiled(program, compiled, own)
 
     def _instrumented(
@@ -230,7 +242,10 @@ class Backend:
         _guard_by_identity([node for node, one in zip(places, inputs, strict=True)
                             if isinstance(one, torch.nn.Parameter)])  # fmt: skip
         symbols = Symbols(module, inputs, [node.meta.get("example_value") for node in places], weights)
-        rewriting = Rewriting(module, symbols, program, namespace(), _frame.prefix, _frame.instance)
+        rewriting = Rewriting(
+            module, symbols, program, namespace(), _frame.prefix, _frame.instance,
+            history=self.generation.histories[_frame.code],
+        )  # fmt: skip
         return rewriting.rewritten()
 
 
@@ -240,6 +255,21 @@ def _guard_by_identity(places: Sequence[Any]) -> None:
         source = node._dynamo_source
         if source is not None:
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _guard_by_reads(reads: Reads) -> None:
+    """Have the graph made again where what its routines read has changed."""
+
+    def is_as_it_was(_: Any) -> bool:
+        activation = interceptor.ACTIVATION.get(None)
+        state = None if activation is None else activation.state
+        return not (asks_for_graphs(state) and state.enabled) or reads.hold()
+
+    def guard(builder: Any, made: Any) -> None:
+        said = ["what traceable routines of Amanda's tools read is as it was"]
+        builder.guard_manager.root.add_lambda_guard(is_as_it_was, said, made.user_stack)
+
+    install_guard(GlobalStateSource().make_guard(guard))
 
 
 def _compiled(program: Program, instrumented: Any, own: Any) -> Callable[..., Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 
 class Held:
@@ -23,11 +23,9 @@ class Held:
         if all(one is not tensor for one in self.tensors):
             self.tensors.append(tensor)
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Note every tensor with data that is used."""
-        with _Collecting(self):
-            yield
+    def collecting(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[Any]:
+        """Note every tensor with data that is used; `stand_in` makes what is used instead, without data."""
+        return _Collecting(self, stand_in)
 
     def replaced_by(self, values: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Use these values instead of the tensors."""
@@ -37,15 +35,23 @@ class Held:
 
 
 class _Collecting(TorchFunctionMode):
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._held = held
+        self._stand_in = stand_in
+        self._stand_ins: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_flatten((args, kwargs or {}))[0]:
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
-                self._held.add(leaf)
-        return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._without_data, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _without_data(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        self._held.add(leaf)
+        if id(leaf) not in self._stand_ins:
+            self._stand_ins[id(leaf)] = self._stand_in(leaf)
+        return self._stand_ins[id(leaf)]
 
 
 class _StandingIn(TorchFunctionMode):

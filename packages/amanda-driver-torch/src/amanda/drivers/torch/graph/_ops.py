@@ -16,6 +16,7 @@ from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
 from .._tensors import TorchTensors, cast_to_fit
+from ._reads import Reads
 
 
 class ExportedTensors(TorchTensors):
@@ -56,7 +57,8 @@ class Program:
     """What a graph with routines in it shares: what is at which slot, and whose tools they are.
 
     state: in force when it was made.  every: whether routines are called outside of the tools' scopes too.
-    called_as_python: traceable routines that cannot be traced: at which op, and why.
+    traced: traceable routines, with the tensors that they hold.  reads: what else they read.
+    called_as_python: those that cannot be traced: at which op, and why.
     """
 
     _numbers = count(1)
@@ -67,6 +69,8 @@ class Program:
         self.state = state
         self.every = every
         self.table = Table()
+        self.traced: list[tuple[Action, Sequence[torch.Tensor]]] = []
+        self.reads = Reads()
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []

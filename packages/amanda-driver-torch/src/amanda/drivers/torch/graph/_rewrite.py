@@ -22,13 +22,15 @@ from ._trials import Trials
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
+    from ._history import History
+
 
 class Rewriting:
     """One graph on its way to another.
 
     symbols: the graph's inputs without data, and what they stand for.  prefix: path of the module whose code
     the graph is of.  instance: what tells the graph's ops from those of another model with the same code.
-    analysis: of the ops; by default one of the program's state.
+    analysis: of the ops; by default one of the program's state.  history: of what routines have read.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Rewriting:
         prefix: str = "",
         instance: int = 0,
         analysis: GraphAnalysis | None = None,
+        history: History | None = None,
     ) -> None:
         self.module = module
         self.symbols = symbols
@@ -54,7 +57,7 @@ class Rewriting:
         self._leaves: dict[int, BackwardSite] = {}
         self._seen: set[int] = set()
         self._others = 0
-        self._trials = Trials(self._routines, symbols)
+        self._trials = Trials(self._routines, symbols, history)
 
     def rewritten(self) -> GraphModule | None:
         """The graph with routines in it; None where tools insert nothing."""

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import torch
 from amanda.backend import Action, OpFacts, run_replacement, run_routine
 from amanda.errors import RoutineError
 
+from ._held import Held
 from ._ops import TENSORS
 
 if TYPE_CHECKING:
-    from ._held import Held
+    from ._history import History
     from ._instrumented import BackwardSite, Inlet, Instrumented, Step
     from ._record import Ran
     from ._routines import Routines
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 
 class Trials:
-    """Tries the traceable routines of nodes before the graph is made."""
+    """Tries the traceable routines of nodes before the graph is made.
 
-    def __init__(self, routines: Routines, symbols: Symbols) -> None:
+    history: of what routines read, for earlier graphs of the same code.
+    """
+
+    def __init__(self, routines: Routines, symbols: Symbols, history: History | None) -> None:
         self._routines = routines
         self._symbols = symbols
+        self._history = history
 
     def forward(self, inlet: Instrumented, ran: Ran, steps: Sequence[Step]) -> None:
         """Try the routines at a node's ops and at their backward ops."""
@@ -55,22 +61,36 @@ class Trials:
     def _try(self, action: Action, values: list[Any], facts: OpFacts, held: Held) -> list[Any]:
         if not self._routines.inlines(action):
             return values
+        restless = self._history.restless(action) if self._history is not None else ""
+        if restless:
+            self._call_as_python(action, facts, f"what it reads changes often: {restless}")
+            return values
+        program, used = self._routines.program, Held()
+        program.reads.follow(action)
         try:
-            with held.collecting():
+            with used.collecting(self._stand_in), patch.object(
+                self._symbols.fakes, "allow_non_fake_inputs", False
+            ):  # fmt: skip
                 changed = self._changed(action, values, facts)
-            fakes = self._symbols.fakes
-            stand_ins = [fakes.from_tensor(one, static_shapes=True) for one in held.tensors]
-            with held.replaced_by(stand_ins), patch.object(fakes, "allow_non_fake_inputs", False):
-                self._changed(action, values, facts)
         except RoutineError:
             raise
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            program = self._routines.program
-            program.called_as_python[action] = facts, f"it cannot be traced: {reason}"
-            program.report(f"traceable {action}", f"it cannot be traced: {reason}, so it runs as Python")
+            self._call_as_python(action, facts, f"it cannot be traced: {str(error).partition(chr(10))[0]}")
             return values
+        program.reads.settle()
+        program.traced.append((action, used.tensors))
+        for tensor in used.tensors:
+            held.add(tensor)
         return changed
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        stand_in = self._symbols.fakes.from_tensor(tensor, static_shapes=True)
+        return stand_in.detach().requires_grad_(tensor.requires_grad)
+
+    def _call_as_python(self, action: Action, facts: OpFacts, reason: str) -> None:
+        program = self._routines.program
+        program.called_as_python[action] = facts, reason
+        program.report(f"traceable {action}", f"{reason}, so it runs as Python")
 
     def _changed(self, action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
         if action.type.is_replacement:
