@@ -1,9 +1,14 @@
 """Every test draws the same random numbers, whichever ran before it in its process."""
 
+import os
 import random
 import sys
 
 import pytest
+
+if len(getattr(os, "sched_getaffinity", lambda _: "all")(0)) == 1:
+    # TensorFlow waits forever where a routine calls a function on the only thread; the driver says so.
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """The example of the driver template is the core's own: its fake framework and the driver of that, renamed.
 
 `python .ci/example_driver.py` writes it into templates/driver, after one of these was changed.
+It has the framework by a name of its own: a driver is found by what it drives, which a program imports.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class GraphSample(eager.TorchSample):  # type: ignore[misc]
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo asks for it
 class TestGraphDriver(DriverTests):
-    """The suite on graphs."""
+    """The suite on PyTorch, compiled."""
 
     gaps: ClassVar = {
         "test_an_exception_of_an_analysis_reaches_the_user_as_itself": LINES,

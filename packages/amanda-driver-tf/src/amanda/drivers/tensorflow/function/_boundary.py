@@ -20,6 +20,7 @@ from tensorflow.python.ops import gradients_util
 from ..graph import GraphTensors
 from ._copies import Copies, Copy
 from ._options import unoptimized
+from ._threads import Call, check_threads
 
 _TENSORS = GraphTensors()
 _INT64 = dtypes.int64.as_datatype_enum
@@ -90,9 +91,9 @@ class Boundary:
         for entry in copy.reports:
             state.report(*entry)
         if trace is None:
-            execution = Execution(state, _TENSORS, copy.table)
+            execution = Call(state, _TENSORS, copy.table)
         else:
-            execution = Execution(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
+            execution = Call(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
         if copy.name is None:
             outputs = call(atomic, *args)
         else:
@@ -112,6 +113,7 @@ class Boundary:
         @functools.wraps(call)
         def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
             pending = self._thread.pending
+            check_threads(name)
             if pending is None or pending[0] != name:
                 return call(current, name, tensor_inputs, num_outputs)
             self._thread.pending = None
@@ -161,7 +163,7 @@ class Boundary:
             copy = self._copies.of(state, atomic, given, trace)
         if copy is None or copy.name is None:
             return backward._call_flat(args, [])
-        execution = Execution(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
+        execution = Call(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
         with record.stop_recording(), execution.under_way():
             outputs = _call_copy(call, copy, execution, given, count)

@@ -28,6 +28,7 @@ from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
 from ._functions import NUMBER, Function, body_of, copy_of, edited, function_named, function_of
 from ._generators import callees, draws
 from ._rewrite import rewrite
+from ._slots import calling
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
 from ._traced import constant
 from ._values import GraphTensors, variable_of
@@ -46,6 +47,7 @@ __all__ = [
     "Rewritten",
     "body_of",
     "callees",
+    "calling",
     "constant",
     "constant_value",
     "copy_of",

@@ -15,6 +15,24 @@ from tensorflow.python.ops import script_ops
 from .._recording import Unrecorded
 
 
+class _Calling(threading.local):
+    """Whose routines run on this thread of TensorFlow's; None on others."""
+
+    execution: Execution | None = None
+
+    @contextmanager
+    def out_to(self, execution: Execution) -> Iterator[None]:
+        """While its routines run."""
+        before, self.execution = self.execution, execution
+        try:
+            yield
+        finally:
+            self.execution = before
+
+
+calling = _Calling()
+
+
 class Slot(script_ops.EagerFunc):  # type: ignore[misc]
     """Calls what an execution has at one slot.
 
@@ -29,7 +47,9 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
         with context.eager_mode(), Unrecorded():
             number = args[0].numpy().tolist()
             number, *rounds = number if isinstance(number, list) else (number,)
-            outputs = Execution.of(number).call(self.index, args[1:], rounds)
+            execution = Execution.of(number)
+            with calling.out_to(execution):
+                outputs = execution.call(self.index, args[1:], rounds)
             return [_on(device, one) for one in outputs] if device is not None else outputs
 
 
