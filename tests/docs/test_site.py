@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from amanda import AmandaError
-from amanda_docs.checks import problems
+from amanda_docs.checks import problems, undocumented
 from amanda_docs.fields import as_markdown
 from amanda_docs.gaps import gaps_table, meanings, suites
 from amanda_docs.navigation import unlisted
@@ -159,6 +159,16 @@ def test_what_is_wrong_with_a_built_site_is_found(tmp_path: Path) -> None:
         "index.html: links to sub/#gone, which has no such anchor",
         "index.html: links to gone/, which is not there",
         "own.css: loads from another host",
+    ]
+
+
+def test_a_public_name_that_a_whole_module_does_not_show_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# a\n\n::: a.b\n    options:\n      x: y\n\n::: a.c.one\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "__init__.py").write_text('__all__ = ["shown", "left"]\n')
+    (tmp_path / "page.html").write_text('<h2 id="a.b.shown">shown</h2>')
+    assert undocumented(tmp_path, tmp_path, tmp_path) == [
+        "a.b.left is not in the reference: it has no docstring"
     ]
 
 

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from amanda_docs.checks import problems
+from amanda_docs.checks import problems, undocumented
 from amanda_docs.navigation import unlisted
 from amanda_docs.notebooks import write_notebooks
-from amanda_docs.pages import BUILD, ROOT, write_api, write_pages
+from amanda_docs.pages import BUILD, PAGES, ROOT, write_api, write_pages
 
 logger = logging.getLogger("amanda_docs")
 
@@ -36,7 +36,8 @@ def main() -> int:
     done = subprocess.run([zensical, "build", "--strict"], cwd=ROOT, check=False)
     if done.returncode:
         return done.returncode
-    return failed(problems(BUILD / "site"))
+    site = BUILD / "site"
+    return failed(problems(site) + undocumented(site, PAGES, BUILD / "api"))
 
 
 def failed(found: list[str]) -> int:

@@ -1,7 +1,8 @@
-"""What is wrong with a built site: links and anchors that lead nowhere, and what it loads from elsewhere."""
+"""What is wrong with a built site: links that lead nowhere, what it loads from elsewhere, names it lacks."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"audio", "embed", "iframe", "img", "link", "object", "script", "source", "track", "video"}
+WHOLE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 IN_STYLES = re.compile(r"""url\(\s*['"]?(?:https?:)?//|@import\s+['"](?:https?:)?//""")
 
 
@@ -40,6 +42,27 @@ def problems(site: Path) -> list[str]:
         if IN_STYLES.search(style.read_text()):
             found.append(f"{style.relative_to(site)}: loads from another host")
     return found
+
+
+def undocumented(site: Path, pages: Path, api: Path) -> list[str]:
+    """Public names of the modules that pages show whole, and that are not there: they have no docstring."""
+    anchors = {anchor for path in site.rglob("*.html") for anchor in Page(path.read_text()).anchors}
+    shown = {name for page in pages.rglob("*.md") for name in WHOLE.findall(page.read_text())}
+    return [
+        f"{module}.{name} is not in the reference: it has no docstring"
+        for module in sorted(shown)
+        for name in _public_names(api / module.replace(".", "/"))
+        if f"{module}.{name}" not in anchors
+    ]
+
+
+def _public_names(module: Path) -> list[str]:
+    """What is in `__all__` of a module, or a package; nothing where it is neither."""
+    for file in (module.with_suffix(".py"), module / "__init__.py"):
+        for node in ast.parse(file.read_text()).body if file.exists() else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                return list(ast.literal_eval(node.value))
+    return []
 
 
 def _of_page(path: Path, pages: dict[Path, Page], site: Path) -> Iterator[str]:

@@ -15,7 +15,12 @@ SITE_STEP = 0x9E3779B97F4A7C15
 ROOT_HASH = 0x416D616E6461
 WALK_LIMIT = 128
 
-FRAMEWORK, BOUNDARY, SKIPPED = 1, 2, 4
+FRAMEWORK = 1
+"""Code of a framework: an op's line in the program is outside of it."""
+BOUNDARY = 2
+"""Code that makes a call of an enclosing object, a module's; an op within it belongs to that."""
+SKIPPED = 4
+"""Code that leaves no mark: calls in it lead to an op as if it were not there."""
 
 
 def mix(state: int, value: int) -> int:

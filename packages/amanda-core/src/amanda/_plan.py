@@ -204,6 +204,7 @@ class _Mortality:
 
 _mortality = _Mortality()
 bind_to_subjects = _mortality.bind
+"""`bind_to_subjects(op_id, subjects)`: let what is known of an op die with any of the subjects."""
 forget_all = _mortality.forget_all
 forget_ops = _mortality.forget_ops
 interceptor.configure(codes.describe, _mortality.on_death)

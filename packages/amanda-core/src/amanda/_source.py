@@ -9,6 +9,7 @@ import amanda.interceptor as interceptor
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, CodeRegistry
 
 codes = CodeRegistry(lambda: interceptor.forget_code())
+"""Which code belongs to a framework, makes enclosing calls, or leaves no mark: drivers tell it."""
 codes.add_root(str(Path(__file__).parent) + "/", SKIPPED)
 codes.add_root(str(Path(__file__).parent / "testing") + "/", 0)  # a program like the user's
 

@@ -13,6 +13,8 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.steps import Steps, Window
 
 Phase = Literal["forward", "backward", "optimizer"]
+"""What an op is a part of: the model, its gradient, or the step of an optimiser."""
+
 ToolT = TypeVar("ToolT", bound=amanda.Tool)
 
 _SEEN = 10_000
