@@ -19,6 +19,7 @@ from torch import nn
 
 import amanda
 from amanda.drivers.onnxruntime import instrument, session_options
+from amanda.tools.effective_path import EffectivePathTool
 from amanda.tools.flops import FlopsTool
 from amanda.tools.prune import PruneTool
 
@@ -97,6 +98,31 @@ def _image(size: int) -> torch.Tensor:
     return torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
+class Branches(nn.Module):
+    """Convolutions, pooling and what moves elements between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, eps=1e-3)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
+        self.depthwise = nn.Conv2d(4, 8, 3, groups=4, stride=2, dilation=2, padding=2)
+        self.mixed, self.fc = nn.Linear(8, 8), nn.Linear(12, 3)
+        nn.init.normal_(self.bn1.weight)
+        nn.init.uniform_(self.bn1.running_var, 0.5, 2)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        functional = nn.functional
+        x = torch.relu(self.bn1(self.conv1(functional.pad(x, (1, 0, 0, 1)))))
+        x = functional.max_pool2d(torch.relu(self.conv2(x) + x), 3, 2, 1)
+        x = torch.cat([x, torch.tanh(x)], 1)[:, 2:6]
+        x = functional.avg_pool2d(self.depthwise(x), 2, 1, ceil_mode=True)
+        tokens = x.permute(0, 2, 3, 1).reshape(x.shape[0], -1, 8)
+        first, second = tokens[:, :2], tokens[:, 2:]
+        mixed = (self.mixed(first) - second) @ first.transpose(1, 2) * 0.5
+        scores: torch.Tensor = self.fc(torch.cat([mixed.flatten(1), second.flatten(1)[:, 8:]], 1))
+        return scores
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "bert": _bert,
     "gpt2": _gpt2,
@@ -113,7 +139,7 @@ def exported(name: str) -> Exported:
         if not hasattr(torch.ops.torchvision, op):
             torch.library.define(f"torchvision::{op}", "(Tensor a, Tensor b, float c) -> Tensor")
     torch.manual_seed(0)
-    module, example = MODELS[name]()
+    module, example = {**MODELS, "branches": lambda: (Branches(), (torch.rand(3, 2, 12, 12),))}[name]()
     module.eval()
     logging.disable()  # torch writes a trace of its own work into what listens, as pytest does
     try:
@@ -230,3 +256,30 @@ def test_a_pruned_file_runs_alone(model: Exported) -> None:
     with amanda.apply(PruneTool()):
         expected = copy.deepcopy(model.module)(*model.example).detach().numpy()
     np.testing.assert_allclose(session.run(None, model.feed)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+_CALLED = {"adaptive_avg_pool2d": "mean", "addmm": "linear"}
+
+
+@pytest.mark.parametrize("name", ["branches", "resnet"])
+def test_effective_paths_of_a_session_are_those_of_the_module(name: str) -> None:
+    model = exported(name)
+    eager, graph = EffectivePathTool(), EffectivePathTool()
+    with torch.no_grad(), amanda.apply(eager):
+        model.module(*model.example)
+    session = model.session()
+    with amanda.apply(graph) as scope:
+        for _ in range(2):
+            session.run(None, model.feed)
+    assert scope.report == []
+    assert graph.result.missing == eager.result.missing == {}
+    for path, expected in zip(graph.paths(), eager.paths(), strict=True):
+        assert path.label == expected.label
+        mine, theirs = (
+            [_CALLED.get(one.type, one.type) for one in each.layers.values()] for each in (path, expected)
+        )
+        assert mine == theirs
+        for mine, theirs in zip(path.layers.values(), expected.layers.values(), strict=True):
+            assert mine.sizes == theirs.sizes
+            np.testing.assert_array_equal(mine.mask(), theirs.mask())
+            np.testing.assert_array_equal(mine.mask("weights"), theirs.mask("weights"))

@@ -18,6 +18,7 @@ from amanda.drivers.onnxruntime import session_options
 from amanda.tools.coverage import CoverageTool
 from amanda.tools.dump import DumpTool
 from amanda.tools.flops import FlopsTool
+from amanda.tools.inject import Campaign, InjectTool
 from amanda.tools.nan import NanTool
 from amanda.tools.profile import ProfileTool
 from amanda.tools.prune import PruneTool
@@ -171,6 +172,33 @@ def test_fake_quantisation_becomes_nodes(network: Network, session: Any, roundin
         expected = quantise(torch.relu(network.stem(IMAGE)).numpy())
     assert np.mean(np.abs(tool.kept - expected) > 1e-6) < 1e-3  # ties may round otherwise
     assert len(np.unique(tool.kept)) < 256
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"type": "relu", "fault": "zero"}, {"type": "conv2d", "bits": [31]}, {"target": "weights", "bits": [31]},
+     {"target": "inputs", "fault": "value", "value": 0.5}],
+)  # fmt: skip
+def test_faults_in_all_elements_are_those_of_the_module(
+    network: Network, session: Any, options: dict[str, Any]
+) -> None:
+    eager, graph = (InjectTool(probability=1.0, **options) for _ in range(2))
+    expected, result = both(network, session, eager, graph)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+    assert graph.result.total == eager.result.total > 0
+    names = ("type", "tensor", "dtype", "element", "bits")
+    for name in names:
+        assert column(graph.result, name) == column(eager.result, name)
+    (again,) = session.run(None, FEED)
+    assert np.abs(again - result).max() > 1e-3
+
+
+def test_trials_with_faults_in_a_session_are_the_same_again(session: Any) -> None:
+    campaign = Campaign(InjectTool(type="conv2d", bits=[30], seed=3), trials=6)
+    report = campaign.run(lambda: session.run(None, FEED))
+    assert report.to_dict() == campaign.run(lambda: session.run(None, FEED)).to_dict()
+    assert report.count("masked") < 6
+    assert {trial.injections[0].type for trial in report.trials} == {"conv2d"}
 
 
 def test_the_others_see_every_node(session: Any, tmp_path: Path) -> None:

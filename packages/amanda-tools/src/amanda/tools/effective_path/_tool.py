@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 import amanda
 from amanda.errors import ToolError
-from amanda.tools.effective_path import _pytorch, _tensorflow
+from amanda.tools.effective_path import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._folding import AFFINE
 from amanda.tools.effective_path._path import EffectivePath, PathError
@@ -76,7 +77,10 @@ class EffectivePathTool(amanda.Tool):
         self._trace = TraceTool(executions=1, backward=False)
         self._places: dict[int, _Place] = {}
         self._missing: dict[str, str] = {}
-        frameworks = [["pytorch", _read_by(_pytorch)], ["tensorflow", _read_by(_tensorflow)]]
+        frameworks = [
+            ["pytorch", _read_by(_pytorch)], ["tensorflow", _read_by(_tensorflow)],
+            ["onnxruntime", _read_by(_onnxruntime, _onnxruntime.word)],
+        ]  # fmt: skip
         self.depends_on(StandardMapping(), self._trace, MappingTool(frameworks))
         self.add_inst_for_op(self._analyse)
 
@@ -100,12 +104,13 @@ class EffectivePathTool(amanda.Tool):
     def _analyse(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward":
             return
-        kind = context.get_op_type() if context.get_op_type() in self._custom else context["type"]
+        framework, word = context["effective path"]
+        kind = context.get_op_type() if context.get_op_type() in self._custom else word
         if kind not in self._rules:
             return
         place = _Place(
             kind, context.get_attrs(), context["weight_index"], context["layout"], context["weight_layout"],
-            context["effective path"], context["dtype"], kind in PASSING - AFFINE - self._custom,
+            framework, context["dtype"], kind in PASSING - AFFINE - self._custom,
         )  # fmt: skip
         op = context.get_op_id()
         context.insert_before_op(self._enter, place=place, op=op)
@@ -113,12 +118,14 @@ class EffectivePathTool(amanda.Tool):
 
     # ---- execution ----
 
+    @amanda.observer
     def _enter(self, *inputs: Any, place: _Place, op: int) -> None:
         if op in self._places:
             self.clear()
         self._places[op] = place
         place.inputs = [self._kept(value, place) for value in inputs]
 
+    @amanda.observer
     def _leave(self, *outputs: Any, place: _Place) -> None:
         place.outputs = [self._kept(value, place) for value in outputs]
 
@@ -189,9 +196,9 @@ class EffectivePathTool(amanda.Tool):
         return self._output is None or fnmatchcase(module.replace("/", "."), self._output.replace("/", "."))
 
 
-def _read_by(framework: Any) -> Any:
+def _read_by(framework: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
     def rule(context: amanda.OpContext) -> None:
-        context["effective path"] = framework
+        context["effective path"] = framework, word(context)
 
     return rule
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import amanda
-from amanda.tools.inject import _pytorch, _tensorflow
+from amanda.tools.inject import _numpy, _pytorch, _tensorflow
 from amanda.tools.inject._elements import Elements
 from amanda.tools.inject._faults import Fault, Kind
 from amanda.tools.inject._formats import Field, is_known
@@ -125,7 +125,13 @@ class InjectTool(amanda.Tool):
         self.clear()
         self.depends_on(
             StandardMapping(),
-            MappingTool([["pytorch", _pytorch.describe], ["tensorflow", _tensorflow.describe]]),
+            MappingTool(
+                [
+                    ["pytorch", _pytorch.describe],
+                    ["tensorflow", _tensorflow.describe],
+                    ["onnxruntime", _numpy.describe],
+                ]
+            ),
         )
         self.add_inst_for_op(self._forward)
         if target in ("grad_outputs", "grad_inputs", "weight_grads"):

@@ -78,7 +78,8 @@ class TraceTool(amanda.Tool):
 
     def _rules(self) -> list[list[Any]]:
         """What follows a framework's tensors: a rule leaves it in the context, under the tool's key."""
-        return [["pytorch", self._pytorch], ["tensorflow", self._tensorflow], ["*", self._other]]
+        known = {"pytorch": self._pytorch, "tensorflow": self._tensorflow, "onnxruntime": self._onnxruntime}
+        return [*map(list, known.items()), ["*", self._other]]
 
     def _pytorch(self, context: amanda.OpContext) -> None:
         from amanda.tools.trace._pytorch import PyTorchValues
@@ -89,6 +90,11 @@ class TraceTool(amanda.Tool):
         from amanda.tools.trace._tensorflow import TensorFlowValues
 
         self._follow(context, TensorFlowValues)
+
+    def _onnxruntime(self, context: amanda.OpContext) -> None:
+        from amanda.tools.trace._onnxruntime import OnnxValues
+
+        self._follow(context, OnnxValues)
 
     def _other(self, context: amanda.OpContext) -> None:
         if self.key not in context:
