@@ -23,7 +23,9 @@ import sys
 from typing import TYPE_CHECKING
 
 NATIVE = False
+"""Whether native code intercepts."""
 REASON: str | None = None
+"""Why it does not; None where it does."""
 
 if os.environ.get("AMANDA_NATIVE") == "0":
     REASON = "AMANDA_NATIVE=0 asks for the pure-Python interceptor"
@@ -77,8 +79,10 @@ if TYPE_CHECKING or not NATIVE:
 else:
     globals().update({name: value for name, value in _names.items() if name != "modules"})
 
-TRANSPARENT, IMPLEMENTATION = 1, 2
-"""Flags of a site: ops called inside it are ops of their own; called inside another op, it is no op."""
+TRANSPARENT = 1
+"""Flag of a site: ops called inside it are ops of their own."""
+IMPLEMENTATION = 2
+"""Flag of a site: called inside another op, it is no op."""
 
 __all__ = [
     "ACTIVATION",

@@ -17,6 +17,8 @@ from typing import Any
 from amanda._opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
 
 OCCURRENCE_CAP = 64
+"""How many ops at one place, as in the rounds of a loop, have ids of their own; others share the last."""
+
 TRANSPARENT, IMPLEMENTATION = 1, 2
 
 Handler = Callable[..., Any]
@@ -238,6 +240,7 @@ class Activation:
 
 
 ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
+"""What is in force in an execution context; `active()` is the way to ask for it."""
 
 
 class Region:
