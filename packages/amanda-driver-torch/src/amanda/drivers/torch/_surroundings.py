@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MACHINERY = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
     ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
+    ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
     ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_non_cached"): None,
 }

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from amanda.backend import Action, Inserted, OpFacts, run_replacement
+from amanda.backend import (
+    Action,
+    Inserted,
+    OpFacts,
+    explained,
+    run_replacement,
+    run_routine,
+    spread,
+)
 from amanda.errors import RoutineError
 from torch.utils._pytree import tree_map
 
 from ._record import Given, filled
 
 if TYPE_CHECKING:
-    from amanda.backend import Execution
+    from amanda.backend import Execution, State
 
 
 def holds_tensors(value: Any) -> bool:
@@ -26,18 +34,32 @@ def holds_tensors(value: Any) -> bool:
 class Values:
     """The values at a place, taken apart: what a graph hands over as tensors and numbers, and the rest.
 
-    flat: the tensors.  numbers: the integers, which may be symbols.
+    tensors: those of the values.  floats: one for each symbol of a float.  numbers: the integers, which may
+    be symbols; in a run the floats follow them.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.all = list(values)
         self.given = [i for i, value in enumerate(values) if holds_tensors(value)]
         self.sizes = [len(values[i]) if isinstance(values[i], (list, tuple)) else None for i in self.given]
-        self.flat: list[torch.Tensor] = [one for i in self.given for one in _listed(values[i])]
+        self.tensors: list[torch.Tensor] = [one for i in self.given for one in _listed(values[i])]
         self.numbers: list[int | torch.SymInt] = []
+        self.floats: list[torch.Tensor] = []
+        self._of_floats: list[Given] = []
         self.others = {i: tree_map(self._taken, one) for i, one in enumerate(values) if i not in self.given}
+        for given in self._of_floats:
+            given.slot += len(self.numbers)
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        """The tensors that are handed over."""
+        return [*self.tensors, *self.floats]
 
     def _taken(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymFloat):
+            self._of_floats.append(Given(len(self.floats)))
+            self.floats.append(torch.scalar_tensor(cast("float", leaf), dtype=torch.float64))
+            return self._of_floats[-1]
         if not isinstance(leaf, (torch.SymInt, int)) or isinstance(leaf, bool):
             return leaf
         self.numbers.append(leaf)
@@ -46,7 +68,7 @@ class Values:
     @property
     def pattern(self) -> Hashable:
         """Which of the values are tensors."""
-        return tuple(self.given), tuple(self.sizes)
+        return tuple(self.given), tuple(self.sizes), len(self.floats)
 
     def with_tensors(self, flat: Sequence[torch.Tensor]) -> list[Any]:
         """The values with other tensors."""
@@ -64,16 +86,23 @@ def _listed(value: Any) -> Sequence[Any]:
 class Called(Inserted):
     """One routine at a place.
 
-    others: the values that are no tensors.  numbers: the integers of a run.
+    others: the values that are no tensors.  numbers: those of a run, of which the last ones are floats.
     """
 
-    __slots__ = ("numbers", "others")
+    __slots__ = ("floats", "numbers", "others")
 
     def __init__(self, action: Action, facts: OpFacts, values: Values, gives: Sequence[int]) -> None:
         own = Action(action.type, action.func, action.tool, None, action.kwargs)
         super().__init__([own], facts, len(values.all), values.given, values.sizes, gives)
         self.others: Mapping[int, Any] = values.others
-        self.numbers: Sequence[int] = ()
+        self.floats = len(values.floats)
+        self.numbers: Sequence[float] = ()
+
+    def handed(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+        """Take the numbers of a run; the tensors that are none of them."""
+        count = len(values) - self.floats
+        self.numbers = (*numbers, *(float(one) for one in values[count:]))
+        return values[:count]
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
         """The values of the place, from the tensors that the graph hands over."""
@@ -82,9 +111,33 @@ class Called(Inserted):
             values[position] = filled(other, self.numbers)
         return values
 
+    def apply(
+        self, actions: Sequence[Action], values: list[Any], ops: Any, state: State, run: dict[str, Any]
+    ) -> list[Any]:
+        """Call the routine; RoutineError where it changes what the graph does not take from it."""
+        before = list(values)
+        for action in actions:
+            values = run_routine(ops, action, values, self.facts, run, state)
+            for position in self.others:
+                if _differ(values[position], before[position]):
+                    changed = f"value {position}, {before[position]!r}, to {values[position]!r}"
+                    with explained(self.facts, action.tool, str(action)):
+                        raise RoutineError(
+                            f"{action} changed {changed}; one that a compiled graph calls as Python changes "
+                            "tensors alone: mark it @amanda.traceable if it is tensor code"
+                        )
+        return spread(values[position] for position in self.gives)
+
     def made(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What it gives, without data, where that is not like values that it is given."""
         raise NotImplementedError
+
+
+def _differ(value: Any, other: Any) -> bool:
+    try:
+        return value is not other and not bool(value == other)
+    except (RuntimeError, TypeError, ValueError):  # of tensors in lists
+        return True
 
 
 class CalledInstead(Called):

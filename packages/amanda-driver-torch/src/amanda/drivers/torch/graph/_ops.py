@@ -131,10 +131,9 @@ class GraphExecution(Execution):
 
     def call_at(self, slot: int, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
         """What the routine at a slot gives; its exceptions as they are."""
-        called = self.table[slot]
-        called.numbers = numbers  # type: ignore[attr-defined]
+        called: Any = self.table[slot]
         with interceptor.Suspension():
-            return called.run(self, values)
+            return called.run(self, called.handed(values, numbers))  # type: ignore[no-any-return]
 
 
 class Kept(NamedTuple):
@@ -208,8 +207,7 @@ def _like(
     called: Any = Program.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []
-    called.numbers = numbers
-    return called.made(values)  # type: ignore[no-any-return]
+    return called.made(called.handed(values, numbers))  # type: ignore[no-any-return]
 
 
 _CALL = "(Tensor token, Tensor[] values, SymInt[] numbers, Tensor[] likes, int program, int slot) -> Tensor[]"

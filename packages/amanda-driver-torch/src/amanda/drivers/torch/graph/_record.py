@@ -228,6 +228,8 @@ def _ran(node: Node, module: GraphModule, ran: Mapping[Node, Ran]) -> Ran:
         one = Ran(node, node.meta.get("example_value", node.meta.get("val")), [])
         one.obstacle = "ops inside of a higher-order op are not instrumented"
         return one
+    if _reads_number(node, args):
+        return Ran(node, called(node, module)(*args, **kwargs), [])
     with recording() as recorder:
         value = called(node, module)(*args, **kwargs)
     one = Ran(node, value, recorder.calls)
@@ -242,6 +244,14 @@ def _ran(node: Node, module: GraphModule, ran: Mapping[Node, Ran]) -> Ran:
         except Unresolved as error:
             one.obstacle = f"it computes a size that is not known beforehand ({error})"
     return one
+
+
+def _reads_number(node: Node, args: Sequence[Any]) -> bool:
+    """Whether a node reads a number that dynamo hands over as a tensor: in the user's program it is no op."""
+    if node.target != "item" or node.all_input_nodes[0].op != "placeholder":
+        return False
+    number = getattr(args[0], "item_memo", None)
+    return isinstance(number, torch.SymFloat) and number.node.hint is not None
 
 
 def called(node: Node, module: GraphModule) -> Callable[..., Any]:

@@ -70,9 +70,8 @@ class Routines:
             result = run_replacement(tensors(), action, inputs, facts, {}, call.targets, call.computation())
             return result if result is NotImplemented else call.formed(result)
         values = Values(inputs)
-        key = id(facts), action, values.pattern
         compute = call.computation()
-        slot = self.program.slot(key, lambda: CalledInstead(action, facts, values, compute))
+        slot = self._slot(action, facts, values, lambda: CalledInstead(action, facts, values, compute))
         results = self._taped(slot, values, [])
         if call.targets:
             for target, result in zip(call.targets, results, strict=True):
@@ -113,9 +112,8 @@ class Routines:
             values = Values(entered)
             likes = [left[i] for i in wanted]
             leaving = tuple(one is not None for one in left)
-            slot = self.program.slot(
-                (id(facts), action, values.pattern, leaving),
-                lambda: CalledForGradients(action, facts, values, leaving),
+            slot = self._slot(
+                action, facts, values, lambda: CalledForGradients(action, facts, values, leaving), leaving
             )
             results = custom_ops().call(
                 self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
@@ -132,9 +130,8 @@ class Routines:
         def call(*given: Any) -> Any:
             values = Values(given)
             gives = () if action.observer else values.given
-            key = id(facts), action, values.pattern
-            slot = self.program.slot(key, lambda: Called(action, facts, values, gives))
-            likes = list(values.flat) if gives else []
+            slot = self._slot(action, facts, values, lambda: Called(action, facts, values, gives))
+            likes = list(values.tensors) if gives else []
             if taped:
                 results = self._taped(slot, values, likes)
             else:
@@ -148,6 +145,15 @@ class Routines:
 
         call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
         return Action(action.type, differentiable(call) if taped else call, action.tool, action.select, {})
+
+    def _slot(
+        self, action: Action, facts: OpFacts, values: Values, make: Callable[[], Called], which: Any = None
+    ) -> int:
+        """The slot of a routine; a backend that runs the graph as it is has other values each time."""
+        slot = self.program.slot((id(facts), action, values.pattern, which), make)
+        called: Any = self.program.table[slot]
+        called.others = values.others
+        return slot
 
     def _taped(self, slot: int, values: Values, likes: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(

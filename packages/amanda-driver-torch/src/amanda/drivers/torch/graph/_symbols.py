@@ -71,13 +71,15 @@ class Symbols:
         without_data = (
             like if isinstance(like, FakeTensor) else self.fakes.from_tensor(like, static_shapes=True)
         )
-        symbol = without_data.detach()
+        symbol: Any = without_data.detach()
         if isinstance(given, torch.Tensor) and given.requires_grad:
             symbol.requires_grad_()
             if given.is_leaf:
                 self._leaves.add(id(symbol))
             else:
                 symbol = symbol.clone()
+        if getattr(without_data, "item_memo", None) is not None:
+            symbol.item_memo = without_data.item_memo  # of a number that dynamo has for a tensor
         if isinstance(given, torch.Tensor) and not isinstance(given, FakeTensor) and weight:
             self._real[id(symbol)] = given
         self._kept.append(symbol)
