@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 NATIVE = False
 """Whether native code intercepts."""
 REASON: str | None = None
-"""Why it does not; None where it does."""
+"""Why native code does not; None where it does."""
 
 if os.environ.get("AMANDA_NATIVE") == "0":
     REASON = "AMANDA_NATIVE=0 asks for the pure-Python interceptor"
