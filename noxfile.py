@@ -85,7 +85,12 @@ FRAMEWORK_FREE = (
     "packages/amanda-core/tests",
     *(f"packages/amanda-tools/tests/test_{name}.py" for name in ("command_programs", "results")),
 )
-SUBSET = ("packages/amanda-core/tests", "packages/amanda-driver-tf/tests")
+# What each mix of installs is tested with: the core, and the conformance suite on a mode of each driver.
+SUBSET = (
+    "packages/amanda-core/tests",
+    *(f"packages/amanda-driver-{name}/tests/test_driver.py" for name in ("torch", "onnxruntime")),
+    "packages/amanda-driver-tf/tests/eager/test_driver.py",
+)
 
 
 class Environment:
