@@ -131,7 +131,8 @@ PARAGRAPHS = {
     "compiled": """
         Steps on one core of models that torch.compile compiled with inductor, processor time over the
         compiled step without tools. An empty tool inserts nothing. Observers are calls of Python; the
-        masks of the prune tool are tensor code, which inductor compiles with the graph.
+        masks of the prune tool are tensor code, which inductor compiles with the graph, as it does those
+        that `torch.nn.utils.parametrize` multiplies the weights by.
     """,
     "remat": """
         Training steps on one core under the remat tool, processor time, by the share of what the model's ops

@@ -1,10 +1,13 @@
 """Steps of models that torch.compile compiled, with tools in their graphs, beside the compiled step itself.
 
-Each model is compiled by inductor once for itself and once for each tool, before anything is measured.
+Each model is compiled by inductor once for itself, once for each tool, and once with masks written by hand,
+before anything is measured.
 """
 
+import copy
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from _measure import (
     script,
 )
 from _models import PASSES, models
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import amanda
 from amanda.tools.prune import PruneTool
@@ -38,7 +43,7 @@ class Observing(amanda.Tool):
             context.insert_after_op(self._look)
 
     @amanda.observer
-    def _look(self, _: torch.Tensor) -> None:
+    def _look(self, _: Tensor) -> None:
         self.calls += 1
 
 
@@ -47,6 +52,30 @@ TOOLS: dict[str, Callable[[], amanda.Tool]] = {
     "observer at convolutions and products": Observing,
     "prune, masks in the graph": lambda: PruneTool(sparsity=0.5),
 }
+BY_HAND = "the same masks by hand, without Amanda"
+
+
+class Masked(nn.Module):
+    """A weight without the half of it that is smallest."""
+
+    mask: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", weight.abs() > weight.abs().flatten().median())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight with zeros."""
+        return weight * self.mask
+
+
+def masked(model: nn.Module) -> nn.Module:
+    """A copy of a model whose convolutions and linear layers have masks, as users of PyTorch write them."""
+    model = copy.deepcopy(model)
+    for layer in list(model.modules()):
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            register_parametrization(layer, "weight", Masked(layer.weight.detach()))
+    return model
 
 
 def variants() -> dict[str, Variant]:
@@ -54,7 +83,7 @@ def variants() -> dict[str, Variant]:
     found = controls()
     for name, make in TOOLS.items():
         found[name] = functools.partial(amanda.apply, make(), compiled="instrument")  # type: ignore[arg-type]
-    return found
+    return {**found, BY_HAND: nullcontext}
 
 
 def benchmark(quick: bool) -> dict[str, Any]:
@@ -69,11 +98,12 @@ def benchmark(quick: bool) -> dict[str, Any]:
             progress(f"  {name}, {title}")
             torch._dynamo.reset()
             model, example = pair.twin() if quick else pair.wide()
-            compiled = torch.compile(model, backend="eager" if quick else "inductor")
-            step = passes(compiled, example)
+            compiled = functools.partial(torch.compile, backend="eager" if quick else "inductor")
+            step, by_hand = passes(compiled(model), example), passes(compiled(masked(model)), example)
             found[name]["passes"][title] = interleaved(
-                variants(), lambda _, step=step: processor_seconds(step), 0.0 if quick else 60.0,
-                least=1 if quick else 7, most=60,
+                variants(), lambda variant, step=step, by_hand=by_hand: processor_seconds(
+                    by_hand if variant == BY_HAND else step
+                ), 0.0 if quick else 60.0, least=1 if quick else 7, most=60,
             )  # fmt: skip
     return {"models": found}
 
