@@ -45,12 +45,16 @@ def forget_peak() -> None:
 
 
 def in_own_process(script: str, *arguments: str, quick: bool) -> Any:
-    """What a script of this folder prints as JSON, in a process in which malloc is all that allocates."""
+    """What a script of this folder prints as JSON, in a process in which malloc is all that allocates.
+
+    TensorFlow takes memory in regions of its own, each larger than the last, where it may use oneDNN.
+    """
     environment = {
         **os.environ,
         "PYTHONMALLOC": "malloc",
         "MALLOC_ARENA_MAX": "1",
         "PYTHONHASHSEED": "0",
+        "TF_ENABLE_ONEDNN_OPTS": "0",
         "AMANDA_BENCH_QUICK": "1" if quick else "",
     }
     command = [sys.executable, str(Path(__file__).parent / script), *arguments]

@@ -62,9 +62,9 @@ PARAGRAPHS = {
     "13": """
         Bytes that are held in a training step more than in a bare one, in percent of what the bare step has
         resident at most beside what the process had before the model: Amanda's own, then with the use
-        case's. In PyTorch at the end of the forward pass, in a session after the step. All allocators are
-        counted. The import and the first use of a tool in a process are left out: the column "once" has
-        them, in MiB.
+        case's. In PyTorch at the end of the forward pass, in a session after the step. All that is
+        allocated is counted; TensorFlow runs without oneDNN, which takes memory in large regions. The import
+        and the first use of a tool in a process are left out: the column "once" has them, in MiB.
     """,
     "peak": """
         With a small batch the peak is that of weights and gradients; what Amanda holds does not depend on
