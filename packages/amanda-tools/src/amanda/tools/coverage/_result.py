@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-from amanda.errors import AmandaError
 from amanda.tools.mapping import VOCABULARY
-from amanda.tools.results import Column, Result, check_schema, shortened
+from amanda.tools.results import Column, KeyedResult, check_schema
 
 KEYS = ("phase", "type", "module", "source", "model")
 
@@ -34,37 +32,22 @@ class Place:
     left: int = 0
 
 
-class CoverageResult(Result):
+class CoverageResult(KeyedResult):
     """Executions of ops, and those that hooks of modules would have seen.
 
     places: each op apart.  by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "coverage"
+    keys: ClassVar[Sequence[str]] = KEYS
+    counted: ClassVar[Sequence[Column]] = (
+        *(Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")),
+        Column("share", show="{:.1%}".format, number=True, unit="share"),
+    )
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls]
-        self._by = tuple(by)
-        keys = (Column(key, show=partial(shortened, width=44)) for key in self._by)
-        counts = (
-            Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")
-        )
-        self.columns = (*keys, *counts, Column("share", show="{:.1%}".format, number=True, unit="share"))  # type: ignore[misc]
-        self.title = "Ops that hooks of modules see" + (f" by {', '.join(by)}" if self._by != KEYS else "")
-
-    def by(self, *keys: str) -> CoverageResult:
-        """The same with a row for each value of these keys: "phase", "type", "module", "source", "model".
-
-        Raises AmandaError for another key.
-        """
-        unknown = [key for key in keys if key not in KEYS]
-        if unknown or not keys:
-            raise AmandaError(
-                f"coverage is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
-            )
-        told = CoverageResult(self.places, keys)
-        told.remarks = self.remarks
-        return told
+        self.tell_by(by, "Ops that hooks of modules see")
 
     def merged(self, *others: CoverageResult) -> CoverageResult:
         """This and other runs or ranks as one: executions of equal ops add up."""
@@ -107,11 +90,8 @@ class CoverageResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Rows by their keys, those with most executions first."""
-        groups: dict[tuple[str, ...], list[Place]] = {}
-        for place in self.places:
-            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
         rows = []
-        for key, places in groups.items():
+        for key, places in self.grouped(self.places).items():
             calls, whole, entered, left = (
                 sum(getattr(place, what) for place in places)
                 for what in ("calls", "whole", "entered", "left")

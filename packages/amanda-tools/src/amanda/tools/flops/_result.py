@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, amount, check_schema, shortened
+from amanda.tools.results import Column, KeyedResult, amount, check_schema
 
 KEYS = ("phase", "type", "module", "source")
 
@@ -42,34 +42,19 @@ _columns = (
 )
 
 
-class FlopsResult(Result):
+class FlopsResult(KeyedResult):
     """FLOPs and their like of everything that was executed.
 
     places: what was counted, each op apart.  by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "flops"
+    keys: ClassVar[Sequence[str]] = KEYS
+    counted: ClassVar[Sequence[Column]] = _columns
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls]
-        self._by = tuple(by)
-        keys = (Column(key, show=partial(shortened, width=44)) for key in self._by)
-        self.columns = (*keys, *_columns)  # type: ignore[misc]
-        self.title = f"FLOPs by {', '.join(self._by)}" if self._by != KEYS else "FLOPs"
-
-    def by(self, *keys: str) -> FlopsResult:
-        """The same with a row for each value of these keys: "phase", "type", "module", "source".
-
-        Raises AmandaError for another key.
-        """
-        unknown = [key for key in keys if key not in KEYS]
-        if unknown or not keys:
-            raise AmandaError(
-                f"FLOPs are told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
-            )
-        told = FlopsResult(self.places, keys)
-        told.remarks = self.remarks
-        return told
+        self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all."""
@@ -103,10 +88,7 @@ class FlopsResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Rows by their keys, those with most FLOPs first."""
-        groups: dict[tuple[str, ...], list[Place]] = {}
-        for place in self.places:
-            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
-        rows = [(*key, *_sums(places)) for key, places in groups.items()]
+        rows = [(*key, *_sums(places)) for key, places in self.grouped(self.places).items()]
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.inject._result import Injection, exported
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, KeyedResult
 
 Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -54,39 +54,29 @@ def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
     return Rate(share, low, 1.0 if successes == trials else min(1.0, middle + half))
 
 
-class CampaignResult(Result):
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+class CampaignResult(KeyedResult):
     """How many trials had which outcome, for each type of op and the like.
 
     by: the keys of a row, of `KEYS`.  A trial with several injections is in the row of each.
     """
 
     name: ClassVar[str] = "inject_campaign"
+    keys: ClassVar[Sequence[str]] = KEYS
+    counted: ClassVar[Sequence[Column]] = (
+        *(Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED)),
+        *(Column(name, show=_percent, number=True, unit="share") for name in ("SDC rate", "low", "high")),
+    )
 
     def __init__(
         self, trials: Iterable[Trial], seed: int, sites: int, by: Sequence[str] = ("phase", "type")
     ) -> None:
         self.trials = tuple(trials)
         self.seed, self.sites = seed, sites
-        self._by = tuple(by)
-        self.title = f"Outcomes of {len(self.trials):,} trials by {', '.join(by)}"
-        counts = (Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED))
-        self.columns = (  # type: ignore[misc]
-            *(Column(key, show=lambda value: shortened(str(value), 44)) for key in self._by),
-            *counts,
-            *(Column(name, show=_percent, number=True, unit="share") for name in ("SDC rate", "low", "high")),
-        )
-
-    def by(self, *keys: str) -> CampaignResult:
-        """The same with a row for each value of these keys: "phase", "type", "module", "dtype", "bit" ...
-
-        Raises AmandaError for another key.
-        """
-        unknown = [key for key in keys if key not in KEYS]
-        if unknown or not keys:
-            raise AmandaError(
-                f"outcomes are told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
-            )
-        return CampaignResult(self.trials, self.seed, self.sites, keys)
+        self.tell_by(by, f"Outcomes of {len(self.trials):,} trials")
 
     def count(self, outcome: Outcome) -> int:
         """How many trials had an outcome.  Raises AmandaError for what is none."""
@@ -141,7 +131,3 @@ def _order(part: str) -> tuple[list[int], str]:
     """Bits by their positions, words by their letters."""
     numbers = part.split() if part.replace(" ", "").isdigit() else []
     return [int(number) for number in numbers], part
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

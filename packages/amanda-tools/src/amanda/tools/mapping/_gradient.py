@@ -17,20 +17,39 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
     computed anew for each call is told by its rank.  Call it in a callback without `require_outputs`: in one
     with it `weight_grad_index` is that of the present pass alone.
     """
-    index, weight, shape = context["weight_grad_index"], context["weight_index"], context["shape"]
-    if index is None or weight is None:
+    index, shape = context["weight_grad_index"], context["shape"]
+    if index is None:
         return _never
-    try:
-        extents = shape(context.get_inputs()[weight])
-        held = context.get_variable(weight) is not None
-    except AmandaError:
-        extents, held = None, False
+    extents, held = _of_weight(context)
 
     def is_weights(position: int, gradient: Any) -> bool:
         made = None if position != index or gradient is None else shape(gradient)
         return made is not None and (extents is None or _agree(made, extents, held))
 
     return is_weights
+
+
+def drop_unmade(context: OpContext) -> None:
+    """Leave `weight_grad_index`, where gradients are known, if this pass made that in the weight's shape."""
+    index, grads = context.get("weight_grad_index"), context.get_grad_inputs()
+    if index is None or grads is None:
+        return
+    gradient = grads[index] if index < len(grads) else None
+    made, (extents, _) = context["shape"](gradient), _of_weight(context)
+    if gradient is None or not (made is None or extents is None or _agree(made, extents, True)):
+        context["weight_grad_index"] = None
+
+
+def _of_weight(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
+    """Extents of the weight, None where they are not known; and whether it keeps them from call to call."""
+    weight = context["weight_index"]
+    if weight is None:
+        return None, False
+    try:
+        extents = context["shape"](context.get_inputs()[weight])
+        return extents, context.get_variable(weight) is not None
+    except AmandaError:
+        return None, False
 
 
 def _never(position: int, gradient: Any) -> bool:

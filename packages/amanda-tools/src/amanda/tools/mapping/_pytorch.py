@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from amanda import AmandaError, OpContext
+from amanda import OpContext
 from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
 
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
@@ -220,16 +220,7 @@ def _weight_grad_index(context: OpContext, node: str) -> int | None:
     stem, order = _stem(node)
     if weight is None or order != 1 or context.get_backward_order() != 1:
         return None
-    index = _weight_grad_by_node(context["type"], weight, snake(stem))
-    grads = context.get_grad_inputs()
-    if index is None or grads is None:
-        return index
-    try:
-        extents = shape(context.get_inputs()[weight])
-    except AmandaError:
-        return index
-    made = index < len(grads) and grads[index] is not None
-    return index if made and shape(grads[index]) == extents else None
+    return _weight_grad_by_node(context["type"], weight, snake(stem))
 
 
 def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:

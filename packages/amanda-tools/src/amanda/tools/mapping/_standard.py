@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.mapping._gradient import drop_unmade
 from amanda.tools.mapping._installed import installed_rules
 from amanda.tools.mapping._rules import MappingTool
 
@@ -37,10 +38,10 @@ class StandardMapping(MappingTool):
 
     def __init__(self, rules: Sequence[Sequence[Any]] = ()) -> None:
         # A framework's half is a module of its own: a function `standard(context)` that writes
-        # every key above.
+        # every key above; of `weight_grad_index` the position alone.
         own = [
             ["pytorch", _pytorch.standard],
             ["tensorflow", _tensorflow.standard],
             ["onnxruntime", _onnxruntime.standard],
         ]
-        super().__init__([*own, *installed_rules(), *rules])
+        super().__init__([*own, *installed_rules(), ["*", drop_unmade], *rules])

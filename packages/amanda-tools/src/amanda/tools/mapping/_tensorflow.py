@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from amanda import AmandaError, OpContext
+from amanda import OpContext
 from amanda.tools.mapping._tensorflow_names import IN_PLACE, WORDS
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
@@ -149,18 +149,8 @@ def _weight_grad_index(context: OpContext, name: str) -> int | None:
     if weight is None:
         return None
     if kind == "matmul":
-        index = 0 if WORDS.get(name) == "matmul" and _is_of_factor(context, weight) else None
-    else:
-        index = _WEIGHT_GRAD.get(kind, {}).get(name)
-    grads = context.get_grad_inputs()
-    if index is None or grads is None:
-        return index
-    try:
-        extents = shape(context.get_inputs()[weight])
-    except AmandaError:
-        return index
-    made = index < len(grads) and grads[index] is not None
-    return index if made and _agree(shape(grads[index]), extents) else None
+        return 0 if WORDS.get(name) == "matmul" and _is_of_factor(context, weight) else None
+    return _WEIGHT_GRAD.get(kind, {}).get(name)
 
 
 def _is_of_factor(context: OpContext, weight: int) -> bool:
@@ -171,11 +161,3 @@ def _is_of_factor(context: OpContext, weight: int) -> bool:
         except (AttributeError, ValueError):
             continue
     return True
-
-
-def _agree(one: Sequence[int | None] | None, other: Sequence[int | None] | None) -> bool:
-    if one is None or other is None:
-        return True
-    return len(one) == len(other) and all(
-        None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True)
-    )

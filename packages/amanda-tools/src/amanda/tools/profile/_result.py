@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.errors import AmandaError
 from amanda.tools.profile import _trace
 from amanda.tools.profile._exchange import as_dict, from_dict, merged
 from amanda.tools.profile._kernels import KernelResult
@@ -15,7 +13,7 @@ from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
 from amanda.tools.profile._place import KEYS, Place
 from amanda.tools.profile._recorder import floor
 from amanda.tools.profile._recording import Recording
-from amanda.tools.results import Column, Result, check_schema, shortened
+from amanda.tools.results import Column, KeyedResult, check_schema
 
 if TYPE_CHECKING:
     pass
@@ -33,7 +31,7 @@ _columns = (
 )
 
 
-class ProfileResult(Result):
+class ProfileResult(KeyedResult):
     """Times and bytes of everything that was recorded.
 
     places: what was measured, each op apart.  peaks: of each device whose memory was followed.
@@ -41,30 +39,16 @@ class ProfileResult(Result):
     """
 
     name: ClassVar[str] = "profile"
+    keys: ClassVar[Sequence[str]] = KEYS
+    counted: ClassVar[Sequence[Column]] = _columns
+    width: ClassVar[int] = 36
 
     def __init__(self, recording: Recording, by: Sequence[str] = KEYS) -> None:
         self._recording = recording
         self.places = tuple(place for place in recording.places if place.calls)
         self.peaks = tuple(recording.peaks)
         self.timeline = recording.timeline
-        self._by = tuple(by)
-        keys = (Column(key, show=partial(shortened, width=36)) for key in self._by)
-        self.columns = (*keys, *_columns)  # type: ignore[misc]
-        self.title = f"Profile by {', '.join(self._by)}" if self._by != KEYS else "Profile"
-
-    def by(self, *keys: str) -> ProfileResult:
-        """The same with a row for each value of these keys: "phase", "type", "module", "source".
-
-        Raises AmandaError for another key.
-        """
-        unknown = [key for key in keys if key not in KEYS]
-        if unknown or not keys:
-            raise AmandaError(
-                f"a profile is told by {', '.join(KEYS)}, not by {unknown[0] if unknown else 'nothing'}"
-            )
-        told = ProfileResult(self._recording, keys)
-        told.remarks = self.remarks
-        return told
+        self.tell_by(by, "Profile")
 
     def kernels(self) -> KernelResult:
         """A row for each kernel of each op, where the tool was asked for them."""
@@ -85,12 +69,9 @@ class ProfileResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Rows by their keys, those with most time of their own first."""
-        groups: dict[tuple[str, ...], list[Place]] = {}
-        for place in self.places:
-            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
         at_peak = self._at_peak()
         whole = sum(place.own for place in self.places)
-        rows = [(*key, *_sums(places, whole, at_peak)) for key, places in groups.items()]
+        rows = [(*key, *_sums(places, whole, at_peak)) for key, places in self.grouped(self.places).items()]
         own = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[own] or 0))
 

@@ -9,6 +9,7 @@ class Counts(Result):
 """
 
 from amanda.tools.results._gathering import gather
+from amanda.tools.results._keyed import KeyedResult
 from amanda.tools.results._merging import Mergeable, by_rank, can_merge, check_schema, merge
 from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
@@ -16,6 +17,6 @@ from amanda.tools.results._table import Table, load, restored
 from amanda.tools.results._text import amount, shortened
 
 __all__ = [
-    "Column", "Mergeable", "PlottedResult", "Result", "Table", "amount", "by_rank", "can_merge",
-    "check_schema", "gather", "load", "merge", "restored", "shortened",
+    "Column", "KeyedResult", "Mergeable", "PlottedResult", "Result", "Table", "amount", "by_rank",
+    "can_merge", "check_schema", "gather", "load", "merge", "restored", "shortened",
 ]  # fmt: skip
