@@ -62,7 +62,8 @@ class Masked(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mask", weight.abs() > weight.abs().flatten().median())
+        kept = weight.abs() > weight.abs().median()
+        self.register_buffer("mask", kept.to(weight.dtype))
 
     def forward(self, weight: Tensor) -> Tensor:
         """The weight with zeros."""
