@@ -205,7 +205,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """What keeps ops from being instrumented at this moment, and why."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return "a torch.func transform (vmap, grad, ...)", "the ops inside run as they are"
+            return TRANSFORM, WITHIN_TRANSFORM
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED
         if torch._C._len_torch_dispatch_stack() and is_recorded():
@@ -226,6 +226,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
 
 RECORDED = "the ops are recorded as they are"
+TRANSFORM = "a torch.func transform (vmap, grad, ...)"
+WITHIN_TRANSFORM = "the ops inside run as they are"
 _GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})

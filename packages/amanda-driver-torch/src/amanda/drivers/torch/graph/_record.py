@@ -12,6 +12,7 @@ from amanda.backend import State, in_force
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .._autograd import AccumulateGrad
+from .._driver import TRANSFORM, WITHIN_TRANSFORM
 
 if TYPE_CHECKING:
     from amanda.backend import Call
@@ -190,6 +191,7 @@ class Ran:
 
     held: of a node that calls a module, the parameters and buffers of that by name.
     replay: None where there is none, for the reason `obstacle` where there are calls.
+    what: is said not to be instrumented then; the node, where it is "".
     """
 
     def __init__(self, node: Node, value: Any, calls: list[NativeCall]) -> None:
@@ -199,6 +201,7 @@ class Ran:
         self.held: dict[str, torch.Tensor] = {}
         self.replay: Replay | None = None
         self.obstacle = ""
+        self.what = ""
 
 
 def run(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any]) -> dict[Node, Ran]:
@@ -209,6 +212,7 @@ def run(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any])
     ran: dict[Node, Ran] = {}
     values = iter(inputs)
     grad_enabled = torch.is_grad_enabled()
+    transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -218,6 +222,7 @@ def run(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any])
             elif node.op != "output":
                 ran[node] = _ran(node, module, ran)
     finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
         torch._C._set_grad_enabled(grad_enabled)
     return ran
 
@@ -230,6 +235,10 @@ def _ran(node: Node, module: GraphModule, ran: Mapping[Node, Ran]) -> Ran:
         return one
     if _reads_number(node, args):
         return Ran(node, called(node, module)(*args, **kwargs), [])
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        one = Ran(node, called(node, module)(*args, **kwargs), [])
+        one.obstacle, one.what = WITHIN_TRANSFORM, TRANSFORM
+        return one
     with recording() as recorder:
         value = called(node, module)(*args, **kwargs)
     one = Ran(node, value, recorder.calls)

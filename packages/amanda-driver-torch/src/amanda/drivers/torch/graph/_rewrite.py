@@ -87,8 +87,8 @@ class Rewriting:
     def _analyse(self, one: Ran) -> None:
         node = one.node
         if one.obstacle:
-            name = getattr(node.target, "__name__", str(node.target))
-            self.program.report(name, one.obstacle, source_of(node))
+            name = one.what or getattr(node.target, "__name__", str(node.target))
+            self.program.report(name, one.obstacle, "" if one.what else source_of(node))
         if one.replay is None:
             return
         self._steps[node] = []

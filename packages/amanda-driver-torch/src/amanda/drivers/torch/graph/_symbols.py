@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -57,8 +57,7 @@ class Symbols:
     def mode(self) -> Iterator[FakeTensorMode]:
         """Compute without data, also with tensors that have some."""
         unnamed = self.fakes.shape_env.ignore_fresh_unbacked_symbols() if self.fakes.shape_env else None
-        unseen = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)  # by the user's hooks
-        with patch.object(self.fakes, "allow_non_fake_inputs", True), self.fakes as mode, unseen:
+        with patch.object(self.fakes, "allow_non_fake_inputs", True), self.fakes as mode, _unseen_by_hooks():
             if unnamed is None:
                 yield mode
             else:
@@ -143,6 +142,13 @@ class Symbols:
         args, kwargs = tree_map_only(torch.Tensor, self._computed, (args, kwargs))
         with torch.no_grad():
             return called(own.node, self.module)(*args, **kwargs)
+
+
+def _unseen_by_hooks() -> AbstractContextManager[Any]:
+    """Context in which hooks of the user see no tensor that is saved; torch.func.grad refuses any hooks."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
