@@ -144,10 +144,12 @@ class AttentionPruneTool(DynamicPruneTool):
         if kind in _FUSED:
             self._fused.add(kind)
         elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
+            attend = getattr(framework(context.get_inputs()[0]), "attend", None)
+            if attend is None:
+                self._fused.add(kind)
+                return
             one = self._attention(context, node, node)
-            context.replace_op(
-                partial(framework(context.get_inputs()[0]).attend, partial(self._attend, one=one))
-            )
+            context.replace_op(partial(attend, partial(self._attend, one=one)))
         elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return

@@ -64,9 +64,15 @@ class Geometry:
 
 
 def geometry(attributes: Mapping[str, Any], layout: str, kernel: Size) -> Geometry | None:
-    """That of an op, of its attributes as PyTorch or TensorFlow have them; None of an unusual one."""
-    if "strides" not in attributes:
-        return _of_pytorch(attributes, kernel)
+    """That of an op, of its attributes as its framework has them; None of an unusual one."""
+    if "padding" in attributes and "strides" in attributes:
+        return _of_tensorflow(attributes, layout, kernel)
+    if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:
+        return _of_onnx(attributes, kernel)
+    return _of_pytorch(attributes, kernel)
+
+
+def _of_tensorflow(attributes: Mapping[str, Any], layout: str, kernel: Size) -> Geometry:
     places = [layout.index("H"), layout.index("W")]
     stride, dilation = (_pair([attributes[name][i] for i in places]) for name in ("strides", "dilations"))
     name = attributes["padding"]
@@ -74,6 +80,16 @@ def geometry(attributes: Mapping[str, Any], layout: str, kernel: Size) -> Geomet
     explicit = attributes.get("explicit_paddings") or [0] * 8
     given = tuple((int(explicit[2 * i]), int(explicit[2 * i + 1])) for i in places)
     return Geometry(kernel, stride, dilation, None if name == "SAME" else given)  # type: ignore[arg-type]
+
+
+def _of_onnx(attributes: Mapping[str, Any], kernel: Size) -> Geometry | None:
+    stride, dilation = (_pair(attributes.get(name) or 1) for name in ("strides", "dilations"))
+    automatic = attributes.get("auto_pad", "NOTSET")
+    automatic = automatic.decode() if isinstance(automatic, bytes) else automatic
+    if automatic in ("SAME_UPPER", "SAME_LOWER"):
+        return Geometry(kernel, stride, dilation, None) if automatic == "SAME_UPPER" else None
+    top, left, bottom, right = map(int, attributes.get("pads") or (0, 0, 0, 0))
+    return Geometry(kernel, stride, dilation, ((top, bottom), (left, right)))
 
 
 def _of_pytorch(attributes: Mapping[str, Any], kernel: Size) -> Geometry | None:

@@ -12,7 +12,7 @@ from autoray import astype, do, get_dtype_name, infer_backend
 
 from amanda.errors import AmandaError
 
-_MODULES = {"torch": "_pytorch", "tensorflow": "_tensorflow"}
+_MODULES = {"torch": "_pytorch", "tensorflow": "_tensorflow", "numpy": "_numpy"}
 
 
 def framework(tensor: Any) -> ModuleType:
