@@ -146,7 +146,8 @@ class Symbols:
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:
     """Context in which hooks of the user see no tensor that is saved; torch.func.grad refuses any hooks."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in torch 2.4
+    if innermost is not None and innermost(True) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)
 
