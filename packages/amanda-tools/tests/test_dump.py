@@ -362,3 +362,19 @@ def test_dumping_changes_nothing(folder: Path, model: nn.Module) -> None:
     found: list[Tensor] = []
     dumped(folder, lambda: found.append(model(x)), inputs="full", outputs="full")
     assert torch.equal(found[0], plain)
+
+
+def test_a_program_that_goes_elsewhere_leaves_the_dump_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tool = DumpTool("tensors", outputs="full")  # type: ignore[arg-type]
+    with amanda.apply(tool):
+        torch.relu(torch.ones(2))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert tool.result.folder == tmp_path / "tensors"
+    with amanda.apply(tool):
+        torch.relu(torch.ones(2))
+    assert len([*Dump(tmp_path / "tensors")]) == 2
+    assert not (tmp_path / "elsewhere" / "tensors").exists()

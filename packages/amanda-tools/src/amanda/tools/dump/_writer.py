@@ -33,6 +33,7 @@ class Writer:
     """
 
     def __init__(self, folder: Path, form: Format, overwrite: bool) -> None:
+        folder = folder.absolute()  # the program may go elsewhere before all is written
         self.folder, self._form = folder, form
         self._process, self._lock = os.getpid(), Lock()
         self.ops: list[Op] = []
