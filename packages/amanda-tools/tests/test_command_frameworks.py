@@ -60,7 +60,8 @@ def calls(path: Path, type: str, phase: str = "forward") -> int:
 
 def test_results_are_told_and_saved_and_the_program_prints_its_own(script: Path) -> None:
     script.write_text(
-        f"{MODEL}\nfor _ in range(3):\n    model(torch.rand(5, 4)).sum().backward()\nprint('done')"
+        f"{MODEL}\nfor _ in range(3):\n    model(torch.rand(5, 4)).sum().backward()\nprint('done')\n"
+        "import os, tempfile\nos.chdir(tempfile.gettempdir())"
     )
     config = script.with_name("amanda.toml")
     config.write_text('[tools.flops]\ntype = ["linear"]\nend = 2\n[tools.nan]\nmodule = "secund"\n')

@@ -80,7 +80,8 @@ def test_masks_that_were_learnt_come_from_a_file(model: Path, suffix: str) -> No
     [
         (["-t", "flops"], 1, "FlopsTool, insert_after_op("),
         (["-t", "trace"], 1, "or they only look, which is for a model that runs"),
-        (["-t", "inject"], 1, "[amanda] tool InjectTool, before_forward_op of MatMul"),
+        (["-t", "inject"], 1, "InjectTool, insert_"),
+        (["-t", "quantize"], 2, "[amanda] tool QuantizeTool, before_forward_op of MatMul"),
         (["-t", "prune:sparsty=1"], 2, "did you mean sparsity?"),
         (["-t", "prune:start=2"], 2, "tool prune: start chooses steps, and a file has none"),
         (["-t", "prune:type=conv2d"], 1, "the tools insert nothing at any of the 1 ops"),

@@ -141,10 +141,11 @@ class Gathering:
         if label:
             path = path.with_name(f"{label}.{path.name}")  # what it ends in says the form
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            whole = path.with_name(f".{path.name}")  # a process that is killed leaves what it saved before
+            place = tooling.home / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            whole = place.with_name(f".{place.name}")  # a process that is killed leaves what it saved before
             result.save(whole)
-            whole.replace(path)
+            whole.replace(place)
         except Exception as error:  # what can still be told is told
             self._messages.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None

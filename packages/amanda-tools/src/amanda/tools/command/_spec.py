@@ -37,12 +37,16 @@ class SpecError(AmandaError, ValueError):
 
 @dataclass
 class Tooling:
-    """A tool that was made, under a name of its own, what selects its ops, and the file for its result."""
+    """A tool that was made, under a name of its own, what selects its ops, and the file for its result.
+
+    home: what the path of the file begins at, wherever the program goes.
+    """
 
     name: str
     tool: amanda.Tool
     selection: Selection
     out: Path | None
+    home: Path = field(default_factory=Path.cwd)
 
 
 @dataclass
