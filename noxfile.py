@@ -508,6 +508,7 @@ def docs(session: nox.Session) -> None:
     environment = Environment(session, "docs")
     environment.install(*SITE)
     share(session, environment)
+    environment.install("--no-deps", "--no-build-isolation", *editable(DISTRIBUTIONS))
     environment.run("python", "-m", "amanda_docs", *session.posargs, PYTHONPATH=str(ROOT / "website"))
 
 
