@@ -18,6 +18,16 @@ from amanda._imports import is_imported, when_imported
 Write = Callable[[str], str]
 
 
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Nothing else is watched, as what drivers wait for is where they were loaded before."""
+    others = [finder for finder in sys.meta_path if finder is not _imports._watch]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "meta_path", others)
+        patch.setattr(_imports, "_watch", _imports._Watch())
+        yield
+
+
 @pytest.fixture
 def module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
