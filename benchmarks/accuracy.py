@@ -151,8 +151,7 @@ by hooks or callbacks, and layers are exchanged for ones that quantise.
 
 *Equal scores* counts the seeds whose scores are the same to the last bit, *equal weights* is the share of
 weights that are the same bit for bit in the end, at the seed where it is least. In TensorFlow both ways
-are run without [fusion of operators](how-it-works.md), which would fuse others where routines run; the rows
-of the CNN in Keras other than QAT were measured with it. QAT there has two seeds, the ViT in Keras one.
+are run without [fusion of operators](how-it-works.md), which would fuse others where routines run.
 
 {tables}
 ## What was measured
