@@ -118,6 +118,30 @@ def test_momentum_does_not_revive_what_is_dropped(name: str) -> None:
         assert torch.equal(one, hand)
 
 
+def test_a_closure_of_an_optimizer_trains_the_pruned_model() -> None:
+    by_closure, by_loop, labels = network(), network(), batches(1)[0][1]
+    for model, has_closure in (by_closure, True), (by_loop, False):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(model(X), labels)
+            value.backward()
+            return value
+
+        with amanda.apply(tool := PruneTool(sparsity=0.75)):
+            for _ in range(2):
+                if has_closure:
+                    optimizer.step(loss)
+                else:
+                    loss()
+                    optimizer.step()
+        assert tool.result.sparsity == 0.75
+        tool.finalize(model)
+    for one, other in zip(by_closure.parameters(), by_loop.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_model_computes_without_the_tool_what_it_did_with_it() -> None:
     for options in ({}, {"pattern": "2:4"}, {"pattern": "channel", "sparsity": 0.3}, {"pattern": "tile"}):
         model, tool = network().eval(), PruneTool(**options)  # type: ignore[arg-type]

@@ -353,6 +353,51 @@ def test_phases() -> None:
     assert phases["optimizer"] == {"add"}
 
 
+class _Own(torch.optim.Optimizer):
+    """A step of one's own, on data and with gradients on."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS, _Own])
+def test_what_an_optimizers_closure_computes_is_no_optimizers(kind: Any) -> None:
+    model, factor = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    optimizer = kind([*model.parameters(), factor], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(torch.ones(1, 2)) * factor, torch.zeros(1, 2))
+        loss.backward()
+        return loss
+
+    phases = _phases_of(lambda: optimizer.step(closure))
+    assert phases["forward"] >= {"linear", "mul", "mse_loss"}
+    assert "add" in phases["optimizer"]
+    assert not phases["optimizer"] & {"linear", "mse_loss"}
+
+
+def test_a_model_that_is_called_by_a_module_of_optimizers_is_in_the_forward_pass() -> None:
+    averaged, x = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)), torch.ones(1, 2)
+    assert _phases_of(lambda: averaged(x)) == {"forward": {"linear"}}
+
+
+def _phases_of(program: Callable[[], Any]) -> dict[str, set[str]]:
+    """The types that a program has, by phase."""
+    phases: dict[str, set[str]] = {}
+    tool = amanda.Tool()
+    tool.depends_on(StandardMapping())
+    tool.add_inst_for_op(lambda context: phases.setdefault(context["phase"], set()).add(context["type"]))
+    with amanda.apply(tool):
+        program()
+    return phases
+
+
 def test_a_parameter_that_is_not_initialised_yet_has_no_shape() -> None:
     seen: list[Any] = []
     tool = amanda.Tool()

@@ -23,7 +23,7 @@ _PRODUCTS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of PyTorch."""
     if "shape" not in context:
-        context["phase"] = "optimizer" if _in_optimizer() else "forward"
+        context["phase"] = "optimizer" if _in_optimizer(context) else "forward"
         _describe_op(context)
     if context.is_backward():
         context["phase"] = "backward"
@@ -53,13 +53,27 @@ def dtype(value: Any) -> str | None:
 # ---- the forward op ----
 
 
-def _in_optimizer() -> bool:
+def _in_optimizer(context: OpContext) -> bool:
+    """Whether an optimizer computes it, and neither a module nor a closure that the optimizer calls."""
     frame: Any = sys._getframe(1)
+    is_users = False
     while frame is not None:
-        if "/torch/optim/" in frame.f_code.co_filename:
-            return True
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("torch.nn.modules."):
+            return False
+        if name.startswith("torch.optim."):
+            return not (is_users and _is_differentiated(context))
+        is_users = is_users or not name.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return False
+
+
+def _is_differentiated(context: OpContext) -> bool:
+    """Whether autograd records it, as what a closure computes; a step of a user's own works on data."""
+    import torch
+
+    given = (one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value]))
+    return torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in given)
 
 
 def _describe_op(context: OpContext) -> None:
