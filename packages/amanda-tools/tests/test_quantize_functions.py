@@ -105,6 +105,34 @@ def test_nan_stays_and_infinity_goes_to_the_end_of_the_grid(
     np.testing.assert_array_equal(found, op.numpy())
 
 
+@pytest.mark.parametrize("axes", [(), (1,)])
+def test_gradients_of_every_order_and_of_functions_are_those_of_torch(axes: tuple[int, ...]) -> None:
+    x = torch.from_numpy(values(np.float32(0.013), shape=(5, 4, 6)))
+    scale, zero_point = torch.full((4,) if axes else (), 0.01), torch.full((4,) if axes else (), 3.0)
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        found = fake_quantize(x, scale, zero_point, Grid(-8, 7), axes)
+        assert isinstance(found, torch.Tensor)
+        return found.pow(3).sum()
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        integers = zero_point.int()
+        if axes:
+            return torch.fake_quantize_per_channel_affine(x, scale, integers, axes[0], -8, 7).pow(3).sum()
+        return torch.fake_quantize_per_tensor_affine(x, scale, integers, -8, 7).pow(3).sum()
+
+    found = []
+    for function in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        found.append((first.detach(), second))
+    assert all(map(torch.equal, *found))
+    assert torch.equal(torch.func.grad(ours)(x), found[1][0])
+    if not axes:
+        assert torch.equal(torch.func.vmap(torch.func.grad(ours))(x), found[1][0])
+
+
 def test_nan_passes_no_gradient_and_leaves_those_of_others() -> None:
     x = torch.tensor([torch.nan, 0.5, 1000.0], requires_grad=True)
     for axes, shape in (((), ()), ((0,), (3,))):

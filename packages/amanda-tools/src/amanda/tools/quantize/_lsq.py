@@ -40,8 +40,9 @@ def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Seque
     Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
     """
     xp = arithmetic(x)
-    s, offset, v = _scaled(x, scale, offset, axes)
-    return xp.like(x, xp.rint(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s + offset)
+    s, shift, v = _scaled(x, scale, offset, axes)
+    result = xp.rint(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s
+    return xp.like(x, result if shift is None else result + shift)
 
 
 def lsq_gradients(
@@ -63,15 +64,13 @@ def lsq_gradients(
     xp = arithmetic(x)
     wide, sums = xp.wide(gradient), other_axes(x, axes)
     _, _, v = _scaled(x, scale, offset, axes)
-    clipped = xp.minimum(xp.maximum(v, grid.low), grid.high)
-    inside = (v > grid.low) & (v < grid.high)
-    zero = wide * 0
-    by_scale = wide * xp.where(inside, xp.rint(v) - v, clipped)
-    found = [xp.like(gradient, xp.where(inside, wide, zero))]
+    integers = xp.rint(xp.minimum(xp.maximum(v, grid.low), grid.high))
+    inside = xp.within(wide, v, grid.low, grid.high)
+    by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
+    found = [xp.like(gradient, inside)]
     found.append(xp.like(scale, flattened(xp.total(by_scale, sums), axes) * factor))
     if offset is not None:
-        outside = xp.where(inside, zero, wide)
-        found.append(xp.like(offset, flattened(xp.total(outside, sums), axes) * factor))
+        found.append(xp.like(offset, flattened(xp.total(wide - inside, sums), axes) * factor))
     return tuple(found)
 
 
@@ -88,5 +87,7 @@ def _scaled(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, 
     xp = arithmetic(x)
     wide = xp.wide(x)
     s = xp.like(wide, spread(scale, x, axes))
-    shift = s * 0 if offset is None else xp.like(wide, spread(offset, x, axes))
+    if offset is None:
+        return s, None, wide / s
+    shift = xp.like(wide, spread(offset, x, axes))
     return s, shift, (wide - shift) / s

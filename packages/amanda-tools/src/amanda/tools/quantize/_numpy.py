@@ -12,6 +12,11 @@ rint, floor, where, absolute = np.rint, np.floor, np.where, np.abs
 minimum, maximum, reshape = np.minimum, np.maximum, np.reshape
 
 
+def within(value: Any, x: Any, low: float, high: float) -> Any:
+    """`value`, and 0 where `x` is not between two bounds."""
+    return np.where((x <= low) | (x >= high), value * 0, value)
+
+
 def total(x: Any, axes: Sequence[int]) -> Any:
     """The sum over axes."""
     return np.sum(x, axis=tuple(axes))

@@ -42,6 +42,11 @@ def maximum(x: Any, y: Any) -> Any:
     return _tf().maximum(x, y)
 
 
+def within(value: Any, x: Any, low: float, high: float) -> Any:
+    """`value`, and 0 where `x` is not between two bounds."""
+    return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
+
+
 def total(x: Any, axes: Sequence[int]) -> Any:
     """The sum over axes."""
     return _tf().reduce_sum(x, axis=list(axes))
