@@ -166,8 +166,8 @@ def test_a_driver_attaches_when_its_framework_is_imported_inside_a_scope(run: Ru
 
 def test_bad_hook_plugins_are_logged_and_stop_no_other(run: Run) -> None:
     out = run.code(
-        "from amanda import _plugins\n"
-        "_plugins.plugin_manager(); manager = _plugins.plugin_manager()\n"
+        "from amanda.plugins import plugin_manager\n"
+        "plugin_manager(); manager = plugin_manager()\n"
         "print([name for name, plugin in manager.list_name_plugin()])"
     )
     *logged, names = out.splitlines()

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import amanda
-from amanda import Tool, _plugins, interceptor
+from amanda import Tool, interceptor
 from amanda._attachment import attachment
 from amanda._state import current_state
 from amanda.backend import DRIVER_API, Driver, Namespace
 from amanda.errors import DependencyCycleError, DriverError, ScopeError, ToolError
+from amanda.plugins import hookimpl, plugin_manager
 from amanda.testing import FakeDriver, attached, fake
 
 
@@ -257,11 +258,11 @@ def test_a_decorated_generator_is_a_whole_one() -> None:
 def test_a_hook_that_fails_leaves_no_scope_open() -> None:
     class Plugin:
         @staticmethod
-        @_plugins.pluggy.HookimplMarker("amanda")
+        @hookimpl
         def amanda_scope_entered(scope: amanda.Scope) -> None:
             raise ZeroDivisionError
 
-    manager, plugin = _plugins.plugin_manager(), Plugin()
+    manager, plugin = plugin_manager(), Plugin()
     manager.register(plugin)
     try:
         with pytest.raises(ZeroDivisionError), amanda.apply(Count()):
@@ -436,33 +437,33 @@ def test_hooks_hear_of_drivers_scopes_and_ops() -> None:
 
     class Plugin:
         @staticmethod
-        @_plugins.pluggy.HookimplMarker("amanda")
+        @hookimpl
         def amanda_scope_entered(scope: amanda.Scope) -> None:
             heard.append("entered")
 
         @staticmethod
-        @_plugins.pluggy.HookimplMarker("amanda")
+        @hookimpl
         def amanda_scope_left(scope: amanda.Scope) -> None:
             heard.append("left")
 
         @staticmethod
-        @_plugins.pluggy.HookimplMarker("amanda")
+        @hookimpl
         def amanda_driver_attached(driver: Driver) -> None:
             if isinstance(driver, FakeDriver):
                 heard.append("attached")
 
         @staticmethod
-        @_plugins.pluggy.HookimplMarker("amanda")
+        @hookimpl
         def amanda_driver_detached(driver: Driver) -> None:
             if isinstance(driver, FakeDriver):
                 heard.append("detached")
 
         @staticmethod
-        @_plugins.pluggy.HookimplMarker("amanda")
+        @hookimpl
         def amanda_op_analysed(context: amanda.OpContext) -> None:
             heard.append(context.get_op().__name__)
 
-    manager, plugin = _plugins.plugin_manager(), Plugin()
+    manager, plugin = plugin_manager(), Plugin()
     manager.register(plugin)
     try:
         with amanda.apply(Count()):

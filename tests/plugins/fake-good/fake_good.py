@@ -3,10 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-import pluggy
-
 import amanda
 from amanda.backend import Driver, Namespace
+from amanda.plugins import hookimpl
 
 
 class GoodDriver(Driver):
@@ -51,24 +50,23 @@ class Recorder:
     """Notes what the core tells."""
 
     told: list[str] = []  # noqa: RUF012
-    hook = pluggy.HookimplMarker("amanda")
 
     @staticmethod
-    @hook
+    @hookimpl
     def amanda_driver_attached(driver: Driver) -> None:
         Recorder.told.append(f"attached {driver.framework}")
 
     @staticmethod
-    @hook
+    @hookimpl
     def amanda_driver_detached(driver: Driver) -> None:
         Recorder.told.append(f"detached {driver.framework}")
 
     @staticmethod
-    @hook
+    @hookimpl
     def amanda_scope_entered() -> None:
         Recorder.told.append("entered")
 
     @staticmethod
-    @hook
+    @hookimpl
     def amanda_scope_left() -> None:
         Recorder.told.append("left")

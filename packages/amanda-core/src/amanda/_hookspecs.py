@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from amanda.context import OpContext
 
 hookspec = pluggy.HookspecMarker("amanda")
+hookimpl = pluggy.HookimplMarker("amanda")
+"""Marks what implements a hook."""
 
 
 @hookspec

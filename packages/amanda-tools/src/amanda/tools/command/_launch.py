@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 
-from amanda._plugins import driven_frameworks
+from amanda.plugins import driven_frameworks
 from amanda.tools.command._environment import Handed
 from amanda.tools.command._ranks import folder_of_ranks
 from amanda.tools.command._spec import SpecError, ToolSpec, made

@@ -12,10 +12,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import pluggy
-
 import amanda
-from amanda._plugins import plugin_manager
+from amanda.plugins import hookimpl, plugin_manager
 from amanda.tools.command._environment import Handed, process_label
 from amanda.tools.command._gathering import Gathering
 from amanda.tools.command._labels import is_rank
@@ -26,7 +24,6 @@ from amanda.tools.command._threads import carry_to_threads
 from amanda.tools.command._tracebacks import show_program_alone
 
 _MESSAGES = 1000
-hookimpl = pluggy.HookimplMarker("amanda")
 
 
 class Session:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda._plugins import tool_class
 from amanda.errors import AmandaError
+from amanda.plugins import tool_class
 from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
 from amanda.tools.results import Result
 from amanda.tools.select import Phase, Selection

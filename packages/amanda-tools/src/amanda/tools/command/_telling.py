@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from amanda._plugins import driven_frameworks
+from amanda.plugins import driven_frameworks
 from amanda.tools.command._spec import Tooling
 
 

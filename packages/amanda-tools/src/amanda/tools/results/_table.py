@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from amanda._plugins import tool_class
 from amanda.errors import AmandaError
+from amanda.plugins import tool_class
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import amount, shortened
 
