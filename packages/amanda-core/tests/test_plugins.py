@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -233,9 +234,10 @@ def test_a_command_of_another_distribution_runs_with_its_arguments(run: Run) -> 
         (["gret"], 2, "did you mean greet?"),
         (["info", "--laod"], 2, "did you mean --load?"),
         (["broken"], 1, "a_module_that_nobody_has"),
-        (["info", "countr"], 1, "did you mean counter?"),
+        (["info", "countr"], 2, "did you mean counter?"),
         (["info", "counter", "nan"], 2, "one tool, not 2"),
-        (["tools", "counter"], 2, "tools does not take 'counter'"),
+        (["tools", "counter"], 2, "amanda tools: it takes no argument, and was given 'counter'"),
+        (["info", "--help", "counter"], 0, ""),
     ],
 )
 def test_a_wrong_command_line_is_told(run: Run, arguments: list[str], status: int, part: str) -> None:
@@ -264,9 +266,11 @@ def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:
 def test_help_lists_the_commands_of_all_distributions(run: Run) -> None:
     done = run("-m", "amanda", "--help")
     assert done.returncode == 0
-    assert done.stdout.startswith("usage: python -m amanda COMMAND")
+    assert done.stdout.startswith("Usage: python -m amanda COMMAND")
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     assert ["greet", "Say hello."] in lines
+    assert "Usage: python -m amanda info [--load] [TOOL]" in run("-m", "amanda", "info", "nan", "-h").stdout
+    assert re.fullmatch(r"Amanda \d.* \(amanda-core\)\n", run("-m", "amanda", "--version").stdout)
     assert "the status is 1 if anything is" in run("-m", "amanda", "doctor", "--help").stdout
 
 

@@ -111,6 +111,9 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
         ("stats:every=0", ["tool stats", "every"]),
         ("flops:module='a", ["quotation mark"]),
         ("mapping", ["tool mapping needs rules"]),
+        (":limit=3", ["':limit=3' names no tool; give TOOL or TOOL:option=value,..."]),
+        ("standard_mapping:out=a.json", ["option out: the tool has no result"]),
+        ("prune:xyzzy=1", ["there are begin, ", "module, norm, out, pattern"]),
         ("flops:out=a.xyz", ["option out", "a.xyz ends in none of .csv, .html, .json, .txt"]),
     ],
 )
@@ -180,7 +183,11 @@ def test_what_is_wrong_with_a_configuration_is_said(
         (["script.py"], "no tool is given"),
         (["-t", "flops"], "no program is given"),
         (["-t", "flop", "script.py"], "did you mean flops?"),
-        (["-t", "flops", "no_such_script.py"], "there is no 'no_such_script.py'"),
+        (["-t", "flops", "no_such_script.py"], "there is no 'no_such_script.py'; give a script, -m module"),
+        (
+            ["-t", "flops", "-o", __file__, "script.py"],
+            "test_command.py is a file; results are saved in a folder",
+        ),
         (["-t", "flops", "--", "-I", "script.py"], "under python -I, which ignores"),
         (["-t", "flops", "--", "-uE", "script.py"], "under python -E, which ignores"),
         (["--tols", "x"], "Did you mean '--tool'?"),
@@ -259,5 +266,5 @@ def test_findings_of_ranks_are_listed_together() -> None:
 
 @pytest.mark.parametrize("kind", [FlopsResult, CoverageResult, type(NanTool().result)])
 def test_a_file_of_another_schema_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match="schema and version are"):
+    with pytest.raises(ValueError, match=r"its schema is 'amanda\.other', not 'amanda\."):
         kind.from_dict({"schema": "amanda.other", "version": 1})

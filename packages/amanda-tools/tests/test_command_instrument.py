@@ -59,6 +59,15 @@ def test_a_copy_is_written_and_told(model: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == ""
 
 
+def test_a_tool_that_inserts_nothing_beside_another_is_told(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert instrument(["model.onnx", "-t", "trace", "-t", "prune", "-o", "out.onnx"]) == 0
+    told = capsys.readouterr().err
+    assert "Not instrumented: TraceTool: it inserts nothing at any op: there is nothing for it to do" in told
+    assert "PruneTool: it inserts nothing" not in told
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_masks_that_were_learnt_come_from_a_file(model: Path, suffix: str) -> None:
     kept = np.zeros(WEIGHT.shape, bool)
@@ -79,12 +88,19 @@ def test_masks_that_were_learnt_come_from_a_file(model: Path, suffix: str) -> No
     ("arguments", "status", "message"),
     [
         (["-t", "flops"], 1, "FlopsTool, insert_after_op("),
-        (["-t", "trace"], 1, "or they only look, which is for a model that runs"),
+        (["-t", "trace"], 1, "TraceTool: it inserts nothing at any op: there is nothing for it to do, or it"),
+        (["-t", "remat"], 1, "remat acts while a model is trained in PyTorch's eager mode"),
         (["-t", "inject"], 1, "InjectTool, insert_"),
-        (["-t", "quantize"], 2, "[amanda] tool QuantizeTool, before_forward_op of MatMul"),
+        (["-t", "quantize"], 1, "[amanda] tool QuantizeTool, before_forward_op of MatMul"),
         (["-t", "prune:sparsty=1"], 2, "did you mean sparsity?"),
         (["-t", "prune:start=2"], 2, "tool prune: start chooses steps, and a file has none"),
         (["-t", "prune:type=conv2d"], 1, "the tools insert nothing at any of the 1 ops"),
+        (["-t", "prune:type=conv2d"], 1, "so nothing was written; there are matmul\n"),
+        (
+            ["-t", "flops:type=conv2d"],
+            1,
+            "FlopsTool: it inserts nothing at any op: it is restricted to other",
+        ),
         ([], 2, "no tool is given"),
         (
             ["-t", "prune", "--state", "nowhere.npz"],
@@ -121,5 +137,5 @@ def test_an_interrupt_leaves_no_half_file(
 
     monkeypatch.setattr(OnnxFile, "write", interrupted)
     assert instrument(["model.onnx", "-t", "prune", "-o", "out.onnx"]) == 130
-    assert "interrupted; nothing was written" in capsys.readouterr().err
+    assert "amanda instrument: interrupted" in capsys.readouterr().err
     assert [one.name for one in model.parent.iterdir()] == ["model.onnx"]

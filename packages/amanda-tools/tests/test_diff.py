@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import itertools
@@ -396,7 +395,7 @@ def test_statistics_of_two_runs_are_compared(models: Any, tmp_path: Path) -> Non
 
 
 def test_the_command_has_the_status_of_diff(
-    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x = torch.randn(5, 6)
     one, other = (
@@ -406,7 +405,6 @@ def test_the_command_has_the_status_of_diff(
     assert main(["diff", one, one]) == 0
     assert "No divergence" in capsys.readouterr().out
     page = tmp_path / "diff.html"
-    monkeypatch.setattr(argparse.Namespace, "save", print, raising=False)  # as NNsight does to every object
     assert main(["diff", one, other, "--save", str(page)]) == 1
     assert "First divergence, forward: linear in 2 (forward)" in capsys.readouterr().out
     assert "<svg" in page.read_text()
@@ -416,6 +414,14 @@ def test_the_command_has_the_status_of_diff(
     assert main(["diff", one]) == 2
     assert main(["diff", "--help"]) == 0
     assert main(["diff", one, other, "--map", "no.json"]) == 2
+    assert main(["diff", one, other, "--rtol", "-1"]) == 2
+    assert main(["diff", one, other, "--save", str(tmp_path / "diff.pdf")]) == 2
+    assert "diff.pdf ends in none of .html, .json, .csv, .txt" in capsys.readouterr().err
+    (tmp_path / "weights.pt").write_bytes(b"PK" + bytes(range(256)) * 9)
+    assert main(["diff", one, str(tmp_path / "weights.pt")]) == 2
+    told = capsys.readouterr().err
+    assert "weights.pt is no file of statistics that can be read: it is no JSON (" in told
+    assert len(told) < 400
     names = tmp_path / "names.json"
     names.write_text('{"0": "0"}')
     assert main(["diff", one, other, "--map", str(names), "--map", "2=2"]) == 1

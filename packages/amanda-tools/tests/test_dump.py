@@ -259,7 +259,10 @@ def test_what_waits_is_written_when_the_tool_goes(folder: Path, model: nn.Module
     [
         (None, "has no index.json, so it is no dump"),
         ("[]", "is no index of a dump that can be read"),
-        ('{"schema": "amanda.dump", "version": 9}', "schema and version are"),
+        (
+            '{"schema": "amanda.dump", "version": 9}',
+            "it is version 9 of amanda.dump, and version 1 is read here; it is newer",
+        ),
         ("{", "is no index of a dump that can be read"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,10 +181,35 @@ def test_files_are_merged_by_the_command(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_what_cannot_be_merged_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command([str(tmp_path)]) == 2
+    assert command([str(tmp_path)]) == 1
     assert "has no results of processes, such as rank0.flops.json" in capsys.readouterr().err
-    assert command([str(tmp_path / "absent.json")]) == 2
-    assert "absent.json cannot be read" in capsys.readouterr().err
+    assert command([str(tmp_path / "absent.json")]) == 1
+    assert "absent.json cannot be read: No such file or directory\n" in capsys.readouterr().err
+    path = tmp_path / "rank0.flops.json"
+    for text, why in (
+        ("", "it is no JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("[1]", "it holds no object with a schema"),
+        ("{}", "it names no schema, as what a result's save() writes does"),
+        ('{"schema": "other.flops"}', "its schema is 'other.flops'; expected one that begins with 'amanda.'"),
+        (
+            '{"schema": "amanda.flops", "version": 9}',
+            "version 1 is read here; it is newer: update the distrib",
+        ),
+        ('{"schema": "amanda.flops", "version": 1}', "it lacks 'places'"),
+    ):
+        path.write_text(text)
+        assert command([str(path)]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"amanda merge: {path} is no file of a result that can be read: ")
+        assert why in told
+    assert command([str(path), "--ranks", "0"]) == 2
+    assert "'--ranks': 0 is not in the range" in capsys.readouterr().err
+
+
+def test_a_file_may_be_gzipped(tmp_path: Path) -> None:
+    path = tmp_path / "flops.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(FlopsResult([]).to_dict()).encode()))
+    assert isinstance(load(path), FlopsResult)
 
 
 def test_gathering_without_a_process_group_is_an_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -299,10 +298,7 @@ def total():
 """
 
 
-def test_the_command_sweeps_a_function_of_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(argparse.Namespace, "save", print, raising=False)  # as NNsight does to every object
+def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, saved = tmp_path / "evaluate_total.py", tmp_path / "total.json"
     program.write_text(PROGRAM)
     named = f"{program}:total"
@@ -312,9 +308,48 @@ def test_the_command_sweeps_a_function_of_a_file(
     assert "7/7 2/linear, bits 4" in err
     assert [row["bits"] for row in json.loads(saved.read_text())["rows"]] == [8, 4] * 3
     assert command(["sparsity", named, "--levels", "0.5", "--type", "conv2d", "-q"]) == 0
-    assert "linear" not in capsys.readouterr().out
-    assert command(["sparsity", f"{program}:nothing"]) == 2
-    assert "nothing" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "linear" not in out
+    assert "The tool acted at no op." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["sparsity", "swept.py:totl"], 2, "swept.py has no function 'totl'; did you mean total?"),
+        (["sparsity", "swept.py"], 2, "'swept.py' names no function; give FILE:FUNCTION"),
+        (["sparsity", "absent.py:total"], 2, "there is no file absent.py"),
+        (["sparsity", "swept.txt:total"], 2, "swept.txt is no Python file"),
+        (["sparsity", "no_such_module:total"], 2, "there is no module no_such_module"),
+        (
+            ["sparsity", "swept.py:total", "--levels", "few"],
+            2,
+            "'few' is not numbers with commas between them",
+        ),
+        (["sparsity", "swept.py:total", "--levels", "2"], 2, "--levels 2: sparsity is 2.0; it is the share"),
+        (["bits", "swept.py:total", "--levels", "8,2.5"], 2, "--levels 8,2.5: bits are whole numbers"),
+        (["sparsity", "swept.py:total", "--save", "a.xyz"], 2, "a.xyz ends in none of .json, .csv"),
+        (["sparsity", "swept.py:total", "--save", "no/a.csv"], 2, "there is no folder no for a.csv"),
+        (["sparsity", "swept.py:fails", "-q"], 1, "line 12, in fails"),
+        (["sparsity", "swept.py:fails", "-q"], 1, "swept.py:fails cannot be evaluated: KeyError: 'digits'"),
+        (["sparsity", "broken.py:total"], 1, "broken.py:total cannot be evaluated: SyntaxError"),
+        (["sparsity", "swept.py:name", "-q"], 1, "name gave 'x'; give a number"),
+    ],
+)
+def test_what_cannot_be_swept_is_told_without_our_own_frames(
+    arguments: list[str], status: int, message: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    more = "\ndef fails():\n    raise KeyError('digits')\n\ndef name():\n    return 'x'\n"
+    Path("swept.py").write_text(f"{PROGRAM}{more}")
+    Path("broken.py").write_text("def total(:\n")
+    Path("swept.txt").touch()
+    assert command(arguments) == status
+    told = capsys.readouterr()
+    assert message in told.err
+    assert "amanda/tools" not in told.err
+    assert not told.out
 
 
 def test_a_metric_that_is_no_number_is_no_success(digits: tuple[Tensor, Tensor], model: Digits) -> None:

@@ -304,7 +304,7 @@ def test_where_there_are_too_many_events_the_longest_stay(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"x\.json is no JSON \(.*\); `view` takes"),
+        ("{", r"x\.json is no file of a result or Chrome trace that can be read: it is no JSON \("),
         ("3", r"x\.json holds int, no object with a schema"),
         ('{"schema": "other"}', r"x\.json has the schema 'other'; expected one that begins with 'amanda\.'"),
         ('{"rows": []}', r"x\.json has the schema None"),
@@ -324,7 +324,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, content: str, message
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(AmandaError, match=r"cannot read .*absent\.json: No such file"):
+    with pytest.raises(AmandaError, match=r"absent\.json cannot be read: No such file"):
         to_page(tmp_path / "absent.json")
     (tmp_path / "cut.json").write_bytes(gzip.compress(b"{}" * 99)[:20])
     with pytest.raises(AmandaError, match=r"cut\.json is a gzip file that ends too early"):
@@ -346,7 +346,7 @@ def test_the_command_writes_a_page_and_says_where(tmp_path: Path, trace: dict[st
         [*command, "absent.json"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert failed.returncode == 1
-    assert "cannot read absent.json" in failed.stderr
+    assert "amanda view: absent.json cannot be read: No such file" in failed.stderr
 
 
 def test_the_page_is_written_where_wanted_and_opened(
@@ -359,5 +359,6 @@ def test_the_page_is_written_where_wanted_and_opened(
     assert opened == [page.as_uri()]
     assert "<title>Mine</title>" in page.read_text()
     assert capsys.readouterr().out == f"{page}\n"
-    with pytest.raises(AmandaError, match=r"cannot write .*absent/b\.html"):
-        main([str(given), "-o", str(tmp_path / "absent" / "b.html")])
+    for name, why in (("absent/b.html", "there is no folder"), ("b.pdf", "ends in none of .html, .htm")):
+        assert main([str(given), "-o", str(tmp_path / name)]) == 2
+        assert why in capsys.readouterr().err

@@ -8,28 +8,39 @@ from collections.abc import Sequence
 from inspect import getdoc
 from pathlib import Path
 
-from amanda._commands import OWN, Command, UsageError, names_of_commands, say, table
+from amanda._commands import (
+    OWN,
+    TAKEN,
+    Command,
+    UsageError,
+    names_of_commands,
+    say,
+    table,
+    version_of_core,
+)
 from amanda._entries import COMMANDS, registry, rivalry
-from amanda._plugins import did_you_mean
-from amanda.errors import AmandaError, PluginError
+from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean
+
+HELP = frozenset({"-h", "--help"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand, `info` by default; the exit status, 2 where it is used wrongly."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["info"]
-    if name in ("-h", "--help"):
+    if name in HELP:
         return _help()
-    if name in OWN and rest in (["-h"], ["--help"]):
-        say(f"usage: {_program()} {name} ...", "", getdoc(OWN[name]) or "")
+    if name == "--version":
+        say(f"Amanda {version_of_core()}")
+        return 0
+    if name in OWN and not HELP.isdisjoint(rest):
+        say(f"Usage: {_program()} {name} {TAKEN.get(name, '')}".rstrip(), "", getdoc(OWN[name]) or "")
         return 0
     if name not in names_of_commands():
-        return _fail(f"no command {name!r}; {did_you_mean(name, names_of_commands())}", 2)
+        return _fail("", f"no command {name!r}; {did_you_mean(name, names_of_commands())}", 2)
     try:
         return _command(name)(rest) or 0
-    except UsageError as error:
-        return _fail(str(error), 2)
     except AmandaError as error:
-        return _fail(str(error), 1)
+        return _fail(f" {name}", str(error), 2 if isinstance(error, (UsageError, UnknownToolError)) else 1)
 
 
 def console() -> None:
@@ -54,9 +65,9 @@ def _command(name: str) -> Command:
 
 
 def _help() -> int:
-    say(f"usage: {_program()} COMMAND ...", "")
+    say(f"Usage: {_program()} COMMAND ...", "")
     say(*table([(name, _summary(name)) for name in sorted(names_of_commands())]))
-    say("", "`COMMAND --help` tells more.")
+    say("", "`COMMAND --help` tells more, `--version` the version.")
     return 0
 
 
@@ -72,8 +83,8 @@ def _program() -> str:
     return "python -m amanda" if Path(sys.argv[0]).name == "__main__.py" else "amanda"
 
 
-def _fail(message: str, status: int) -> int:
-    sys.stderr.write(f"{_program()}: {message}\n")
+def _fail(command: str, message: str, status: int) -> int:
+    sys.stderr.write(f"{_program()}{command}: {message}\n")
     return status
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from amanda import _doctor
 from amanda._entries import COMMANDS, Plugin, registry
-from amanda._plugins import did_you_mean, list_drivers, list_tools, tool_class
-from amanda.errors import PluginError
+from amanda._plugins import list_drivers, list_tools, tool_class
+from amanda.errors import AmandaError, PluginError, did_you_mean
 
 Command = Callable[[Sequence[str]], "int | None"]
 
 
-class UsageError(Exception):
+class UsageError(AmandaError):
     """A command was given what it does not take."""
 
 
@@ -29,13 +29,15 @@ def info(arguments: Sequence[str] = ()) -> int:
     `--load` imports frameworks, drivers and tools to find out more.
     """
     names = [argument for argument in arguments if not argument.startswith("-")]
-    _check("info", arguments, ["--load", *names])
+    for option in arguments:
+        if option.startswith("-") and option != "--load":
+            raise UsageError(f"no option {option!r}; {did_you_mean(option, ['--load'])}")
     if len(names) > 1:
-        raise UsageError(f"info takes one tool, not {len(names)}")
+        raise UsageError(f"it takes one tool, not {len(names)}: {', '.join(names)}")
     if names:
         return _tool(names[0])
     load = "--load" in arguments
-    say(f"Amanda {_version()}")
+    say(f"Amanda {version_of_core()}")
     say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
     say(f"Interceptor: {_interceptor()}")
     say("Drivers:", *_plugins(list_drivers(load), "torch"))
@@ -46,7 +48,7 @@ def info(arguments: Sequence[str] = ()) -> int:
 
 def tools(arguments: Sequence[str] = ()) -> int:
     """List the tools, each with the first line of what it says of itself."""
-    _check("tools", arguments, [])
+    _take_nothing(arguments)
     listed = list_tools(load=True)
     say(*(table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed]) or _none("tools")))
     if listed:
@@ -59,7 +61,7 @@ def doctor(arguments: Sequence[str] = ()) -> int:
 
     It imports frameworks, drivers and tools.
     """
-    _check("doctor", arguments, [])
+    _take_nothing(arguments)
     found = list(_doctor.findings())
     say(*table([tuple(finding) for finding in found]))
     wrong = sum(finding.verdict == "wrong" for finding in found)
@@ -68,11 +70,21 @@ def doctor(arguments: Sequence[str] = ()) -> int:
 
 
 OWN: dict[str, Command] = {"doctor": doctor, "info": info, "tools": tools}
+TAKEN = {"info": "[--load] [TOOL]"}
+"""What commands take, for their help."""
 
 
 def names_of_commands() -> set[str]:
     """The core's commands and those of other distributions."""
     return {*OWN, *(entry.name for entry in registry.entries(COMMANDS, fresh=False))}
+
+
+def version_of_core() -> str:
+    """The version of the core that is installed."""
+    try:
+        return f"{version('amanda-core')} (amanda-core)"
+    except PackageNotFoundError:
+        return "from a source tree that is not installed"
 
 
 def say(*lines: str) -> None:
@@ -88,11 +100,9 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
-def _check(command: str, arguments: Sequence[str], known: Sequence[str]) -> None:
-    for argument in arguments:
-        if argument not in known:
-            hint = did_you_mean(argument, known) if known else "it takes nothing"
-            raise UsageError(f"{command} does not take {argument!r}; {hint}")
+def _take_nothing(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise UsageError(f"it takes no argument, and was given {arguments[0]!r}")
 
 
 def _tool(name: str) -> int:
@@ -135,13 +145,6 @@ def _first_line(name: str) -> str:
         return next(iter((inspect.getdoc(tool_class(name)) or "").splitlines()), "")
     except PluginError as error:
         return str(error)
-
-
-def _version() -> str:
-    try:
-        return f"{version('amanda-core')} (amanda-core)"
-    except PackageNotFoundError:
-        return "from a source tree that is not installed"
 
 
 def _interceptor() -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +70,8 @@ class Inlining:
     analysed: int = 0
     left: list[Uninstrumented] = field(default_factory=list)
     _actions: list[tuple[Action, OpFacts, str]] = field(default_factory=list)
+    _types: dict[str, None] = field(default_factory=dict)
+    _meant: set[int] = field(default_factory=set)
     _stored: set[int] = field(default_factory=set)
     _refused: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
@@ -110,7 +113,12 @@ class Inlining:
     def take(self, combined: Combined, facts: OpFacts) -> Combined:
         """Of what is recorded at an op, what may be inlined; the rest is refused."""
         self.analysed += 1
-        kind = str(combined.plans[-1][1].context.get("type") or facts.op_type or facts.name)
+        context = combined.plans[-1][1].context
+        kind = str(context.get("type") or facts.op_type or facts.name)
+        self._types.setdefault(kind)
+        for tool in self.state.layer.tools if self.state.layer is not None else ():
+            if id(tool) not in self._meant and all(admits(context) for admits in tool._amanda.admissions):
+                self._meant.add(id(tool))
         replacement = [combined.replace] if combined.replace is not None else []
         for action in (*combined.before, *replacement, *combined.after):
             why = _why_not(action)
@@ -125,16 +133,29 @@ class Inlining:
         combined.forward = bool(combined.actions or combined.replace)
         return combined
 
+    def leave_idle(self, tool: Tool) -> None:
+        """Tell that neither this tool nor one that it depends on inserts anything, where that is so."""
+        own = in_order([tool])
+        if tool.follows_dependents or any(action.tool in own for action, _, _ in self._actions):
+            return
+        if id(tool) in self._meant:
+            why = (
+                "there is nothing for it to do, or it only looks, which `amanda run` and amanda.apply are for"
+            )
+        else:
+            why = "it is restricted to other ops (type=, module=)"
+        self.leave(type(tool).__name__, f"it inserts nothing at any op: {why}")
+
     def check(self, source: Path) -> None:
         """Raise where a routine was refused, or none was recorded."""
         if self._refused:
             raise NotTraceableError(_refusal(source, self._refused), self._refused)
         if not self._actions:
             reasons = "".join(f"\n  {one.what}: {one.reason}" for one in self.left[:_LISTED])
+            types = _shown(self._types)
             raise ArtefactError(
                 f"the tools insert nothing at any of the {self.analysed} ops of {source}, so nothing was "
-                "written: they select none of them, or they only look, which is for a model that runs "
-                f"(amanda.apply, `amanda run`){reasons}"
+                f"written{f'; there are {types}' if types else ''}{reasons}"
             )
 
 
@@ -187,6 +208,8 @@ def instrument(
         inlining = _inlining(ordered)
         artefact.instrument(inlining)
         _tell_backward(inlining, ordered)
+        for tool in tools:
+            inlining.leave_idle(tool)
         inlining.check(source)
         _check_state(ordered, source)
         told = {
@@ -228,11 +251,14 @@ def _check_state(tools: Iterable[Tool], source: Path) -> None:
     for tool in tools:
         unused = list(tool._amanda.loaded)
         if unused:
-            shown = ", ".join(unused[:_LISTED]) + (", ..." if len(unused) > _LISTED else "")
             raise ArtefactError(
-                f"no op of {source} has the state that {type(tool).__name__} was given for {shown}; state is "
-                'kept by "module path/op/name", as tool.state_dict() tells'
+                f"no op of {source} has the state that {type(tool).__name__} was given for {_shown(unused)}; "
+                'state is kept by "module path/op/name", as tool.state_dict() tells'
             )
+
+
+def _shown(names: Collection[str]) -> str:
+    return ", ".join([*islice(names, _LISTED), *(["..."] if len(names) > _LISTED else [])])
 
 
 def _why_not(action: Action) -> str:

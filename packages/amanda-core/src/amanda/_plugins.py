@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ import pluggy
 from amanda import _hookspecs
 from amanda._drivers import absent_frameworks, driven_frameworks, faulty_drivers, list_drivers, loaded_drivers
 from amanda._entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
-from amanda.errors import OptionError, PluginError, UnknownToolError
+from amanda.errors import OptionError, PluginError, UnknownToolError, did_you_mean
 
 if TYPE_CHECKING:
     from amanda.tool import Tool
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Plugin",
     "absent_frameworks",
-    "did_you_mean",
     "driven_frameworks",
     "faulty_drivers",
     "list_drivers",
@@ -80,14 +77,6 @@ def plugin_manager() -> pluggy.PluginManager:
     for entry in registry.entries(HOOKS, fresh=False):
         _register(manager, entry)
     return manager
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one, or all of them."""
-    names = sorted(known)
-    if near := difflib.get_close_matches(name, names, n=1):
-        return f"did you mean {near[0]}?"
-    return f"there are {', '.join(names)}" if names else "there are none"
 
 
 def _tools() -> dict[str, list[Entry]]:

@@ -15,8 +15,11 @@ from amanda.errors import ArtefactError
 def check_target(source: Path, target: Path, force: bool) -> None:
     """Raise ArtefactError where a file may not be written, before any work is done."""
     whole, goal = source.resolve(), target.resolve()
-    if goal == whole or whole in goal.parents or goal in whole.parents:
-        raise ArtefactError(f"{target} is {source}, or in it, or around it; what is read is never changed")
+    if goal == whole:
+        raise ArtefactError(f"{target} is the model that is read, which is never changed; give another path")
+    if whole in goal.parents or goal in whole.parents:
+        inside = "lies in" if whole in goal.parents else "is around"
+        raise ArtefactError(f"{target} {inside} {source}, which is never changed; give another path")
     if not target.parent.is_dir():
         raise ArtefactError(f"{target} cannot be written: there is no folder {target.parent}")
     if not os.access(target.parent, os.W_OK):

@@ -1,6 +1,7 @@
 """Every error that Amanda raises, in one tree under `AmandaError`."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 __all__ = [
     "ActionError",
@@ -17,6 +18,7 @@ __all__ = [
     "ScopeError",
     "ToolError",
     "UnknownToolError",
+    "did_you_mean",
 ]
 
 
@@ -81,3 +83,11 @@ class NotTraceableError(ArtefactError):
     def __init__(self, message: str, refusals: Iterable[tuple[str, str, str, str, str]] = ()) -> None:
         super().__init__(message)
         self.refusals = tuple(refusals)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one, or all of them."""
+    names = sorted(known)
+    if near := get_close_matches(name, names, n=1):
+        return f"did you mean {near[0]}?"
+    return f"there are {', '.join(names)}" if names else "there are none"

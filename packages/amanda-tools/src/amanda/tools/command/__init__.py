@@ -5,9 +5,22 @@ amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 """
 
 from amanda.tools.command._instrument import instrument
+from amanda.tools.command._line import exit_status, path_to_write, save_option
 from amanda.tools.command._merge import merge
 from amanda.tools.command._options import Option, options_of
 from amanda.tools.command._run import run
 from amanda.tools.command._spec import SpecError, Tooling, ToolSpec
 
-__all__ = ["Option", "SpecError", "ToolSpec", "Tooling", "instrument", "merge", "options_of", "run"]
+__all__ = [
+    "Option",
+    "SpecError",
+    "ToolSpec",
+    "Tooling",
+    "exit_status",
+    "instrument",
+    "merge",
+    "options_of",
+    "path_to_write",
+    "run",
+    "save_option",
+]  # fmt: skip

@@ -15,10 +15,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from amanda.errors import did_you_mean
 from amanda.tools.command._spec import SpecError, ToolSpec
 
 if sys.version_info >= (3, 11):
@@ -44,10 +44,7 @@ def read_config(path: Path) -> Config:
         raise SpecError(f"{path} has no keys; it has {' and '.join(_KEYS)}")
     for key in found:
         if key not in _KEYS:
-            near = get_close_matches(str(key), _KEYS, n=1)
-            raise SpecError(
-                f"{path} has {key!r}; " + (f"did you mean {near[0]}?" if near else f"there are {_KEYS}")
-            )
+            raise SpecError(f"{path} has {key!r}; {did_you_mean(str(key), _KEYS)}")
     output = found.get("output")
     if output is not None and not isinstance(output, str):
         raise SpecError(f"{path}: output is {output!r}; give the path of a folder")

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 import amanda
-from amanda.errors import AmandaError, ArtefactError
 from amanda.tools.command._config import Config, read_config
 from amanda.tools.command._instrumented import InstrumentedResult
+from amanda.tools.command._line import exit_status, path_to_write
 from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, combined, made
 from amanda.tools.command._state import load_states
 from amanda.tools.results import Result
@@ -26,7 +26,7 @@ _FORMS = (".csv", ".html", ".json", ".txt")
 _STEPS = {"start", "end", "frequency"}
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help="A tool.")
 @click.option(
@@ -41,7 +41,7 @@ _STEPS = {"start", "end", "frequency"}
     help="What a tool learnt: .npz, .safetensors, .json.",
 )
 @click.option(
-    "--report", type=click.Path(path_type=Path), metavar="FILE", help="What was done, as .json, .csv, .html."
+    "--report", type=path_to_write(*_FORMS), metavar="FILE", help=f"What was done, as {', '.join(_FORMS)}."
 )
 @click.option("-f", "--force", is_flag=True, help="Replace OUT.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not tell what was done.")
@@ -74,8 +74,6 @@ def _command(
             raise SpecError(
                 f"tool {spec.name}: {', '.join(sorted(steps))} chooses steps, and a file has none"
             )
-    if report is not None and report.suffix not in _FORMS:
-        raise SpecError(f"--report: {report} ends in none of {', '.join(_FORMS)}")
     toolings = made(specs)
     load_states(states, toolings)
     with _ended_by_signal():
@@ -91,6 +89,7 @@ def _command(
         _tell(result, toolings)
     for tooling in toolings:
         if tooling.out is not None:
+            tooling.out.parent.mkdir(parents=True, exist_ok=True)
             getattr(tooling.tool, "result").save(tooling.out)  # noqa: B009
     if report is not None:
         result.save(report)
@@ -100,31 +99,7 @@ def _command(
 
 def instrument(arguments: Sequence[str] = ()) -> int:
     """Write a copy of a model's file with tools in it, which runs without Amanda."""
-    try:
-        return int(_command.main(list(arguments), "amanda instrument", standalone_mode=False) or 0)
-    except click.Abort:  # what click makes of KeyboardInterrupt
-        return _said("interrupted; nothing was written", 130)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except AmandaError as error:
-        return _said("\n".join([str(error), *_notes(error)]), 1 if isinstance(error, ArtefactError) else 2)
-    except OSError as error:
-        return _said(f"{error.filename or ''}: {error.strerror or error}", 1)
-    except Exception as error:
-        if not _notes(error):  # it is of no tool
-            raise
-        return _said("\n".join([f"{type(error).__name__}: {error}", *_notes(error)]), 1)
-
-
-def _notes(error: Exception) -> list[str]:
-    """At which op, and in which tool, it was raised."""
-    return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
-
-
-def _said(text: str, status: int) -> int:
-    sys.stderr.write(f"amanda instrument: {text}\n")
-    return status
+    return exit_status(_command, "amanda instrument", arguments)
 
 
 def _tell(result: InstrumentedResult, toolings: Sequence[Tooling]) -> None:

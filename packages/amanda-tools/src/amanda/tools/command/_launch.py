@@ -42,8 +42,11 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
         return [sys.executable, *program], True
     found = first if path.is_file() else shutil.which(first)
     if found is None:
-        near = get_close_matches(first, [str(one) for one in path.parent.glob("*.py")], n=1)
-        hint = f"did you mean {near[0]}?" if near else "give a script, -m module, or a command on PATH"
+        scripts = {one.stem: one for one in path.parent.glob("*.py")}
+        near = get_close_matches(path.stem, scripts, n=1)
+        hint = (
+            f"did you mean {scripts[near[0]]}?" if near else "give a script, -m module, or a command on PATH"
+        )
         raise SpecError(f"there is no {first!r}; {hint}")
     return [found, *program[1:]], _is_python(Path(found))
 

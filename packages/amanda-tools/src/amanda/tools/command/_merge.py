@@ -2,59 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
 from amanda.errors import AmandaError
 from amanda.tools.command._labels import by_number, missing_ranks
+from amanda.tools.command._line import exit_status
 from amanda.tools.results import Result, by_rank, load
 from amanda.tools.results import merge as as_one
 
 _OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.json")
-_DESCRIPTION = """\
-Put results of several ranks, processes or runs together. FILES are of one tool, as .json; or a folder of
-`amanda run -o`, where the files of each tool's processes become TOOL.json."""
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to save it, in the form that the suffix names; a folder for those of a folder.",
+)
+@click.option("--per-rank", is_flag=True, help="Keep the rows of each, under a column `rank`.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="How many there were, to tell which are missing."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
+def _command(
+    files: Sequence[Path], output: Path | None, per_rank: bool, ranks: int | None, quiet: bool
+) -> None:
+    """Put results of several ranks, processes or runs together.
+
+    FILES are of one tool, as .json; or a folder of `amanda run -o`, where the files of each tool's processes
+    become TOOL.json.
+    """
+    for tool, result in _merged(files, ranks, per_rank).items():
+        path = _path(files, output, tool)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            result.save(path)
+        if not quiet:
+            sys.stdout.write(f"{result}\n")
 
 
 def merge(arguments: Sequence[str]) -> int:
-    """Merge what the arguments name; 0, or 2 where it cannot be done."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-    try:
-        merged = _merged(options.files, options.ranks, options.per_rank)
-        for tool, result in merged.items():
-            path = _path(options.files, options.output, tool)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                result.save(path)
-            if not options.quiet:
-                sys.stdout.write(f"{result}\n")
-    except (AmandaError, OSError) as error:
-        sys.stderr.write(f"amanda merge: {error}\n")
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="amanda merge", description=_DESCRIPTION)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what results were saved in")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
-        help="where to save it, in the form that the suffix names; a folder for those of a folder",
-    )  # fmt: skip
-    parser.add_argument(
-        "--per-rank", action="store_true", help="keep the rows of each, under a column `rank`"
-    )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="how many there were, to tell which are missing"
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing")
-    return parser
+    """Put results of several ranks, processes or runs together."""
+    return exit_status(_command, "amanda merge", arguments)
 
 
 def _merged(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from amanda.errors import AmandaError
 from amanda.tools.command._config import Config, read_config
 from amanda.tools.command._launch import launch
+from amanda.tools.command._line import exit_status
 from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help="A tool to apply."
 )
@@ -63,20 +62,16 @@ def _command(
         raise SpecError("no tool is given: -t flops, or --config FILE; `amanda tools` lists them")
     if not program:
         raise SpecError("no program is given: a script, -m module, or a command")
+    output = output or settings.output
+    if output is not None and output.exists() and not output.is_dir():
+        raise SpecError(f"{output} is a file; results are saved in a folder")
     made(specs)  # so that what is wrong is said now
-    return launch(program, specs, output or settings.output, quiet, every)
+    return launch(program, specs, output, quiet, every)
 
 
 def run(arguments: Sequence[str] = ()) -> int:
     """Run an unmodified program under tools."""
-    try:
-        return int(_command.main(_separated(arguments), "amanda run", standalone_mode=False) or 0)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except AmandaError as error:
-        sys.stderr.write(f"amanda run: {error}\n")
-        return 2
+    return exit_status(_command, "amanda run", _separated(arguments))
 
 
 def _separated(arguments: Sequence[str]) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, did_you_mean
 from amanda.plugins import tool_class
 from amanda.tools.command._options import REQUIRED, Given, Option, Unreadable, options_of
 from amanda.tools.results import Result
@@ -60,6 +59,8 @@ class ToolSpec:
     def parse(cls, text: str) -> ToolSpec:
         """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes."""
         name, _, rest = text.partition(":")
+        if not name.strip():
+            raise SpecError(f"{text!r} names no tool; give TOOL or TOOL:option=value,...")
         splitter = shlex.shlex(rest, posix=True)
         splitter.whitespace, splitter.whitespace_split, splitter.commenters = ",", True, ""
         splitter.escape = ""
@@ -147,14 +148,16 @@ _class = functools.cache(tool_class)  # a forked process looks up none of them a
 
 
 def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
-    result = getattr(tool, "result", None) if out is not None else None
-    if out is None or not isinstance(result, Result) or type(result).save is not Result.save:
+    if out is None:
+        return
+    if not hasattr(type(tool), "result"):
+        raise SpecError(f"tool {name}, option out: the tool has no result")
+    result = getattr(tool, "result")  # noqa: B009
+    if not isinstance(result, Result) or type(result).save is not Result.save:
         return  # one with a `save` of its own may have other forms
     if out.suffix not in result.suffixes:
         raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
 
 
 def _known(name: str, options: Mapping[str, Option]) -> str:
-    names: Sequence[str] = [*(one.name for one in options.values() if one.readable), *SELECTORS]
-    near = get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return did_you_mean(name, {*(one.name for one in options.values() if one.readable), *SELECTORS})

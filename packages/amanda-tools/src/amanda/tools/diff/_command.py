@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from amanda.errors import AmandaError
-from amanda.tools.diff._diff import diff
+import click
+
+from amanda.tools.command import SpecError, exit_status, save_option
+from amanda.tools.diff._diff import By, diff
+from amanda.tools.results import read_json
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Print where two runs diverge; 0 if they do not, 1 if they do, 2 if they cannot be compared."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-    try:
-        result = diff(options.a, options.b, mapping=_mapping(options.map), rtol=options.rtol, by=options.by)
-        for path in options.files:
-            result.save(path)
-    except (AmandaError, OSError) as error:
-        sys.stderr.write(f"amanda diff: {error}\n")
-        return 2
-    if not options.quiet:
+@click.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0),
+    help="Relative error up to which tensors agree; else by dtype.",
+)
+@click.option(
+    "--map",
+    "mapped",
+    multiple=True,
+    metavar="M=N",
+    help="A module of A and its name in B, or a JSON file of an object of these; may be repeated.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["op", "module"]),
+    help="What is compared; else modules across frameworks, and ops within.",
+)
+@save_option(".html", ".json", ".csv", ".txt")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing, the status tells.")
+def _command(
+    a: Path,
+    b: Path,
+    rtol: float | None,
+    mapped: Sequence[str],
+    by: By | None,
+    files: Sequence[Path],
+    quiet: bool,
+) -> int:
+    """Find the first op at which two runs diverge.
+
+    A and B are folders of dumps, or JSON files of statistics. The status is 0 if they agree, 1 if they
+    diverge, 2 if they cannot be compared.
+    """
+    result = diff(a, b, mapping=_mapping(mapped), rtol=rtol, by=by)
+    for path in files:
+        result.save(path)
+    if not quiet:
         sys.stdout.write(f"{result}\n")
     return 1 if result else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="amanda diff",
-        description="Find the first op at which two runs diverge.",
-        epilog="The status is 0 if they agree, 1 if they diverge, 2 if they cannot be compared.",
-    )
-    parser.add_argument("a", type=Path, help="folder of a dump, or JSON file of statistics")
-    parser.add_argument("b", type=Path, help="the same of the other run")
-    parser.add_argument("--rtol", type=float, help="relative error up to which tensors agree; else by dtype")
-    parser.add_argument(
-        "--map", action="append", default=[], metavar="A=B",
-        help="a module of a and its name in b, or a JSON file of an object of these; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--by",
-        choices=["op", "module"],
-        help="what is compared; else modules across frameworks, and ops within",
-    )
-    parser.add_argument(
-        "--save",
-        dest="files",  # NNsight gives every object a `save`, which argparse would take for one that is set
-        action="append",
-        default=[],
-        type=Path,
-        help="write .html, .json, .csv or .txt",
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, the status tells")
-    return parser
+def command(arguments: Sequence[str]) -> int:
+    """Find the first op at which two runs diverge.
+
+    The status is 0 if they do not, 1 if they do, 2 if they cannot be compared.
+    """
+    return exit_status(_command, "amanda diff", arguments, failure=2)
 
 
 def _mapping(given: Sequence[str]) -> dict[str, str] | None:
@@ -67,14 +73,14 @@ def _mapping(given: Sequence[str]) -> dict[str, str] | None:
         name, equals, other = one.partition("=")
         if equals:
             found[name] = other
-            continue
-        try:
-            read = json.loads(Path(one).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise AmandaError(
-                f"--map {one} is neither A=B nor a JSON file that can be read: {error}"
-            ) from error
-        if not isinstance(read, dict) or not all(isinstance(value, str) for value in read.values()):
-            raise AmandaError(f"{one} has no JSON object of module names by module names")
-        found.update(read)
+        elif not Path(one).is_file():
+            raise SpecError(f"--map {one} is neither M=N nor a JSON file")
+        else:
+            found.update(read_json(one, "file of module names", _names))
     return found or None
+
+
+def _names(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError("it holds no object of module names by module names")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,14 +106,9 @@ def open_run(source: Source) -> Run:
         raise AmandaError(f"{path} does not exist; give the folder of a dump or a file of statistics")
     if path.is_dir():
         return _of_dump(Dump(path))
-    try:
-        schema = json.loads(path.read_text(encoding="utf-8")).get("schema")
-    except (ValueError, AttributeError) as error:
-        raise AmandaError(f"{path} is neither a dump nor statistics: {error!r}") from error
-    return (
-        _of_dump(Dump(path.parent)) if schema == "amanda.dump" and path.name == "index.json"
-        else _of_statistics(StatsResult.load(path), str(path))
-    )  # fmt: skip
+    if path.name == "index.json":
+        return _of_dump(Dump(path.parent))
+    return _of_statistics(StatsResult.load(path), str(path))
 
 
 def _of_dump(dump: Dump) -> Run:

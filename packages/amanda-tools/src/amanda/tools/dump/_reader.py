@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from numpy.typing import NDArray
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Arrays, read_arrays, shaped
 from amanda.tools.dump._entry import Entry, Op, op_from_dict
+from amanda.tools.results import check_schema, read_json
 
-INDEX, SCHEMA, VERSION = "index.json", "amanda.dump", 1
+INDEX, NAME, VERSION = "index.json", "dump", 1
 _OPENED = 4
 
 
@@ -30,17 +30,11 @@ class Dump:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / INDEX
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            schema = (found["schema"], found["version"])
-            if schema != (SCHEMA, VERSION):
-                raise ValueError(f"schema and version are {schema}, not {SCHEMA} and {VERSION}")
-            self.ops: list[Op] = [op_from_dict(one) for one in found["ops"]]
-            self.entries: list[Entry] = [Entry.from_dict(one) for one in found["entries"]]
-        except FileNotFoundError:
-            raise AmandaError(f"{self.folder} has no {INDEX}, so it is no dump") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AmandaError(f"{path} is no index of a dump that can be read: {error!r}") from error
+        if not path.exists():
+            raise AmandaError(f"{self.folder} has no {INDEX}, so it is no dump")
+        self.ops: list[Op]
+        self.entries: list[Entry]
+        self.ops, self.entries = read_json(path, "index of a dump", _ops_and_entries)
         self._check(path)
         self._opened: OrderedDict[str, Arrays] = OrderedDict()
 
@@ -81,3 +75,8 @@ class Dump:
         while len(self._opened) > _OPENED:
             self._opened.popitem(last=False)
         return self._opened[name]
+
+
+def _ops_and_entries(found: Mapping[str, Any]) -> tuple[list[Op], list[Entry]]:
+    check_schema(found, NAME, VERSION)
+    return [op_from_dict(one) for one in found["ops"]], [Entry.from_dict(one) for one in found["entries"]]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format, write_arrays, write_whole
 from amanda.tools.dump._entry import Entry, Op, op_to_dict
-from amanda.tools.dump._reader import INDEX, SCHEMA, VERSION, Dump
+from amanda.tools.dump._reader import INDEX, NAME, VERSION, Dump
 
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""
@@ -101,7 +101,7 @@ class Writer:
             self._waiting, self._bytes = {}, 0
             self._shards += 1
         index = {
-            "schema": SCHEMA, "version": VERSION,
+            "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],
             "entries": [entry.to_dict() for entry in self.entries],
         }  # fmt: skip
@@ -139,7 +139,7 @@ def _is_taken(index: Path) -> bool:
     """Make an index without entries; False if there is one."""
     try:
         with index.open("x") as file:
-            json.dump({"schema": SCHEMA, "version": VERSION, "ops": [], "entries": []}, file)
+            json.dump({"schema": f"amanda.{NAME}", "version": VERSION, "ops": [], "entries": []}, file)
     except FileExistsError:
         return False
     return True

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from amanda.errors import AmandaError
 from amanda.tools.effective_path._terms import Indices
+from amanda.tools.results import check_schema, in_words
 
 Part = Literal["neurons", "synapses", "weights"]
 PARTS: tuple[Part, ...] = get_args(Part)
-SCHEMA, VERSION = "amanda.effective_path.path", 1
+NAME, VERSION = "effective_path.path", 1
 
 
 class PathError(AmandaError, ValueError):
@@ -142,7 +143,8 @@ class EffectivePath:
     def save(self, path: str | Path) -> Path:
         """Write an npz file, which `load` reads back."""
         arrays: dict[str, Any] = {}
-        told: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, "label": self.label, "layers": []}
+        told: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
+        told |= {"label": self.label, "layers": []}
         for i, (name, layer) in enumerate(self.layers.items()):
             fields = {key: value for key, value in vars(layer).items() if key not in PARTS}
             told["layers"].append({"name": name, **fields})
@@ -160,8 +162,7 @@ class EffectivePath:
         try:
             with np.load(path, allow_pickle=False) as file:
                 told = json.loads(str(file["path"]))
-                if (told["schema"], told["version"]) != (SCHEMA, VERSION):
-                    raise ValueError(f"schema {told['schema']}, version {told['version']}")
+                check_schema(told, NAME, VERSION)
                 layers = {}
                 for i, one in enumerate(told["layers"]):
                     one.update({which: file[f"{i}/{which}"] for which in PARTS})
@@ -169,7 +170,8 @@ class EffectivePath:
                     name = one.pop("name")
                     layers[name] = Layer(**{**one, **shapes})
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise PathError(f"{path} is no file of an effective path that can be read: {error!r}") from error
+            why = in_words(error)
+            raise PathError(f"{path} is no file of an effective path that can be read: {why}") from error
         return cls(layers, told["label"])
 
 

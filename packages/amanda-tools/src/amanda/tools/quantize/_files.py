@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.results import in_words
 
 _SCHEMA, _VERSION = "amanda.quantize.scales", 1
 
@@ -58,7 +59,7 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
     except OSError:
         raise
     except Exception as error:
-        raise QuantizeError(f"{path} is no file of scales that can be read: {error!r}") from error
+        raise QuantizeError(f"{path} is no file of scales that can be read: {in_words(error)}") from error
     if schema != _SCHEMA or version > _VERSION:
         raise QuantizeError(
             f"{path} holds {schema} of version {version}; {_SCHEMA} up to version {_VERSION} can be read"

@@ -63,6 +63,7 @@ class RematTool(amanda.Tool):
         self._unit = cost == "count"
         self._strict = strict
         self._places: dict[int, Place] = {}
+        self._passed: set[amanda.Namespace] = set()
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
         self._store: Store | None = None
         self._peak = self._short = 0
@@ -99,7 +100,7 @@ class RematTool(amanda.Tool):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         if not context.namespace.matches("pytorch/*/eager"):
-            logger.warning("remat is for PyTorch's eager mode; ops of %s run as they are", context.namespace)
+            self._pass(context)
             return
         kind = _pytorch.kind(context)
         if kind.written != ():
@@ -110,6 +111,17 @@ class RematTool(amanda.Tool):
             context.get_op_id(), Place(context["type"], context.get_scope(), context.get_source())
         )
         context.replace_op(self._run, site=_Site(kind, place, context.get_computation()))
+
+    def _pass(self, context: amanda.OpContext) -> None:
+        """Leave an op as it is, and say so once."""
+        if context.is_static():
+            raise ToolError(
+                "remat acts while a model is trained in PyTorch's eager mode, not in a file: apply it to the "
+                "program, with amanda.apply or `amanda run -t remat`"
+            )
+        if context.namespace not in self._passed:
+            self._passed.add(context.namespace)
+            logger.warning("remat is for PyTorch's eager mode; ops of %s run as they are", context.namespace)
 
     def _opened(self) -> Store:
         if self._store is None:

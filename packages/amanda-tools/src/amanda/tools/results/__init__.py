@@ -8,9 +8,10 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
+from amanda.tools.results._files import check_schema, in_words, read_json
 from amanda.tools.results._gathering import gather
 from amanda.tools.results._keyed import KeyedResult
-from amanda.tools.results._merging import Mergeable, by_rank, can_merge, check_schema, merge
+from amanda.tools.results._merging import Mergeable, by_rank, can_merge, merge
 from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._table import Table, load, restored
@@ -18,5 +19,5 @@ from amanda.tools.results._text import amount, shortened
 
 __all__ = [
     "Column", "KeyedResult", "Mergeable", "PlottedResult", "Result", "Table", "amount", "by_rank",
-    "can_merge", "check_schema", "gather", "load", "merge", "restored", "shortened",
+    "can_merge", "check_schema", "gather", "in_words", "load", "merge", "read_json", "restored", "shortened",
 ]  # fmt: skip

@@ -25,13 +25,6 @@ class Mergeable(Protocol):
         """What `to_dict` gave, also in another process; raises ValueError for another schema or version."""
 
 
-def check_schema(found: Mapping[str, Any], name: str, version: int) -> None:
-    """Raise ValueError unless a file's content is of this schema and version."""
-    schema = (found.get("schema"), found.get("version")) if isinstance(found, Mapping) else found
-    if schema != (f"amanda.{name}", version):
-        raise ValueError(f"schema and version are {schema}, not amanda.{name} and {version}")
-
-
 def can_merge(result: object) -> bool:
     """Whether results like this one become one result, and not rows side by side."""
     columns = result.columns if isinstance(result, Result) else ()

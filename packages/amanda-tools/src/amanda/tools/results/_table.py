@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import typing
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 from amanda.errors import AmandaError
 from amanda.plugins import tool_class
+from amanda.tools.results._files import read_json, schema_of
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import amount, shortened
 
@@ -63,21 +63,15 @@ def load(path: str | Path) -> Result:
 
     Raises AmandaError for a file that is none of a result, or of a version that its tool does not read.
     """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AmandaError(f"{path} cannot be read as JSON: {error}") from error
-    try:
-        return restored(found)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise AmandaError(f"{path} is no file of a result that can be read: {error!r}") from error
+    return read_json(path, "file of a result", restored)
 
 
 def restored(found: Mapping[str, Any], like: Result | None = None) -> Result:
     """A result from what its `to_dict` gave; `like` is one of the class that it had, where that is known."""
-    if not str(found["schema"]).startswith("amanda."):
-        raise ValueError(f"the schema is {found['schema']!r}, not one of amanda")
-    name = str(found["schema"]).removeprefix("amanda.")
+    schema = schema_of(found)
+    if not schema.startswith("amanda."):
+        raise ValueError(f"its schema is {schema!r}; expected one that begins with 'amanda.'")
+    name = schema.removeprefix("amanda.")
     kind: Any = type(like) if like is not None and like.name == name else _result_of(name)
     if not hasattr(kind, "from_dict"):
         return Table.of(found)

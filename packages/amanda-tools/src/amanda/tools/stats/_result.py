@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, check_schema, shortened
+from amanda.tools.results import Column, Result, check_schema, read_json, shortened
 from amanda.tools.stats._sketch import Sketch
 from amanda.tools.stats._statistics import Statistics
 
@@ -119,11 +117,7 @@ class StatsResult(Result):
 
         Raises AmandaError for a file of another kind or of a later version.
         """
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls.from_dict(found)
-        except (ValueError, KeyError, TypeError) as error:
-            raise AmandaError(f"{path} is no file of statistics that can be read: {error!r}") from error
+        return read_json(path, "file of statistics", cls.from_dict)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:

@@ -2,99 +2,148 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from amanda.errors import AmandaError
+import click
+
+from amanda.errors import AmandaError, did_you_mean
+from amanda.tools.command import SpecError, exit_status, save_option
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
-from amanda.tools.sweep._sweep import Sweep, SweepError
+from amanda.tools.sweep._sweep import Sweep
+
+_BEFORE = (str(Path(__file__).parent), "<frozen importlib")
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Print what a function gives when ops are pruned or quantised; 0, or 2 if it cannot be swept.
-
-    After Ctrl-C it prints and saves what was measured, and the status is 130.
-    """
+def _numbers(text: str) -> list[float]:
     try:
-        options = _parser().parse_args(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
+        return [float(one) for one in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is not numbers with commas between them, such as 0.5,0.9"
+        ) from None
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(["sparsity", "bits"]))
+@click.argument("evaluate", metavar="FILE:FUNCTION")
+@click.option("--levels", type=_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh.")
+@click.option("--type", "types", multiple=True, help="Only ops of this type; may be repeated.")
+@click.option("--metric", default="metric", help="What the number is called.")
+@save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
+@click.option("-q", "--quiet", is_flag=True, help="Do not tell on stderr how far it is.")
+def _command(
+    kind: str,
+    evaluate: str,
+    levels: list[float] | None,
+    types: Sequence[str],
+    metric: str,
+    files: Sequence[Path],
+    quiet: bool,
+) -> int:
+    """Prune or quantise one op at a time, and all together, and evaluate the model each time.
+
+    FUNCTION, of a FILE or a module, takes no arguments and gives a number, such as an accuracy. After Ctrl-C
+    what was measured is printed and saved.
+
+    \b
+    amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
+    """
     status = 0
     try:
-        sweep = _sweep(options)
+        options = {"metric": metric, "progress": not quiet, "type": types or None}
+        sweep = _sweep(kind, _function(evaluate), levels, **options)
         try:
             sweep.run()
         except KeyboardInterrupt:
             status = 130
-        for path in options.files:
-            sweep.result.save(path)
-    except (AmandaError, OSError) as error:
-        sys.stderr.write(f"amanda sweep: {error}\n")
-        return 2
+    except AmandaError:
+        raise
+    except Exception as error:
+        return _failed(evaluate, error)
+    for path in files:
+        sweep.result.save(path)
     sys.stdout.write(f"{sweep.result}\n")
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="amanda sweep",
-        description="Prune or quantise one op at a time, and all together, and evaluate the model each time.",
-    )
-    parser.add_argument("kind", choices=["sparsity", "bits"])
-    parser.add_argument(
-        "evaluate", metavar="FILE:FUNCTION", help="or MODULE:FUNCTION; without arguments, it gives a number"
-    )
-    parser.add_argument(
-        "--levels", type=_numbers, help="numbers with commas between them, from mild to harsh"
-    )
-    parser.add_argument("--type", action="append", help="only ops of this type; may be repeated")
-    parser.add_argument("--metric", default="metric", help="what the number is called")
-    parser.add_argument(
-        "--save",
-        dest="files",  # NNsight gives every object a `save`, which argparse would take for one that is set
-        action="append",
-        default=[],
-        type=Path,
-        help="write .json, .csv, .html, .txt, .svg, .png, .pdf",
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="do not tell on stderr how far it is")
-    return parser
+def command(arguments: Sequence[str]) -> int:
+    """Prune or quantise one op at a time, and evaluate the model each time.
+
+    After Ctrl-C it prints and saves what was measured, and the status is 130.
+    """
+    return exit_status(_command, "amanda sweep", arguments)
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(one) for one in text.split(",")]
-
-
-def _sweep(options: argparse.Namespace) -> Sweep[Any]:
-    evaluate = _function(options.evaluate)
-    given: dict[str, Any] = {"metric": options.metric, "progress": not options.quiet}
-    if options.kind == "sparsity":
-        given.update({"sparsities": options.levels} if options.levels else {})
-        return SparsitySweep(evaluate, **given, type=options.type)
-    given.update({"bits": [int(level) for level in options.levels]} if options.levels else {})
-    return BitsSweep(evaluate, **given, type=options.type)
+def _sweep(
+    kind: str, evaluate: Callable[[], Any], levels: Sequence[float] | None, **options: Any
+) -> Sweep[Any]:
+    try:
+        if kind == "sparsity":
+            options |= {"sparsities": levels} if levels else {}
+            return SparsitySweep(evaluate, **options)
+        if not all(level.is_integer() for level in levels or ()):
+            raise SpecError("bits are whole numbers")
+        options |= {"bits": [int(level) for level in levels]} if levels else {}
+        return BitsSweep(evaluate, **options)
+    except AmandaError as error:
+        given = "" if levels is None else f"--levels {','.join(f'{level:g}' for level in levels)}: "
+        raise SpecError(f"{given}{error}") from error
 
 
 def _function(named: str) -> Callable[[], Any]:
     """The function of FILE:FUNCTION or MODULE:FUNCTION."""
     where, _, name = named.rpartition(":")
+    path = Path(where)
+    if not where or not name:
+        raise SpecError(f"{named!r} names no function; give FILE:FUNCTION, as in evaluate.py:accuracy")
+    if path.is_file() and path.suffix != ".py":
+        raise SpecError(f"{where} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
+    if path.suffix == ".py" and not path.is_file():
+        raise SpecError(f"there is no file {where}")
+    module = _loaded(path) if path.suffix == ".py" else _imported(where)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [key for key, value in vars(module).items() if isfunction(value)]
+        raise SpecError(f"{where} has no function {name!r}; {did_you_mean(name, own)}")
+    evaluate: Callable[[], Any] = found
+    return evaluate
+
+
+def _loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(name: str) -> ModuleType:
     try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module.__name__] = module
-            sys.path.insert(0, str(Path(where).parent))
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-        found: Callable[[], Any] = getattr(module, name)
-    except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise SweepError(f"{named!r} names no function, as in evaluate.py:accuracy: {error}") from error
-    return found
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # what the module itself imports
+        raise SpecError(f"there is no module {name}, and no file of that name") from error
+
+
+def _failed(evaluate: str, error: Exception) -> int:
+    """Tell what the program raised, from where its own frames begin."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_BEFORE):
+        trace = trace.tb_next
+    if trace is None and not isinstance(error, SyntaxError):
+        raise error
+    told = "".join(traceback.format_exception(type(error), error, trace))
+    sys.stderr.write(f"{told}amanda sweep: {evaluate} cannot be evaluated: {type(error).__name__}: {error}\n")
+    return 1

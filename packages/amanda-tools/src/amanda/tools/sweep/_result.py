@@ -72,7 +72,11 @@ class SweepResult(PlottedResult):
     def notes(self) -> Sequence[str]:
         """What a drop is, and whether something is missing."""
         notes = [f"drop is {self.metric} without the tool minus with it."]
-        return notes if self.complete else [*notes, "The sweep was not finished; run() goes on with it."]
+        if not self.complete:
+            notes.append("The sweep was not finished; run() goes on with it.")
+        elif all(one.site is ALL for one in self.points):
+            notes.append("The tool acted at no op.")
+        return notes
 
     def facts(self) -> Mapping[str, Any]:
         """What level and metric are called, and the metric without a tool."""

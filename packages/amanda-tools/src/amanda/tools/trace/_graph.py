@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from amanda.errors import AmandaError
+from amanda.tools.results import check_schema
 
 if TYPE_CHECKING:
     import networkx
@@ -166,13 +166,9 @@ class Graph:
     def from_dict(cls, found: Mapping[str, Any]) -> Graph:
         """What `to_dict` gave, also after JSON.
 
-        Raises AmandaError for another schema or a later version.
+        Raises ValueError for another schema or version.
         """
-        schema, version = found.get("schema", "amanda.trace"), found.get("version", VERSION)
-        if schema != "amanda.trace" or version != VERSION:
-            raise AmandaError(
-                f"schema {schema!r}, version {version!r} was given; a graph has amanda.trace, {VERSION}"
-            )
+        check_schema({"schema": "amanda.trace", "version": VERSION, **found}, "trace", VERSION)
         ops = [{**op, "id": int(op["id"], 16)} for op in found["ops"]]
         return cls(
             tuple(_made(Op, op) for op in ops),

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, read_json, shortened
 from amanda.tools.trace._graph import VERSION, Graph, Op, Position
 from amanda.tools.trace._model_explorer import collection
 from amanda.tools.trace._text import dot, listing
@@ -108,10 +107,4 @@ def load(path: str | Path) -> Graph:
 
     Raises AmandaError for a file that is no graph, or of a later version.
     """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AmandaError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("schema") != "amanda.trace":
-        raise AmandaError(f'{path} is no graph: its schema is not "amanda.trace"')
-    return Graph.from_dict(found)
+    return read_json(path, "file of a graph", Graph.from_dict)

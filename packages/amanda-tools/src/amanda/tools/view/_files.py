@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Result
+from amanda.tools.results import Result, read_json
 
 _NEWEST = {"amanda.trace": 1}
 """Versions of the schemas of which more is read than the table."""
@@ -45,19 +42,7 @@ def read(given: str | Path | Result) -> Source:
     if isinstance(given, Result):
         return _source(given.name, given.to_dict())
     path = Path(given)
-    try:
-        raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        content = json.loads(text)
-    except OSError as error:
-        raise AmandaError(f"cannot read {path}: {error.strerror or error}") from error
-    except (EOFError, zlib.error) as error:
-        raise AmandaError(f"{path} is a gzip file that ends too early or is damaged: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise AmandaError(
-            f"{path} is no JSON ({error}); `view` takes what a result's save() wrote to a name with .json"
-        ) from error
-    return _source(path.name, content)
+    return read_json(path, "file of a result or Chrome trace", lambda content: _source(path.name, content))
 
 
 def _source(name: str, content: Any) -> Source:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 from amanda import apply
@@ -40,6 +41,8 @@ class ExportedFile(Artefact):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._notes = {ABOUT: ""}
+        if not is_zipfile(path):  # which torch logs with a traceback
+            raise ArtefactError(f"{path} is no file of torch.export that can be read: it is no zip archive")
         try:
             self._program: ExportedProgram = torch.export.load(path, extra_files=self._notes)
         except Exception as error:  # of many kinds, from what unpacks, reads and builds it
