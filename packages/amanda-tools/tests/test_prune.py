@@ -222,7 +222,9 @@ def test_what_comes_back_begins_at_nothing_and_the_sparsity_stays(regrow: Any) -
         assert not read[3][came].any()
         assert read[4][came].any()
     tool.finalize(model)
-    assert torch.allclose(model[5].weight, tool._weights[list(tool._weights)[2]].masked(model[5].weight))
+    assert torch.allclose(
+        model[5].weight, tool._met.weights[list(tool._met.weights)[2]].masked(model[5].weight)
+    )
 
 
 def test_gradients_decide_what_comes_back() -> None:
@@ -404,6 +406,26 @@ def test_a_computed_weight_is_masked_but_cannot_be_finalized() -> None:
         tool.finalize(model)
 
 
+def test_masks_of_a_computed_weight_go_with_it_when_it_becomes_a_parameter() -> None:
+    model, x = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 4)), nn.Linear(4, 4)), torch.rand(2, 8)
+    with amanda.apply(tool := PruneTool(0.5)):
+        model(x)
+        model[0].parametrizations.weight.original1.data *= torch.rand(4, 8)  # another mask would be made now
+        y = model(x)
+    torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    tool.load_state_dict(tool.state_dict())
+    tool.prepare(model, x)
+    tool.finalize(model)
+    assert torch.equal(model(x), y)
+
+
+def test_weights_in_a_grouped_product_are_told_to_be_left() -> None:
+    x, weight = torch.rand(16, 16).bfloat16(), nn.Parameter(torch.rand(2, 16, 16).bfloat16())
+    with amanda.apply(tool := PruneTool(0.5)):
+        F.grouped_mm(x, weight, offs=torch.tensor([8, 16], dtype=torch.int32))
+    assert "several weights" in str(tool.result.left)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -517,3 +539,135 @@ def test_gradients_are_masked_though_the_first_backward_pass_made_none_of_weight
     weight: Any = layer.weight
     assert weight.grad[weight == 0].eq(0).all()
     assert weight.grad[weight != 0].ne(0).any()
+
+
+class Experts(nn.Module):
+    """Linear layers in parts of parameters; the input says which are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 4)), nn.Parameter(torch.randn(4, 4, 8))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        for i in chosen:
+            x = F.linear(F.linear(x, self.up[i]), self.down[i])
+        return x
+
+
+BATCHES = [torch.tensor(one) for one in ([2, 0], [1], [0, 1, 2], [2, 1])]
+
+
+@pytest.mark.parametrize("regrow", [None, "magnitude"])
+def test_parts_of_a_parameter_have_masks_of_their_own_whichever_an_op_reads(regrow: Any) -> None:
+    model, x = Experts(), torch.rand(3, 4)
+    by_hand = copy.deepcopy(model)
+    tool = PruneTool(sparsity=0.5, regrow=regrow, frequency=100 if regrow else None)
+    for parameter in by_hand.parameters():
+        for part in parameter.data[:3]:
+            part *= element_mask(part, 0.5)
+    wanted = [by_hand(x, chosen) for chosen in BATCHES]
+    wanted[-1].sum().backward()
+    with amanda.apply(tool):
+        for chosen, y in zip(BATCHES, wanted, strict=True):
+            model.zero_grad()
+            found = model(x, chosen)
+            found.sum().backward()
+            assert torch.equal(found, y)
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad * (other != 0))
+    assert len(tool.result.rows()) == 6
+    tool.finalize(model)
+    assert all(map(torch.equal, model.parameters(), by_hand.parameters()))
+
+
+def test_masks_of_parts_are_found_again_whichever_are_read_first() -> None:
+    model, x = Experts(), torch.rand(3, 4)
+    first, again = PruneTool(sparsity=0.5), PruneTool(sparsity=0.5)
+    with amanda.apply(first):
+        for chosen in BATCHES:
+            model(x, chosen)
+    again.load_state_dict(first.state_dict())
+    model.up.data[2, 0] *= 100
+    model.down.data[1, 0] *= 100  # so that a mask made now would be another
+    with amanda.apply(first):
+        wanted = [model(x, chosen) for chosen in BATCHES]
+    with amanda.apply(again):
+        for i in (1, 3, 0, 2):
+            assert torch.equal(model(x, BATCHES[i]), wanted[i])
+
+
+class AutoEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight).relu(), self.weight.t())
+
+
+@pytest.mark.parametrize("pattern", ["element", "2:4", "channel", "tile"])
+def test_a_parameter_and_its_transpose_are_one_weight(pattern: str) -> None:
+    model, x, tool = AutoEncoder(), torch.rand(4, 16), PruneTool(sparsity=0.5, pattern=pattern)
+    with amanda.apply(tool):
+        y = model(x)
+        y.sum().backward()
+    (row,) = tool.result.to_dict()["rows"]
+    tool.finalize(model)
+    assert torch.equal(model(x), y)
+    assert (model.weight == 0).float().mean() == row["sparsity"]
+    assert model.weight.grad is not None
+    assert not model.weight.grad[model.weight == 0].any()
+
+
+def test_what_comes_back_counts_the_gradients_of_every_form() -> None:
+    model, x = AutoEncoder(), torch.rand(4, 16)
+    tool = PruneTool(sparsity=0.5, regrow="gradient", frequency=1, regrow_fraction=0.5)
+    tool.prepare(model, x)
+    kept = masks(tool)[0].bool()
+    values = model.weight.detach() * kept
+    dense = values.clone().requires_grad_()
+    F.linear(F.linear(x, dense).relu(), dense.t()).square().sum().backward()
+    with amanda.apply(tool):
+        model(x).square().sum().backward()
+        model(x)
+    count = round(0.5 * 64)
+    stay = torch.zeros(128).index_fill(0, values.abs().flatten().topk(64 - count).indices, 1).bool()
+    assert dense.grad is not None
+    grown = dense.grad.abs().flatten().masked_fill(stay, -1).topk(count).indices
+    assert torch.equal(masks(tool)[0].bool().flatten(), stay.index_fill(0, grown, True))
+    with amanda.apply(tool):
+        y = model(x)
+    tool.finalize(model)
+    assert torch.equal(model(x), y)
+
+
+def test_parts_and_the_whole_of_a_parameter_are_masked_alike() -> None:
+    for whole_first in (True, False):
+        torch.manual_seed(0)
+        layer, x, other = (
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            torch.rand(2, 3, 8),
+            torch.rand(2, 5, 8),
+        )
+        calls = [(x, x, x), (x, other, other)]
+        tool = PruneTool(sparsity=0.5)
+        with amanda.apply(tool):
+            for one in calls if whole_first else calls[::-1]:
+                layer(*one)
+            made = [layer(*one)[0] for one in calls]
+        tool.finalize(layer)
+        assert all(torch.equal(layer(*one)[0], y) for one, y in zip(calls, made, strict=True))
+        assert (layer.in_proj_weight == 0).float().mean() == 0.5
+
+
+@pytest.mark.parametrize("form", ["weight.T", "weight"])
+def test_what_an_embedding_reads_too_is_left_in_any_form(form: str) -> None:
+    embedding, tool = nn.Embedding(8, 4), PruneTool(sparsity=0.5)
+    with amanda.apply(tool):
+        x = embedding(torch.arange(8))
+        y = x @ embedding.weight.T if form == "weight.T" else F.linear(x, embedding.weight)
+    assert torch.equal(y, embedding.weight @ embedding.weight.T)
+    assert "embedding" in str(tool.result.left)
+    assert not tool.result.rows()

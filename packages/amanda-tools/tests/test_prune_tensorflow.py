@@ -64,7 +64,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def masks(tool: PruneTool) -> list[Array]:
     """Masks with outputs and inputs first."""
-    return [np.asarray(one.kept_like(one.kept)) for one in tool._weights.values()]
+    return [np.asarray(one.kept_like(one.kept)) for one in tool._met.weights.values()]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -323,3 +323,40 @@ def test_a_model_that_is_none_is_said() -> None:
         tool.finalize(3)
     with pytest.raises(PruneError, match="none of the 1 weights"):
         tool.finalize([tf.Variable(tf.ones((2, 2)))])
+
+
+class Tied(tf.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable(np.random.default_rng(3).standard_normal((8, 16)).astype(np.float32))
+
+    def __call__(self, x: Any) -> Any:
+        return tf.nn.relu(x @ self.weight) @ tf.transpose(self.weight)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "channel"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_variable_and_its_transpose_are_one_weight(mode: str, pattern: str) -> None:
+    model, tool = Tied(), PruneTool(sparsity=0.5, pattern=pattern)
+    x = np.random.default_rng(4).random((4, 8), np.float32)
+    with amanda.apply(tool):
+        y = MODES[mode](model)(x).numpy()
+    assert len(tool.result.rows()) == 1
+    tool.finalize(model)
+    np.testing.assert_allclose(MODES[mode](model)(x).numpy(), y, rtol=1e-5)
+    assert (model.weight.numpy() == 0).mean() == 0.5
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_what_an_embedding_reads_too_is_left_in_any_form(mode: str) -> None:
+    layer, tool = layers.ReversibleEmbedding(8, 4), PruneTool(sparsity=0.5)
+
+    def model(tokens: Any) -> Any:
+        return layer(layer(tokens), reverse=True)
+
+    tokens = np.arange(8)[None]
+    y = np.asarray(model(tokens))
+    with amanda.apply(tool):
+        np.testing.assert_allclose(np.asarray(MODES[mode](model)(tokens)), y, rtol=1e-5)
+    assert "embedding" in str(tool.result.left)
+    assert not tool.result.rows()

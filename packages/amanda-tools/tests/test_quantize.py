@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amanda
-from amanda.tools.quantize import Grid, QuantizeError, QuantizeTool, choose_qparams, fake_quantize
+from amanda.tools.quantize import (
+    Grid,
+    QuantizeError,
+    QuantizeTool,
+    choose_qparams,
+    extremes,
+    fake_quantize,
+    lsq_quantize,
+    lsq_scale,
+)
 from amanda.tools.select import select
 
 with warnings.catch_warnings():
@@ -521,3 +530,42 @@ def test_without_a_cache_it_is_the_same(model: Network, batches: list[Tensor]) -
             found.append([model(x) for x in batches])
         assert {one.executions for one in tool.result} == {len(batches)}
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+class Experts(nn.Module):
+    """Linear layers in parts of a parameter, of quite different sizes; the input says which are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.weight = nn.Parameter(torch.randn(3, 4, 4) * torch.tensor([1.0, 20.0, 400.0]).reshape(3, 1, 1))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for i in chosen:
+            x = F.linear(x, self.weight[i])
+        return x
+
+
+@pytest.mark.parametrize("method", ["static", "dynamic", "qat", "lsq"])
+def test_parts_of_a_parameter_have_scales_of_their_own_whichever_an_op_reads(method: Any) -> None:
+    model, x, tool = Experts(), torch.rand(3, 4), QuantizeTool(method, weight_bits=4, activation_bits=None)
+    grid, batches = Grid.of(4, symmetric=True), [[0, 1], [2], [1, 2, 0]]
+
+    def by_hand(i: int) -> Tensor:
+        weight = model.weight[i].detach()
+        if method == "lsq":
+            return lsq_quantize(weight, lsq_scale(weight, grid, (0,)), grid, axes=(0,))
+        return fake_quantize(weight, *choose_qparams(*extremes(weight, (0,)), grid), grid, (0,))
+
+    for chosen in batches:
+        y = x
+        for i in chosen:
+            y = F.linear(y, by_hand(i))
+        with amanda.apply(tool):
+            assert torch.equal(model(x, chosen), y)
+    assert sorted(row.tensor for row in tool.result) == ["weight@0", "weight@16", "weight@32"]
+    again = QuantizeTool(method, weight_bits=4, activation_bits=None)
+    again.load_state_dict(tool.state_dict())
+    with torch.no_grad(), amanda.apply(again):
+        assert torch.equal(model(x, [1, 2, 0]), y)
+    assert again.state_dict().keys() == tool.state_dict().keys()

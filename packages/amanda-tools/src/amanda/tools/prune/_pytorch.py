@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
+from amanda.tools.mapping import Form, form_of
 from amanda.tools.prune._errors import PruneError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Part = tuple[Sequence[int], Sequence[int], int] | None
-"""Extents, strides and offset of a view; None for all of a tensor."""
+Change = Callable[[Form | None, Callable[[Any], Any]], None]
+"""Changes the values of a part of a parameter, or of all of it."""
 
 
 def plain(weight: Tensor) -> Tensor:
@@ -76,14 +77,54 @@ def identity(holder: Tensor) -> int:
     return interceptor.ordinal(holder)
 
 
-def held(holder: Tensor, weight: Tensor) -> tuple[int, Part]:
-    """What names the parameter that a weight is or is a view of, and which part it is."""
-    whole = (tuple(holder.shape), holder.stride(), int(holder.storage_offset()))
-    own = (tuple(weight.shape), weight.stride(), int(weight.storage_offset()))
-    return identity(holder), None if own == whole else own
+def held(holder: Tensor, weight: Tensor) -> tuple[int, Form | None]:
+    """What names the parameter that a weight is or is a view of, and which part it is; None for all of it."""
+    own = form_of(weight)
+    return identity(holder), None if own == form_of(holder) else own
 
 
-def variables(model: Any) -> Iterator[tuple[int, Callable[[Part, Callable[[Any], Any]], None]]]:
+def overlaps(part: Form | None, other: Form | None, whole: Form) -> bool:
+    """Whether two parts of a parameter have elements in common."""
+    one, two = part or whole, other or whole
+    apart = min(_extent(one), _extent(two)) <= max(one[2], two[2])
+    return not apart and bool(_shared(one, two).any())
+
+
+def covers(part: Form | None, other: Form | None, whole: Form) -> bool:
+    """Whether a part of a parameter has every element of another one."""
+    return part is None or bool(_shared(part, other or whole).all())
+
+
+def _shared(part: Form, other: Form) -> Tensor:
+    """Which elements of another part are of a part too."""
+    import torch
+
+    return carried([(torch.ones((), dtype=torch.bool).expand(part[0]), part)], other, other, False)
+
+
+def carried(
+    pieces: Sequence[tuple[Tensor, Form | None]], part: Form | None, whole: Form, fill: Any
+) -> Tensor:
+    """What a part of a parameter has of values at other parts of it; `fill` where they have none."""
+    import torch
+
+    forms = [whole if form is None else form for form in (part, *(one for _, one in pieces))]
+    start = min(form[2] for form in forms)
+    first, *others = [(extents, strides, offset - start) for extents, strides, offset in forms]
+    with torch.inference_mode(False):
+        like = pieces[0][0]
+        row = torch.full((max(map(_extent, forms)) - start,), fill, dtype=like.dtype, device=like.device)
+        for form, (values, _) in zip(others, pieces, strict=True):
+            row.as_strided(*form).copy_(values)
+        return row.as_strided(*first).clone()
+
+
+def _extent(form: Form) -> int:
+    extents, strides, offset = form
+    return offset + 1 + sum((size - 1) * stride for size, stride in zip(extents, strides, strict=True))
+
+
+def variables(model: Any) -> Iterator[tuple[int, Change]]:
     """The identities of a module's or a list's parameters, each with what changes its value.
 
     Raises PruneError where there are none.
@@ -97,8 +138,8 @@ def variables(model: Any) -> Iterator[tuple[int, Callable[[Part, Callable[[Any],
         yield identity(parameter), _changing(parameter)
 
 
-def _changing(parameter: Tensor) -> Callable[[Part, Callable[[Any], Any]], None]:
-    def change(part: Part, changed: Callable[[Any], Any]) -> None:
+def _changing(parameter: Tensor) -> Change:
+    def change(part: Form | None, changed: Callable[[Any], Any]) -> None:
         import torch
 
         with torch.no_grad():

@@ -19,7 +19,7 @@ LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGa
 
 WITHIN = frozenset(
     {"rnn_tanh", "rnn_relu", "lstm", "gru", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3",
-     "_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+     "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_grouped_mm", "grouped_mm"}
 )  # fmt: skip
 """Ops that multiply by several weights each, which are left: noted where they would be selected."""
 

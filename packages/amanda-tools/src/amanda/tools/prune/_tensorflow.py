@@ -13,8 +13,8 @@ from amanda.tools.prune import _numpy
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._numpy import Array
 
-Part = tuple[Sequence[int], Sequence[int]] | None
-"""The order of a variable's axes, and the shape that it is given then; None for the variable as it is."""
+Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
+"""The order of a variable's axes, the shape that it is given then, and its own; None for it as it is."""
 
 _FORMING = frozenset({"Reshape", "Transpose"})
 _PASSING = _FORMING | {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch"}
@@ -79,8 +79,36 @@ def _form(value: Array, wanted: Array) -> Any:
         return None
     for axes in permutations(range(value.ndim)):
         if np.array_equal(value.transpose(axes).reshape(wanted.shape), wanted):
-            return axes, wanted.shape
+            return axes, wanted.shape, value.shape
     return NotImplemented
+
+
+def overlaps(part: Part, other: Part, whole: Any) -> bool:
+    """Whether two forms of a variable have elements in common: they have all."""
+    return True
+
+
+def covers(part: Part, other: Part, whole: Any) -> bool:
+    """Whether a form of a variable has every element of another: each has all."""
+    return True
+
+
+def carried(pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
+    """What a form of a variable has of values in another form of it."""
+    ((values, form),) = pieces
+    return _formed(_restored(values, form), part)
+
+
+def _formed(value: Array, part: Part) -> Array:
+    return value if part is None else value.transpose(part[0]).reshape(part[1])
+
+
+def _restored(value: Array, part: Part) -> Array:
+    if part is None:
+        return value
+    axes, _, extents = part
+    turned: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
+    return turned
 
 
 def variables(model: Any) -> Iterator[tuple[Any, Callable[[Part, Callable[[Array], Array]], None]]]:
@@ -116,10 +144,7 @@ def _changing(variable: Any) -> Callable[[Part, Callable[[Array], Array]], None]
         def turned(value: Array) -> Array:
             if part is None:
                 return changed(value)
-            axes, extents = part
-            moved = value.transpose(axes)
-            made: Array = changed(moved.reshape(extents)).reshape(moved.shape).transpose(np.argsort(axes))
-            return made
+            return _restored(changed(_formed(value, part)), part)
 
         if getattr(_holder(variable), "op", None) is None:
             variable.assign(turned(variable.numpy()))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 import amanda
-from amanda.tools.mapping import StandardMapping, weight_gradient
+from amanda.tools.mapping import StandardMapping, holder_of, may_vary, weight_gradient
 from amanda.tools.prune._errors import PruneError
-from amanda.tools.prune._framework import framework_of
-from amanda.tools.prune._layout import canonical_extents
 from amanda.tools.prune._making import make_masks
+from amanda.tools.prune._met import Met
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
+from amanda.tools.prune._reading import Reading
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
-from amanda.tools.prune._selection import LOOKUPS, WITHIN, Selection
-from amanda.tools.prune._weight import NEVER, Weight, masked_for_good
+from amanda.tools.prune._selection import Selection
+from amanda.tools.prune._weight import Weight, masked_for_good
 from amanda.tools.steps import Steps
 
 _numbers = count()
@@ -73,10 +71,7 @@ class PruneTool(amanda.Tool):
             mask_gradients, seed,
         )  # fmt: skip
         self._schedule = steps
-        self._selects = Selection(type, module, exclude)
-        self._weights: dict[Hashable, Weight] = {}
-        self._left: set[Hashable] = set()
-        self._reasons: dict[str, str] = {}
+        self._met = Met(self._options, Selection(type, module, exclude), self.keep, self.place)
         self._key = f"pruned by {next(_numbers)}"
         self._mask_key = f"{self._key}, for good"
         self._preparing = self._stepped = self._static = False
@@ -95,7 +90,7 @@ class PruneTool(amanda.Tool):
     @property
     def result(self) -> PruneResult:
         """The weights that were met, and what is dropped of them."""
-        return PruneResult(self._weights.values(), self._options.name, self._reasons)
+        return PruneResult(self._met.weights.values(), self._options.name, self._met.reasons)
 
     def clear(self) -> None:
         """Forget masks and steps: the next step is the first."""
@@ -113,12 +108,13 @@ class PruneTool(amanda.Tool):
         Raises PruneError where a weight is computed, so that nothing holds it, and where the model has no
         weight that the tool has met.
         """
-        met = [one for one in self._weights.values() if one.is_masked]
+        met = [one for one in self._met.weights.values() if one.is_masked]
         computed = [one.module or one.source for one in met if one.holder is None]
         if computed:
             raise PruneError(
                 f"the weights of {', '.join(computed)} are computed at each call: make them parameters first "
-                "(torch.nn.utils.parametrize.remove_parametrizations), or exclude them"
+                "(torch.nn.utils.parametrize.remove_parametrizations) and let their masks go with them, by "
+                "tool.load_state_dict(tool.state_dict()) and tool.prepare(model, example); or exclude them"
             )
         written = 0
         with amanda.disabled():
@@ -155,36 +151,36 @@ class PruneTool(amanda.Tool):
         kept = dict(state)
         self._first, self._stepped = int(kept.pop("step", 0)), False
         super().load_state_dict(kept)
-        self._weights.clear()
-        self._left.clear()
-        self._reasons.clear()
+        self._met.clear()
         self._steps.restart()
 
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
         index = context["weight_index"]
-        if context["type"] in LOOKUPS and (holder := context.get_variable(0)) is not None:
-            self._left.add((framework_of(holder).identity(holder), None))
-        if context["type"] in WITHIN and self._selects(context):
-            self._leave(context, "it multiplies by several weights in one op")
+        self._met.look_at(context)
         if index is None or context["phase"] != "forward":
             return
-        weight = self._weight(context, index)
+        weight = self._met(context, context.get_inputs()[index], context.get_variable(index))
         if weight is not None and context.is_static():
             self._inline(context, index, weight)
         elif weight is not None:
             context[self._key] = weight
             mask = context[self._mask_key] = self._final_mask(context, index, weight)
-            if mask is None:
+            if mask is not None:
+                context.insert_before_op(_times, inputs=[index], mask=mask)
+            elif may_vary(context, index):
+                part = (
+                    self._mask_part_within_autograd if self._is_differentiated(context) else self._mask_part
+                )
+                context.insert_before_op(part, inputs=[index], find=partial(self._part, context))
+            else:
                 routine = self._mask_within_autograd if self._is_differentiated(context) else self._mask
                 context.insert_before_op(routine, inputs=[index], weight=weight)
-            else:
-                context.insert_before_op(_times, inputs=[index], mask=mask)
 
-    def _inline(self, context: amanda.OpContext, index: int, weight: Weight) -> None:
+    def _inline(self, context: amanda.OpContext, index: int, weight: Weight | Reading) -> None:
         """Mask a weight of a file for good; what it holds is asked for once, when the tool is prepared."""
-        if not weight.is_masked and weight.magnitudes is None:
+        if isinstance(weight, Weight) and not weight.is_masked and weight.magnitudes is None:
             weight.magnitudes = weight.gathered(context.get_value(index), revive=False)
         if weight.is_masked:
             context.insert_before_op(masked_for_good, inputs=[index], **weight.inlined())
@@ -199,30 +195,17 @@ class PruneTool(amanda.Tool):
         within = self._is_differentiated(context)
         if mask is None and (self._options.regrow == "gradient" or not within):
             context.insert_after_backward_op(
-                self._mask_gradient, grad_inputs=[index], weight=weight,
+                self._mask_gradient, grad_inputs=[index], first=weight,
                 is_weights=partial(weight_gradient(context), index),
                 masks=self._options.mask_gradients and not within,
             )  # fmt: skip
         elif mask is not None and self._options.mask_gradients:
             context.insert_after_backward_op(_times, grad_inputs=[index], mask=mask)
 
-    def _weight(self, context: amanda.OpContext, index: int) -> Weight | None:
-        """The weight of an op; None of one that is not pruned, here or where it was met first."""
-        value, holder = context.get_inputs()[index], context.get_variable(index)
-        if getattr(value, "is_meta", False):  # it has no numbers yet
-            return None
-        framework = framework_of(value)
-        held = None if holder is None else framework.held(holder, value)
-        key: Hashable = self.place(context) if held is None else held
-        if key not in self._weights and key not in self._left:
-            extents = context["shape"](value)
-            if not self._selects(context) or not self._fits(context, extents, value):
-                self._left.add(key)
-            else:
-                self._weights[key] = self._made(context, framework, held, extents, value)
-        return self._weights.get(key)
+    def _part(self, context: amanda.OpContext, value: Any) -> Weight | Reading | None:
+        return self._met(context, value, holder_of(value))
 
-    def _final_mask(self, context: amanda.OpContext, index: int, weight: Weight) -> Any:
+    def _final_mask(self, context: amanda.OpContext, index: int, weight: Weight | Reading) -> Any:
         """The mask as a tensor, where a compiler shall have it: no other will be made. None elsewhere."""
         compiles = context.namespace.matches("pytorch/*/graph")
         if not compiles or self._preparing or self._schedule.goes_on or weight.grown is not None:
@@ -231,91 +214,65 @@ class PruneTool(amanda.Tool):
             value = context.get_value(index)
         except amanda.AmandaError:  # it is computed
             return None
-        if not weight.is_masked and self._is_made_at_once(weight):
+        if not weight.is_masked and isinstance(weight, Weight) and self._is_made_at_once(weight):
             self._mask(value, weight)
         return weight.mask_like(value) if weight.is_masked else None
 
-    def _fits(self, context: amanda.OpContext, extents: Any, value: Any) -> bool:
-        layout = context["weight_layout"]
-        if extents is None or None in extents or len(extents) < 2:
-            reason: str | None = f"its shape is {extents}"
-        elif "float" not in str(context["dtype"](value)):
-            reason = f"its type is {context['dtype'](value)}"
-        elif context.is_static() and not _is_in_file(context, context["weight_index"]):
-            reason = "it is computed when the model runs"
-        else:
-            reason = self._options.pattern.misfit(canonical_extents(extents, layout), layout is not None)
-        if reason is not None:
-            self._leave(context, reason)
-        return reason is None
-
-    def _leave(self, context: amanda.OpContext, reason: str) -> None:
-        self._reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
-
-    def _made(self, context: amanda.OpContext, framework: Any, held: Any, extents: Any, value: Any) -> Weight:
-        layout = context["weight_layout"]
-        kept = self._state(context, framework, "mask", np.ones(extents, bool))
-        updated = self._state(context, framework, "updated", np.full(1, NEVER))
-        grown = permutation = None
-        holder, part = held or (None, None)
-        if self._options.exchanges:
-            start = np.zeros(extents, "float64" if context["dtype"](value) == "float64" else "float32")
-            grown = self._state(context, framework, "grown", start)
-        if self._options.permute:
-            channels = np.arange(canonical_extents(extents, layout)[1])
-            permutation = self._state(context, framework, "permutation", channels)
-        if tuple(kept.shape) != tuple(extents):
-            raise PruneError(
-                f"the mask that was loaded for {context.get_scope()} is of shape {tuple(kept.shape)}, "
-                f"its weight of shape {tuple(extents)}"
-            )
-        return Weight(
-            context.get_scope(), context["type"], context.get_source(), tuple(extents), layout, framework,
-            holder, part, len(self._weights), kept, updated, grown, permutation,
-        )  # fmt: skip
-
-    def _state(self, context: amanda.OpContext, framework: Any, name: str, start: Any) -> Any:
-        return self.keep(context, name, lambda: framework.stored(start), framework.stored)
-
     # ---- execution ----
 
-    def _mask(self, value: Any, weight: Weight) -> Any:
+    def _mask(self, value: Any, weight: Weight | Reading) -> Any:
         self._stepped = self._stepped or not self._preparing
+        if isinstance(weight, Weight):
+            self._look_at(weight, lambda: value)
+        else:  # in a graph it may be read ahead of the others
+            for one in weight.within:
+                self._look_at(one, partial(weight.value_of, one, value))
+        return weight.masked(value)
+
+    def _look_at(self, weight: Weight, read: Callable[[], Any]) -> None:
+        """Make the mask of a weight, or gather what it will be made of, where either is due."""
         revive = self._options.regrow == "magnitude"
         if self._is_made_at_once(weight):
             update = self._schedule.latest(self.step_number)
             if update is not None and weight.precedes(update):
-                weight.magnitudes = weight.gathered(value, revive)
+                weight.magnitudes = weight.gathered(read(), revive)
                 make_masks([weight], update, self._options)
         elif weight.magnitudes is None and weight.precedes(self._next_update):
             self._check_prepared()
-            weight.magnitudes = weight.gathered(value, revive)
-        return weight.masked(value)
+            weight.magnitudes = weight.gathered(read(), revive)
 
     def _check_prepared(self) -> None:
         is_first = self._schedule.begin == self.step_number == 0 and not self._preparing
-        if is_first and not any(one.is_masked for one in self._weights.values()):
+        if is_first and not any(one.is_masked for one in self._met.weights.values()):
             raise PruneError(
                 'scope="global" ranks all weights of the model, and the first masks are due before they '
                 "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
             )
 
     @amanda.differentiable
-    def _mask_within_autograd(self, value: Any, weight: Weight) -> Any:
+    def _mask_within_autograd(self, value: Any, weight: Weight | Reading) -> Any:
         return self._mask(value, weight)
+
+    def _mask_part(self, value: Any, find: Callable[[Any], Weight | Reading | None], run: Any) -> Any:
+        weight = run[self._key] = find(value)
+        return None if weight is None else self._mask(value, weight)
+
+    @amanda.differentiable
+    def _mask_part_within_autograd(self, value: Any, find: Callable[[Any], Any], run: Any) -> Any:
+        return self._mask_part(value, find, run)
 
     def _is_differentiated(self, context: amanda.OpContext) -> bool:
         """Whether autograd masks gradients, those of gradients too; in graphs it would cost a call each."""
         return self._options.mask_gradients and context.namespace.matches("pytorch/*/eager")
 
     def _mask_gradient(
-        self, gradient: Any, weight: Weight, is_weights: Callable[[Any], bool], masks: bool
+        self, gradient: Any, first: Weight | Reading, is_weights: Callable[[Any], bool], masks: bool, run: Any
     ) -> Any:
-        if not is_weights(gradient):
+        weight = run.get(self._key, first)
+        if weight is None or not is_weights(gradient):
             return None
-        if self._options.regrow == "gradient" and weight.magnitudes is not None:
-            own = weight.canonical(gradient) * 1
-            weight.gradient = own if weight.gradient is None else weight.gradient + own
+        if self._options.regrow == "gradient":
+            weight.gather_gradient(gradient)
         return weight.masked_gradient(gradient) if masks else None
 
     def _is_made_at_once(self, weight: Weight) -> bool:
@@ -333,7 +290,7 @@ class PruneTool(amanda.Tool):
 
     def _make_gathered(self, update: int | None) -> None:
         """Make the masks for which the step has gathered what they need."""
-        waiting = [one for one in self._weights.values() if one.magnitudes is not None]
+        waiting = [one for one in self._met.weights.values() if one.magnitudes is not None]
         if self._options.regrow == "gradient":
             for one in waiting:
                 if one.is_masked and one.gradient is None:
@@ -348,11 +305,3 @@ class PruneTool(amanda.Tool):
 @amanda.traceable
 def _times(value: Any, mask: Any) -> Any:
     return None if value is None else value * mask
-
-
-def _is_in_file(context: amanda.OpContext, index: int) -> bool:
-    """Whether an input of an op of a file is known before the model runs."""
-    try:
-        return context.get_value(index) is not context.get_inputs()[index]
-    except amanda.AmandaError:
-        return False

@@ -16,16 +16,58 @@ from amanda.tools.prune._layout import canonical, restored
 NEVER = -1
 
 
+class Masked:
+    """What ops read of a parameter through a mask.
+
+    kept: true where it is kept.  grown: what elements that came back had then, from which they are counted;
+    None where none does.
+    """
+
+    framework: Framework
+    kept: Array
+    grown: Array | None
+    is_masked: bool
+    _tensors: dict[Any, tuple[Any, Any]]
+
+    def masked(self, value: Any) -> Any:
+        """The weight as an op shall read it; None for no change."""
+        if not self.is_masked:
+            return None
+        mask, grown = self._tensors_like(value)
+        return value * mask if grown is None else (value - grown) * mask
+
+    def inlined(self) -> Mapping[str, Any]:
+        """What `masked_for_good` is to be given besides the weight."""
+        given = {"kept": self.kept} if self.grown is None else {"kept": self.kept, "grown": self.grown}
+        return {name: self.framework.numbers(array) for name, array in given.items()}
+
+    def masked_gradient(self, gradient: Any) -> Any:
+        """The gradient where the weight is kept; None for no change."""
+        return gradient * self._tensors_like(gradient)[0] if self.is_masked else None
+
+    def mask_like(self, value: Any) -> Any:
+        """The mask in the type of a tensor, where it is."""
+        return self._tensors_like(value)[0]
+
+    def _tensors_like(self, value: Any) -> tuple[Any, Any]:
+        """Mask and beginnings in the type of a tensor, where it is."""
+        framework = framework_of(value)
+        key = framework, get_dtype_name(value), str(getattr(value, "device", ""))
+        if key not in self._tensors:
+            grown = None if self.grown is None else framework.as_mask(self.grown, value)
+            self._tensors[key] = framework.as_mask(self.kept, value), grown
+        return self._tensors[key]
+
+
 @dataclass(eq=False)
-class Weight:
+class Weight(Masked):
     """A weight of the model, which one or more ops read.
 
     holder: identity of the parameter or variable that holds it; None for a weight that is computed.
     part: which part of that it is.  number: in the order in which weights were met.
-    kept: true where it is kept, in the weight's own layout.  updated: the step for which that was made,
-    `NEVER` while nothing is dropped.  grown: what elements that came back had then, from which they are
-    counted; None where none does.  permutation: the order of the input channels; or None.
-    These four are written in place: they are the tool's state.
+    kept, in the weight's own layout, and grown: see above.  updated: the step for which they were made,
+    `NEVER` while nothing is dropped.  permutation: the order of the input channels; or None.
+    These four are written in place: they are the tool's state.  changes: how often they were.
     magnitudes, gradient: what a step has gathered for the next mask, outputs and inputs first.
     """
 
@@ -44,6 +86,7 @@ class Weight:
     permutation: Array | None = None
     magnitudes: Array | None = None
     gradient: Array | None = None
+    changes: int = 0
     _fresh: Array | None = None
     _tensors: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -58,7 +101,7 @@ class Weight:
         return self.size - int(self.kept.sum())
 
     @property
-    def is_masked(self) -> bool:
+    def is_masked(self) -> bool:  # type: ignore[override]
         """Whether it has a mask yet."""
         return bool(self.updated[0] != NEVER)
 
@@ -70,42 +113,21 @@ class Weight:
 
     def masked(self, value: Any) -> Any:
         """The weight as an op shall read it; None for no change."""
-        if not self.is_masked:
-            return None
         if self._fresh is not None:
             self._begin_at(value)
-        mask, grown = self._tensors_like(value)
-        return value * mask if grown is None else (value - grown) * mask
-
-    def inlined(self) -> Mapping[str, Any]:
-        """What `masked_for_good` is to be given besides the weight."""
-        given = {"kept": self.kept} if self.grown is None else {"kept": self.kept, "grown": self.grown}
-        return {name: self.framework.numbers(array) for name, array in given.items()}
-
-    def masked_gradient(self, gradient: Any) -> Any:
-        """The gradient where the weight is kept; None for no change."""
-        return gradient * self._tensors_like(gradient)[0] if self.is_masked else None
-
-    def mask_like(self, value: Any) -> Any:
-        """The mask in the type of a tensor, where it is."""
-        return self._tensors_like(value)[0]
+        return super().masked(value)
 
     def finalized(self, values: Array) -> Array:
         """What the holder's values become: from now on elements that had come back are counted from 0."""
         made = self.masked(values)
         if self.grown is not None:
             self.grown[...] = 0
-            self._tensors.clear()
+            self._change()
         return values if made is None else made
 
-    def _tensors_like(self, value: Any) -> tuple[Any, Any]:
-        """Mask and beginnings in the type of a tensor, where it is."""
-        framework = framework_of(value)
-        key = framework, get_dtype_name(value), str(getattr(value, "device", ""))
-        if key not in self._tensors:
-            grown = None if self.grown is None else framework.as_mask(self.grown, value)
-            self._tensors[key] = framework.as_mask(self.kept, value), grown
-        return self._tensors[key]
+    def _change(self) -> None:
+        self._tensors.clear()
+        self.changes += 1
 
     def _begin_at(self, value: Any) -> None:
         """Let the elements that have just come back be counted from this value, so that they begin at 0."""
@@ -114,7 +136,7 @@ class Weight:
         here = [self.framework.like(one, start) for one in (self._fresh, self.grown)]
         self.grown[...] = do("where", here[0], start, here[1])
         self._fresh = None
-        self._tensors.clear()
+        self._change()
 
     # ---- what masks are made of ----
 
@@ -129,6 +151,12 @@ class Weight:
             return abs(self.canonical(value))
         effective = abs(self.canonical(self.masked(value)))
         return do("where", self.kept_like(effective), effective, -do("ones_like", effective))
+
+    def gather_gradient(self, gradient: Any) -> None:
+        """Add a gradient to what the step has gathered, if it gathers."""
+        if self.magnitudes is not None:
+            own = self.canonical(gradient) * 1
+            self.gradient = own if self.gradient is None else self.gradient + own
 
     def kept_like(self, other: Array) -> Array:
         """What is kept, in the order of `canonical`, where another array is."""
@@ -145,7 +173,7 @@ class Weight:
         self.kept[...] = made
         self.updated[...] = update
         self.magnitudes = self.gradient = None
-        self._tensors.clear()
+        self._change()
 
 
 @amanda.traceable

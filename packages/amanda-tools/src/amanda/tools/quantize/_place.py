@@ -1,12 +1,15 @@
-"""One op whose inputs are quantised."""
+"""One op whose inputs are quantised, and the parts of parameters that it may read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import amanda
+from amanda import interceptor
+from amanda.tools.mapping import Parts, form_of, holder_of, may_vary
 from amanda.tools.quantize._fake import FixedScale
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._noise import Noise
@@ -15,23 +18,79 @@ from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
 from amanda.tools.quantize._result import Quantized
 
 Keep = Callable[..., Any]
+Make = Callable[..., "Quantizer | None"]
+"""Makes the quantizer of a value whose state is kept at an op, with something added to its names."""
+
+
+class PartQuantizers:
+    """Quantizers of weights that are parts of parameters, by the part; an op may read another each time."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Quantizer | None] = {}
+        self._parts = Parts()
+
+    def of(
+        self, context: amanda.OpContext, make: Make, made: list[Quantizer], value: Any
+    ) -> Quantizer | None:
+        """The quantizer of a weight, added to `made` where it is new; None where it stays as it is."""
+        holder = holder_of(value)
+        if holder is None:
+            return None
+        identity, form = interceptor.ordinal(holder), form_of(value)
+        reader, suffix = self._parts.place(context, identity, form, form_of(holder))
+        key = reader, identity, form
+        if key not in self._found:
+            quantizer = self._found[key] = make(value, reader, suffix)
+            made += [] if quantizer is None else [quantizer]
+        return self._found[key]
 
 
 class Place:
     """The quantizers of what an op reads, by the input and by the place in a list of tensors there.
 
-    positions: of those inputs.  calibrated, executions: how often it was calibrated, and quantised.
+    positions: of those inputs.  made: the quantizers that were met here first.
+    calibrated, executions: how often it was calibrated, and quantised.
     recompute: the op as a function of its inputs; None where it cannot be repeated.
     """
 
-    def __init__(self, context: amanda.OpContext, options: Options, keep: Keep) -> None:
+    def __init__(
+        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers
+    ) -> None:
         self.phase, self.type = context["phase"], context["type"]
         self.module, self.source = context.get_scope(), context.get_source()
         self.recompute = context["recompute"]
         self.calibrated = self.executions = 0
         self.output = Noise()
-        self.quantizers = dict(_quantizers(context, options, keep))
+        self.made: list[Quantizer] = []
+        make = partial(_quantizer, context, options, keep)
+        self._part = self._find_part(context, make, parts)
+        self.quantizers = dict(self._quantizers(context, make))
         self.positions = sorted({position for position, _ in self.quantizers})
+
+    def _find_part(
+        self, context: amanda.OpContext, make: Make, parts: PartQuantizers
+    ) -> Callable[[Any], Quantizer | None] | None:
+        """What gives the quantizer of the weight that is read now; None where it is always the same."""
+        index = context["weight_index"]
+        if index is None or not may_vary(context, index):
+            return None
+        return partial(parts.of, context, partial(make, index, None), self.made)
+
+    def _quantizers(
+        self, context: amanda.OpContext, make: Make
+    ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
+        inputs = context.get_inputs()
+        for position in context["operands"]:
+            value = inputs[position]
+            parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
+            for item, one in parts:
+                if self._part is not None and (position, item) == (context["weight_index"], None):
+                    quantizer = self._part(one)
+                else:
+                    quantizer = make(position, item, one, context, "")
+                    self.made += [] if quantizer is None else [quantizer]
+                if quantizer is not None:
+                    yield (position, item), quantizer
 
     @property
     def is_settled(self) -> bool:
@@ -40,7 +99,7 @@ class Place:
 
     def settle(self) -> None:
         """Take the scales that follow from what was seen."""
-        for quantizer in self.quantizers.values():
+        for quantizer in self.made:
             quantizer.settle()
 
     def observe(self, values: Sequence[Any]) -> None:
@@ -68,6 +127,8 @@ class Place:
         for (position, item), quantizer in self.quantizers.items():
             index = self.positions.index(position)
             value = values[index] if item is None else values[index][item]
+            if quantizer.is_weight and self._part is not None:
+                quantizer = self._part(value) or quantizer
             if quantizer.xp.is_plain(value):
                 yield quantizer, index, item, value
 
@@ -102,7 +163,7 @@ class Place:
 
     def rows(self) -> Iterator[Quantized]:
         """What is told of each tensor."""
-        for one in self.quantizers.values():
+        for one in self.made:
             scale, zero_point = one.qparams() or (None, None)
             yield Quantized(
                 self.phase, self.type, self.module, self.source, one.name, one.grid.bits,
@@ -115,23 +176,11 @@ def _numbers(array: Any) -> tuple[float, ...] | None:
     return None if array is None else tuple(map(float, array.reshape(-1)))
 
 
-def _quantizers(
-    context: amanda.OpContext, options: Options, keep: Keep
-) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
-    inputs = context.get_inputs()
-    for position in context["operands"]:
-        value = inputs[position]
-        parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
-        for item, one in parts:
-            quantizer = _quantizer(context, options, keep, position, item, one)
-            if quantizer is not None:
-                yield (position, item), quantizer
-
-
 def _quantizer(
-    context: amanda.OpContext, options: Options, keep: Keep, position: int, item: int | None, value: Any
-) -> Quantizer | None:
-    """The quantizer of one tensor; None where it stays as it is."""
+    context: amanda.OpContext, options: Options, keep: Keep, position: int, item: int | None, value: Any,
+    reader: amanda.OpContext, suffix: str,
+) -> Quantizer | None:  # fmt: skip
+    """The quantizer of one tensor, whose state is kept at `reader`; None where it stays as it is."""
     kind = context["dtype"](value)
     weight = item is None and position == context["weight_index"]
     bits = options.weight_bits if weight else options.activation_bits
@@ -141,14 +190,16 @@ def _quantizer(
         return None
     axes = _channel_axes(context["weight_layout"]) if weight and options.per_channel else ()
     channels = prod(context["shape"](value)[axis] for axis in axes)
-    name = "weight" if weight else f"input {position}" if item is None else f"input {position}.{item}"
+    name = (
+        f"weight{suffix}" if weight else f"input {position}" if item is None else f"input {position}.{item}"
+    )
     quantizer = make_quantizer(name, weight, axes, channels, options, context["arithmetic"])
 
     def kept(part: str, start: Any, trained: bool) -> Any:
         def make(loaded: Any = start) -> Any:
             return quantizer.xp.made(loaded, value, trained)
 
-        return keep(context, part.replace(" ", ""), make, load=make)
+        return keep(reader, part.replace(" ", ""), make, load=make)
 
     quantizer.keep(kept)
     return quantizer

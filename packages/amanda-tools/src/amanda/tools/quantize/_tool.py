@@ -17,7 +17,7 @@ from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
 from amanda.tools.quantize._options import TYPES, Method, Options
-from amanda.tools.quantize._place import Place
+from amanda.tools.quantize._place import PartQuantizers, Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 
@@ -70,6 +70,7 @@ class QuantizeTool(amanda.Tool):
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
+        self._parts = PartQuantizers()
         frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
         rules = [[name, framework.describe] for name, framework in frameworks]
         self.depends_on(StandardMapping(), MappingTool(rules))
@@ -114,7 +115,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
-        self._places = {}
+        self._places, self._parts = {}, PartQuantizers()
         super().load_state_dict(state)
 
     def save(self, path: str | Path) -> Path:
@@ -159,7 +160,7 @@ class QuantizeTool(amanda.Tool):
 
     def _quantizers(self) -> Iterator[Quantizer]:
         for place in self._places.values():
-            yield from place.quantizers.values()
+            yield from place.made
 
     # ---- analysis ----
 
@@ -169,7 +170,7 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self.options, self.keep)
+            self._places[name] = Place(context, self.options, self.keep, self._parts)
         place = self._places[name]
         if not place.positions:
             return

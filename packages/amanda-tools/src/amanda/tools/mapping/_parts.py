@@ -1,0 +1,69 @@
+"""Parts of parameters, of which an op may read another each time: its id does not tell them apart.
+
+So the experts of a mixture, which are parts of one parameter and go by the data, are read in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import amanda
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Form = tuple[Sequence[int], Sequence[int], int]
+"""Extents, strides and offset."""
+
+
+def form_of(tensor: Tensor) -> Form:
+    """What tells parts of one tensor apart."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def holder_of(weight: Tensor) -> Tensor | None:
+    """The parameter, or the leaf, that a tensor of PyTorch is or is a view of; None of a computed one."""
+    import torch
+
+    base = weight if weight._base is None else weight._base
+    return base if isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf) else None
+
+
+def may_vary(context: amanda.OpContext, index: int) -> bool:
+    """Whether an op may read another weight next time, in PyTorch's eager mode; its routine sees which."""
+    if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
+        return False
+    import torch
+
+    return not isinstance(context.get_inputs()[index], torch.nn.Parameter)
+
+
+class Parts:
+    """What the state of parts is kept under, whichever op of a place happens to read them first."""
+
+    def __init__(self) -> None:
+        self._readers: dict[Hashable, amanda.OpContext] = {}
+        self._holders: dict[amanda.OpContext, list[Hashable]] = {}
+
+    def place(
+        self, context: amanda.OpContext, identity: Hashable, part: Form | None, whole: Form
+    ) -> tuple[amanda.OpContext, str]:
+        """The context of the op that read the parameter's parts first, and what is added to names of state.
+
+        identity: of the parameter.  part: the form that is read, None for all of it.  whole: its own form.
+        """
+        is_part = part is not None and prod(part[0]) < prod(whole[0])
+        reader = self._readers.setdefault(identity, context) if is_part else context
+        holders = self._holders.setdefault(reader, [])
+        if identity not in holders:
+            holders.append(identity)
+        number = holders.index(identity)
+        offset = f"@{part[2]}" if is_part and part is not None else ""
+        return reader, offset + (f"#{number}" if number else "")
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._readers.clear()
+        self._holders.clear()
