@@ -17,12 +17,14 @@ from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep, backward_id, settled_step, settles
 from amanda._eager import Call, EagerExecution, Trace
 from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
+from amanda._guarded import GuardedCopies, History
 from amanda._imports import when_imported
 from amanda._inlining import Inlining
 from amanda._interrupts import uninterrupted
 from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._plan import BackwardPlan, Combined, Layer, bind_to_subjects
+from amanda._reads import Reads
 from amanda._routine import Saved, TensorOps, run_replacement, run_routine, spread
 from amanda._source import codes
 from amanda._state import State, current_state, in_force
@@ -46,11 +48,14 @@ __all__ = [
     "EagerDriver",
     "Execution",
     "GraphAnalysis",
+    "GuardedCopies",
+    "History",
     "Inlining",
     "Inserted",
     "Layer",
     "Namespace",
     "OpFacts",
+    "Reads",
     "Rounds",
     "Saved",
     "State",

@@ -9,7 +9,7 @@ import pytest
 import amanda
 from amanda.errors import ActionError, ReplaceConflictError
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import also, inserting, tool
+from amanda.testing._suite._tools import also, inserting, op_name, tool
 
 
 class RoutineTests:
@@ -50,6 +50,27 @@ class RoutineTests:
             for _ in range(2):
                 sample.relu(sample.tensor([1.0]))
         assert len(runs) == 4
+
+    def test_what_a_traceable_routine_reads_of_its_tool_may_be_set_anew(self, sample: Sample) -> None:
+        class Scaling(amanda.Tool):
+            def __init__(self) -> None:
+                self.factor = 2.0
+                self.add_inst_for_op(self.analyse)
+
+            def analyse(self, context: amanda.OpContext) -> None:
+                if op_name(context) == sample.name("relu"):
+                    context.insert_after_op(self.scaled)
+
+            @amanda.traceable
+            def scaled(self, value: Any) -> Any:
+                return value * self.factor
+
+        made = Scaling()
+        for _ in range(2):
+            with amanda.apply(made):
+                for factor in (2.0, 5.0, 2.0):
+                    made.factor = factor
+                    assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [factor]
 
     def test_all_points_of_an_op_run_in_order(self, sample: Sample) -> None:
         order: list[str] = []

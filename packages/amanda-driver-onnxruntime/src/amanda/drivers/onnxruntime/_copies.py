@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 import onnx
 
 from amanda import interceptor
-from amanda.backend import Execution, Namespace, State, digest
+from amanda.backend import Execution, GuardedCopies, History, Namespace, Reads, State, digest
 
 from ._model import Model
 from ._places import Call
+from ._reads import NumpyReads
 from ._rewrite import Rewriting
 from ._schedule import schedule
 from ._sessions import Part, Sessions
@@ -94,37 +95,42 @@ class Copies:
         assert state.layer is not None
         copies = state.layer.rewrites.setdefault(session, {}) if state.cache else {}
         key = state.autodiff, tuple(session.get_providers())
-        copy = copies.get(key)
+        kept = copies.get(key)
+        copy = None if kept is None else kept.find()
         if copy is None:
             with self._lock:
-                copy = copies.get(key) or self._made(session, state)
-                copies[key] = copy
+                kept = copies.setdefault(key, GuardedCopies(NumpyReads))
+                copy = kept.find()
+                if copy is None:
+                    copy, reads = self._made(session, state, kept.history)
+                    kept.add(copy, reads)
         for what, reason in copy.reports:
             state.report(what, reason)
         if copy.steps is None:
             return None
         return copy, Execution(state, GraphTensors(), copy.table)
 
-    def _made(self, session: Any, state: State) -> Copy:
+    def _made(self, session: Any, state: State, history: History) -> tuple[Copy, Reads]:
         with interceptor.Suspension():
             model = self._model(session)
             if isinstance(model, Unreadable):
-                return Copy([("a session", str(model))])
+                return Copy([("a session", str(model))]), NumpyReads()
             identity = digest("onnxruntime/graph", interceptor.ordinal(session))
-            rewriting = Rewriting(model, state, self._namespace, identity)
+            rewriting = Rewriting(model, state, self._namespace, identity, history=history)
             try:
                 rewriting.run()
             except BaseException:
                 rewriting.analysis.forget()
                 raise
             rewriting.analysis.finish(session)
+            rewriting.tell_unfollowed()
             if not rewriting.changed:
-                return Copy(rewriting.reports)
+                return Copy(rewriting.reports), rewriting.reads
             for node in model.proto.graph.node:
                 if node.op_type in _DRAWING:
                     what = f"the state of {node.name or node.op_type}"
                     rewriting.report(what, "its kernel holds it, and a copy's begins anew")
-            return self._placed(session, model, rewriting)
+            return self._placed(session, model, rewriting), rewriting.reads
 
     def _placed(self, session: Any, model: Model, rewriting: Rewriting) -> Copy:
         symbol = rewriting.symbol

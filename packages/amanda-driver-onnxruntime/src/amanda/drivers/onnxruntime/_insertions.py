@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ class Insertions:
     ) -> list[tuple[str, Any]] | None:
         """Names and symbols of what a place gives; None where the graph stays as it is there."""
         actions, rewriting = place.actions, self.rewriting
-        why = self._untraced(actions)
+        why = self._untraced(actions) or self._restless(actions, facts)
         if why is None or (rewriting.written and not actions[0].observer and not _takes_run(actions)):
             made = self._folded(place, side, given)
             if made is not None:
@@ -121,13 +122,35 @@ class Insertions:
                 return "it takes `original`, which is called"
         return None
 
+    def _restless(self, actions: Sequence[Action], facts: OpFacts) -> str | None:
+        """Why routines are not traced once more; None where what they read has had few values."""
+        changing = next(filter(None, map(self.rewriting.history.restless, actions)), None)
+        if changing is None:
+            return None
+        why = f"what it reads changes often: {changing}"
+        if not self.is_body:
+            return why
+        for action in actions:
+            self.rewriting.report(
+                f"traceable {action} of {facts.name}",
+                f"{why}, and each time another copy of the model is made",
+            )
+        return None
+
+    @contextmanager
+    def _tracing(self, place: Place) -> Iterator[None]:
+        with self.rewriting.reads.tracing(place.actions):
+            yield
+        self.rewriting.traced += [(action, ()) for action in place.actions]
+
     def _folded(self, place: Place, side: Side, given: Sequence[int]) -> list[tuple[str, Any]] | None:
         """What the routines make of constants; None where they are given others too."""
         symbols = [side.symbols[i] for i in given]
         if not given or not all(symbol is not None and symbol.constant is not None for symbol in symbols):
             return None
         constants: list[Any] = [symbol.constant for symbol in symbols if symbol is not None]
-        arrays = place.evaluate(constants, self.rewriting.ops, self.rewriting.state)
+        with self._tracing(place):
+            arrays = place.evaluate(constants, self.rewriting.ops, self.rewriting.state)
         self.rewriting.folded += place.actions
         known = {id(one.constant): (side.refs[i], one) for i, one in zip(given, symbols, strict=True) if one}
         return [known.get(id(one)) or self._constant(one) for one in arrays]
@@ -141,9 +164,10 @@ class Insertions:
 
     def _inline(self, place: Place, side: Side, given: Sequence[int]) -> list[tuple[str, Any]]:
         rewriting = self.rewriting
-        routine: Inlined = inlined(
-            place, [side.refs[i] for i in given], [side.symbols[i] for i in given], rewriting
-        )
+        with self._tracing(place):
+            routine: Inlined = inlined(
+                place, [side.refs[i] for i in given], [side.symbols[i] for i in given], rewriting
+            )
         self.items += [Compute(node) for node in routine.nodes]
         rewriting.constants |= routine.constants
         for name, symbol in routine.symbols.items():

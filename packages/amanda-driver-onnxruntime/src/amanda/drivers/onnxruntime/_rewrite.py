@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto
 
-from amanda.backend import GraphAnalysis, Namespace, OpFacts, State, Table, digest
+from amanda.backend import Action, GraphAnalysis, History, Namespace, OpFacts, Reads, State, Table, digest
 
 from ._computation import computation
 from ._facts import facts_of
@@ -19,6 +19,7 @@ from ._forms import formed
 from ._insertions import Insertions
 from ._model import Model, array_of, constant_of, types_in
 from ._places import Compute, Item
+from ._reads import NumpyReads
 from ._schema import input_layout, output_layout
 from ._side import Side
 from ._symbols import Symbol
@@ -36,6 +37,8 @@ class Rewriting:
     folded: actions whose routines were called once, on constants.
     renamed: what is read instead of a value of the outermost graph.  symbol: that of a value there.
     table: what runs at which slot.  free: whether routines may have changed shapes.
+    history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
+    traced: these routines, with no tensors: an array is a constant, whoever holds it.
     """
 
     model: Model
@@ -52,6 +55,9 @@ class Rewriting:
     folded: list[Any] = field(default_factory=list)
     changed: bool = False
     free: bool = False
+    history: History = field(default_factory=lambda: History(NumpyReads))
+    reads: Reads = field(default_factory=NumpyReads)
+    traced: list[tuple[Action, tuple[()]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ops = GraphTensors()
@@ -71,6 +77,11 @@ class Rewriting:
         """Note what tools do not see."""
         if (what, reason) not in self.reports:
             self.reports.append((what, reason))
+
+    def tell_unfollowed(self) -> None:
+        """Note what traceable routines set: a copy does not."""
+        for what, reason in self.reads.unfollowed(self.traced):
+            self.report(what, reason)
 
     def fresh(self, kind: str) -> str:
         """A name that no value has."""

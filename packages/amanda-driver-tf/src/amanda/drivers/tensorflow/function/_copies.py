@@ -5,13 +5,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from amanda.backend import Namespace, State
+from amanda.backend import GuardedCopies, Namespace, State
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
-from ..graph import Function, Rewriting, body_of, callees, copy_of, draws, function_of, rewrite
+from ..graph import (
+    Function,
+    Rewriting,
+    TensorFlowReads,
+    body_of,
+    callees,
+    copy_of,
+    draws,
+    function_of,
+    rewrite,
+)
 from ..graph._facts import facts_of
 from ._identities import Identities, parts
 from ._options import is_torn
@@ -28,7 +39,7 @@ class Copy:
     forward: whether a backward function may be called for its calls.
     table: what runs at which slot.  reports: what could not be instrumented.
     ids: of the forward operations, as long as their graph lives.
-    backward: copies of backward functions, which read what calls of this one keep.
+    backward: kept copies of backward functions, which read what calls of this one keep.
     """
 
     def __init__(self, function: Function, rewriting: Rewriting) -> None:
@@ -42,7 +53,7 @@ class Copy:
         self.taped = rewriting.taped
         self.depths = rewriting.depths
         self.reports = list(rewriting.reports)
-        self.backward: weakref.WeakKeyDictionary[Any, dict[Any, Copy]] = weakref.WeakKeyDictionary()
+        self.backward: weakref.WeakKeyDictionary[Any, dict[Any, KeptCopies]] = weakref.WeakKeyDictionary()
         self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for op, (op_id, _) in rewriting.ids.items():
             self.ids[op] = op_id
@@ -70,6 +81,9 @@ class Copy:
             error._message = error._message.replace(self.name.decode(), self._vanilla)
 
 
+KeptCopies = GuardedCopies[Copy]
+
+
 class Copies:
     """Makes copies, and finds those made before.
 
@@ -88,8 +102,8 @@ class Copies:
         if layer is None or not state.cache:
             return None
         all_kept = layer.rewrites if trace is None else trace.copy.backward
-        copy: Copy | None = all_kept.get(atomic, {}).get((state.autodiff, _closed(state, layer, trace)))
-        return copy
+        kept = all_kept.get(atomic, {}).get((state.autodiff, _closed(state, layer, trace)))
+        return None if kept is None else kept.find()
 
     def of(self, state: State, atomic: Any, args: Sequence[Any], trace: Trace | None) -> Copy | None:
         """The copy of a function for the tools in force; None where it is left as it is."""
@@ -102,24 +116,25 @@ class Copies:
                 state.report(f"the backward ops of {name}", "its forward pass ran before the scope")
             return None
         closed = _closed(state, layer, trace)
-        if not state.cache:
-            return self._make(state, layer, atomic, args, trace, closed)
-        with self._lock:
-            copy = self.known(state, atomic, trace)
-            if copy is None:
+        kept = KeptCopies(TensorFlowReads)
+        with self._lock if state.cache else nullcontext():
+            if state.cache:  # what a tool's analysis forgets meanwhile stays forgotten
                 all_kept = layer.rewrites if trace is None else trace.copy.backward
-                kept = all_kept.setdefault(
-                    atomic, {}
-                )  # what a tool's analysis has forgotten meanwhile stays so
-                copy = kept[state.autodiff, closed] = self._make(state, layer, atomic, args, trace, closed)
-        return copy
+                kept = all_kept.setdefault(atomic, {}).setdefault((state.autodiff, closed), kept)
+            return kept.find() or self._make(state, layer, atomic, args, trace, kept)
 
     def _make(
-        self, state: State, layer: Any, atomic: Any, args: Sequence[Any], trace: Trace | None, closed: bool
+        self,
+        state: State,
+        layer: Any,
+        atomic: Any,
+        args: Sequence[Any],
+        trace: Trace | None,
+        kept: KeptCopies,
     ) -> Copy:
         function = function_of(atomic)
-        rewriting = Rewriting(state, self._namespace, layer, self._budget())
-        rewriting.analysis.closed = closed
+        rewriting = Rewriting(state, self._namespace, layer, self._budget(), history=kept.history)
+        rewriting.analysis.closed = _closed(state, layer, trace)
         rewriting.differentiated = parts(function.name)[0] != "inference"
         if trace is not None:
             rewriting.analysis.plans.update(trace.copy.plans)
@@ -139,6 +154,7 @@ class Copies:
         except BaseException:
             rewriting.analysis.forget()
             raise
+        rewriting.tell_unfollowed()
         copy = Copy(function, rewriting)
         compiled = function.definition.attr.get("_XlaMustCompile")
         if rewritten.changed and compiled is not None and compiled.b:
@@ -158,6 +174,7 @@ class Copies:
             copy.add(definitions)
             for name in draws(callees(definitions, _definition)):
                 copy.reports.append((f"the state of {name}", "its kernel holds it, and a copy's begins anew"))
+        kept.add(copy, rewriting.reads)
         return copy
 
     def _origin(self, op: Any, trace: Trace) -> Any:

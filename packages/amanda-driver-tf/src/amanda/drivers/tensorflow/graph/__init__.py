@@ -14,7 +14,8 @@ A mode makes a `Rewriting` (state, namespace) and a `Body` for the graph that is
 `inserted`: names of nodes that have to run when an operation runs (targets), `removed`: of replaced
 operations the node that runs instead (a target by that name becomes this one), `changed`: else the vanilla
 graph may run. `rewriting.library`: FunctionDefs that the copy calls, inner ones first;
-`rewriting.reports`: for `state.report(*entry)` at each execution.
+`rewriting.reports`: for `state.report(*entry)` at each execution; `tell_unfollowed()` completes them.
+The copy is used while `rewriting.reads` hold: `GuardedCopies` keeps both, and `history` for the rewriting.
 
 The caller runs `rewrite` in `context.eager_mode()` with instrumentation off, then
 `rewriting.analysis.finish()`, or `.forget()` after an exception. For each run:
@@ -27,6 +28,7 @@ from ._backward import ForwardMap, records
 from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
 from ._functions import NUMBER, Function, body_of, copy_of, edited, function_named, function_of
 from ._generators import callees, draws
+from ._reads import TensorFlowReads
 from ._rewrite import rewrite
 from ._slots import calling
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
@@ -45,6 +47,7 @@ __all__ = [
     "GraphTensors",
     "Rewriting",
     "Rewritten",
+    "TensorFlowReads",
     "body_of",
     "callees",
     "calling",

@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from amanda.backend import GraphAnalysis, Inlining, Inserted, Layer, Namespace, State, Table, digest
+from amanda.backend import (
+    Action,
+    GraphAnalysis,
+    History,
+    Inlining,
+    Inserted,
+    Layer,
+    Namespace,
+    Reads,
+    State,
+    Table,
+    digest,
+)
 from tensorflow.python.framework import tensor_util
 
+from ._reads import TensorFlowReads
 from ._values import GraphTensors
 
 if TYPE_CHECKING:
@@ -129,6 +142,8 @@ class Rewriting:
     origin: the same of forward operations of another graph, which was rewritten before; None of others.
     inlining: where routines are written into a file for good: none may run as Python.
     find: a function by its name, where it is not one of the runtime; None where it is out of reach.
+    history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
+    traced: these routines, with the tensors that they hold.
     """
 
     state: State
@@ -148,6 +163,10 @@ class Rewriting:
     origin: Callable[[tf.Operation], Any] = lambda op: None
     inlining: Inlining | None = None
     find: Callable[[str], Any] | None = None
+    history: History = field(default_factory=lambda: History(TensorFlowReads))
+    reads: Reads = field(default_factory=TensorFlowReads)
+    traced: list[tuple[Action, list[Any]]] = field(default_factory=list)
+    _restless: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = GraphTensors()
@@ -177,6 +196,17 @@ class Rewriting:
             self.inlining.leave(what, reason)
         elif (what, reason) not in self.reports:
             self.reports.append((what, reason))
+
+    def restless(self, action: Action) -> str:
+        """The name of what a routine reads that changes often, so that it is not traced; "" if none does."""
+        if action not in self._restless:
+            self._restless[action] = self.history.restless(action)
+        return self._restless[action]
+
+    def tell_unfollowed(self) -> None:
+        """Note what traceable routines read that the copy does not follow."""
+        for what, reason in self.reads.unfollowed(self.traced):
+            self.report(what, reason)
 
 
 def op_id(body: Body, name: str) -> int:

@@ -71,10 +71,11 @@ class Insertions:
             else:
                 self._insert(op, list(group), side, facts, where)
 
-    def _kind(self, action: Action) -> tuple[bool, bool, bool, int]:
+    def _kind(self, action: Action) -> tuple[bool, bool, bool, str, int]:
         # Written into a file each tool's are a function of their own, so that it is told which fails.
         tool = id(action.tool) if self.rewriting.inlining is not None else 0
-        return action.observer, self.takes_part(action), action.traceable, tool
+        restless = self.rewriting.restless(action) if action.traceable else ""
+        return action.observer, self.takes_part(action), action.traceable, restless, tool
 
     def takes_part(self, action: Action) -> bool:
         """Whether a routine takes part in autodiff."""

@@ -23,7 +23,7 @@ class Traced:
     """Routines of one place as a function.
 
     definitions: of the function, which comes last, and of those that it calls.
-    constants: values of tensors that the routines hold, which are its last arguments.
+    held: tensors that the routines hold, which are its last arguments.
     """
 
     def __init__(self, node: Node, tensors: Sequence[Any], rewriting: Rewriting) -> None:
@@ -32,11 +32,11 @@ class Traced:
             given = [tf.compat.v1.placeholder(one.dtype.base_dtype, one.shape) for one in tensors]
             graph.inputs = list(given)
             graph.outputs = self._outputs(node, given, rewriting)
-        self.constants = []
+        self.held = []
         for external, _ in graph.captures:  # the graph has appended them to its inputs
             if not isinstance(external, ops.EagerTensor) or external.dtype in (tf.resource, tf.variant):
                 raise NotImplementedError("it reads a variable")
-            self.constants.append(external.numpy())
+            self.held.append(external)
         self.stateful = any(op._is_stateful for op in graph.get_operations() if op.type != "Placeholder")
         atomic = atomic_function.from_func_graph(f"__amanda_routine_{id(graph)}", graph, {})
         definition = atomic.definition
@@ -57,7 +57,7 @@ class Traced:
 
     def call(self, name: str, inputs: Sequence[str], waits: Sequence[str], gives: Sequence[int]) -> list[Any]:
         """The node that calls the function, after those of its constants."""
-        nodes = [constant(f"{name}/constant{i}", value) for i, value in enumerate(self.constants)]
+        nodes = [constant(f"{name}/constant{i}", one.numpy()) for i, one in enumerate(self.held)]
         kind = "StatefulPartitionedCall" if self.stateful else "PartitionedCall"
         node = node_def_pb2.NodeDef(name=name, op=kind)
         node.input.extend([*inputs, *(f"{one.name}{self.written}" for one in nodes), *waits])
@@ -78,13 +78,21 @@ def traced(node: Node, tensors: Sequence[Any], rewriting: Rewriting) -> Traced |
             if action.takes_run:
                 tell_python(action, node.facts, "it takes `run`, which belongs to one execution", rewriting)
         return None
+    restless = rewriting.restless(node.actions[0])
+    if restless:
+        for action in node.actions:
+            tell_python(action, node.facts, f"what it reads changes often: {restless}", rewriting)
+        return None
     try:
-        return Traced(node, tensors, rewriting)
+        with rewriting.reads.tracing(node.actions):
+            made = Traced(node, tensors, rewriting)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         for action in node.actions:
             tell_python(action, node.facts, f"it cannot be traced: {reason}", rewriting)
         return None
+    rewriting.traced += [(action, made.held) for action in node.actions]
+    return made
 
 
 def tell_python(action: Action, facts: OpFacts, why: str, rewriting: Rewriting) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from amanda import interceptor
-from amanda.backend import Execution, Namespace, State, bind_to_subjects, digest
+from amanda.backend import Execution, GuardedCopies, Namespace, State, bind_to_subjects, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
@@ -20,6 +20,7 @@ from ..graph import (
     GraphTensors,
     Rewriting,
     Rewritten,
+    TensorFlowReads,
     draws,
     function_named,
     rewrite,
@@ -66,11 +67,12 @@ class Copies:
         graph = session.graph
         copies = state.layer.rewrites.setdefault(graph, {}) if state.cache else {}
         key = request, state.autodiff
-        copy = copies.get(key)
+        kept = copies.get(key)
+        copy = None if kept is None else kept.find()
         if copy is None:
             with self._lock:
-                copy = copies.get(key) or self._made(session, request, state)
-                copies[key] = copy
+                kept = copies.setdefault(key, GuardedCopies(TensorFlowReads))
+                copy = kept.find() or self._made(session, request, state, kept)
         for what, reason in copy.reports:
             state.report(what, reason)
         if copy.route is None:
@@ -79,9 +81,9 @@ class Copies:
         execution.session = ref(session)
         return copy.route, execution
 
-    def _made(self, session: Any, request: Request, state: State) -> Copy:
+    def _made(self, session: Any, request: Request, state: State, kept: GuardedCopies[Copy]) -> Copy:
         graph = session.graph
-        rewriting = Rewriting(state, self._namespace)
+        rewriting = Rewriting(state, self._namespace, history=kept.history)
         with interceptor.Suspension(), context.eager_mode():
             ops = cone(graph, request)
             try:
@@ -104,7 +106,10 @@ class Copies:
             except errors_impl.OpError as error:
                 rewriting.report("a run of a session", f"TensorFlow refuses the copy: {error.message}")
                 route = None
-        return Copy(route, rewriting.table, rewriting.reports)
+        rewriting.tell_unfollowed()
+        copy = Copy(route, rewriting.table, rewriting.reports)
+        kept.add(copy, rewriting.reads)
+        return copy
 
     def _placed(
         self,

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch._dynamo.eval_frame as eval_frame
 from amanda import interceptor
-from amanda.backend import State
+from amanda.backend import History, State
 from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -25,17 +25,15 @@ from .._asked import asks_for_graphs
 from .._modules import module_path, plain_module_calls
 from .._surroundings import Surroundings
 from ._frames import left_to_python
-from ._history import History
 from ._instrument import namespace
 from ._ops import Program
+from ._reads import TorchReads
 from ._record import uninstrumented
 from ._rewrite import Rewriting
 from ._symbols import Symbols
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-    from ._reads import Reads
 
 LIMIT = 1 << 16
 """Of compilations of one code object: scopes and tools come and go, and each model has its own graphs."""
@@ -54,7 +52,9 @@ class Generation:
     def __init__(self) -> None:
         self.converters: WeakKeyDictionary[Any, dict[bool, Converter]] = WeakKeyDictionary()
         limit = torch._dynamo.config.recompile_limit  # the user's, as it is outside of compilation
-        self.histories: defaultdict[CodeType | None, History] = defaultdict(lambda: History(limit))
+        self.histories: defaultdict[CodeType | None, History] = defaultdict(
+            lambda: History(TorchReads, limit)
+        )
         self.region = next(self._regions)
 
 
@@ -228,7 +228,7 @@ class Backend:
             own = self._compile(module, inputs, **options)
         compiled = own if instrumented is None else self._compile(instrumented, inputs, **options)
         if program.traced:
-            _guard_by_reads(self.generation.histories[_frame.code].take(program))
+            _guard_by_reads(program, self.generation.histories[_frame.code])
         return _compiled(program, compiled, own)
 
     def _instrumented(
@@ -257,8 +257,13 @@ def _guard_by_identity(places: Sequence[Any]) -> None:
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def _guard_by_reads(reads: Reads) -> None:
-    """Have the graph made again where what its routines read has changed."""
+def _guard_by_reads(program: Program, history: History) -> None:
+    """Have the graph made again where what its routines read has changed; what it does not follow is told."""
+    reads = program.reads
+    reads.settle()
+    for entry in reads.unfollowed(program.traced, "a compiled graph"):
+        program.report(*entry)
+    history.take(reads)
 
     def is_as_it_was(_: Any) -> bool:
         activation = interceptor.ACTIVATION.get(None)

@@ -16,7 +16,7 @@ from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
 from .._tensors import TorchTensors, cast_to_fit
-from ._reads import Reads
+from ._reads import TorchReads
 
 
 class ExportedTensors(TorchTensors):
@@ -70,7 +70,7 @@ class Program:
         self.every = every
         self.table = Table()
         self.traced: list[tuple[Action, Sequence[torch.Tensor]]] = []
-        self.reads = Reads()
+        self.reads = TorchReads()
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []

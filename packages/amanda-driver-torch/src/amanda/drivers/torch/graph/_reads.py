@@ -1,219 +1,29 @@
-"""What traceable routines read besides the values that they are given, so that graphs follow its changes."""
+"""What traceable routines read of PyTorch's values."""
 
 from __future__ import annotations
 
-import dis
-import enum
-import inspect
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
-from functools import cached_property, lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-
-if TYPE_CHECKING:
-    from amanda.backend import Action
-
-_PLAIN = (
-    int, float, complex, bool, str, bytes, type(None), enum.Enum, torch.Size, torch.dtype, torch.device,
-    torch.layout, torch.memory_format,
-)  # fmt: skip
-_CONTAINERS = (Mapping, list, tuple, Set, deque)
-_FUNCTIONS = (FunctionType, MethodType, partial, property, staticmethod, classmethod, cached_property)
-_MISSING = object()
+from amanda.backend import Reads
 
 
-class Place(NamedTuple):
-    """Where a routine reads: `read(holder, name)` gives what is there; value: what was there."""
+class TorchReads(Reads):
+    """`Reads` that knows tensors, modules, and PyTorch's plain values."""
 
-    read: Callable[[Any, Any], Any]
-    holder: Any
-    name: Any
-    value: Any
+    plain: ClassVar = (
+        *Reads.plain, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    )  # fmt: skip
+    opaque: ClassVar = Reads.opaque | {"torch"}
+    dynamic: ClassVar = (torch.nn.Module,)
 
-    @property
-    def key(self) -> tuple[int, Any]:
-        """Tells it from other places."""
-        return id(self.holder), self.name
-
-
-class Reads:
-    """What routines can read, as it is now: attributes, variables of modules and of enclosing functions.
-
-    Their code says which names they read; it is followed into functions of the same package.  A name stands
-    for the attribute of that name of all that they reach.  What they set themselves is left out.
-
-    written: names of what they set, as far as is known.
-    """
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[int, Any], Place] = {}
-        self._reached: dict[int, Any] = {}
-        self._holders: list[Any] = []
-        self._names: dict[str, None] = {}
-        self._stored: dict[str, None] = {}
-        self._looked: set[tuple[int, str]] = set()
-        self._homes: set[str] = set()
-        self._left_out: set[tuple[int, Any]] = set()
-        self.written: dict[str, None] = {}
-
-    def follow(self, action: Action) -> None:
-        """Take up what an action's routine reads."""
-        self._homes |= {_package(action.func), _package(type(action.tool))}
-        self._reach(action.func)
-        for value in action.kwargs.values():
-            self._reach(value)
-        while pairs := [pair for pair in self._pairs() if (id(pair[0]), pair[1]) not in self._looked]:
-            for holder, name in pairs:
-                self._looked.add((id(holder), name))
-                self._look(holder, name)
-
-    def settle(self) -> None:
-        """Leave out what has changed since it was read: routines that were traced have set it."""
-        for name in self._stored:
-            if any(inspect.getattr_static(one, name, _MISSING) is not _MISSING for one in self._holders):
-                self.written[name] = None
-        for place in [one for one in self if not is_same(one.read(one.holder, one.name), one.value)]:
-            self.written[self.name_of(place)] = None
-            self._left_out.add(place.key)
-            del self._places[place.key]
-
-    def name_of(self, place: Place) -> str:
-        """The name of what is at a place, or of the container whose contents are."""
-        if place.name is not None:
-            return str(place.name)
-        return next((self.name_of(one) for one in self if one.value is place.holder), "a container")
-
-    def hold(self) -> bool:
-        """Whether all is as it was.  It runs at each call of a compiled graph."""
-        return all(is_same(read(holder, name), value) for read, holder, name, value in self)
-
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._reached
-
-    def __iter__(self) -> Iterator[Place]:
-        return iter(self._places.values())
-
-    def _pairs(self) -> Iterator[tuple[Any, str]]:
-        return ((holder, name) for holder in self._holders for name in self._names)
-
-    def _reach(self, value: Any) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._reached:
-            return
-        if isinstance(value, (FunctionType, ModuleType, type)) and _package(value) not in self._homes:
-            return
-        self._reached[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            return
-        if isinstance(value, FunctionType):
-            self._read(value)
-        elif isinstance(value, _FUNCTIONS):
-            for part in _parts(value):
-                self._reach(part)
-        elif isinstance(value, _CONTAINERS):
-            for one in self._place(_contents, value, None):
-                self._reach(one)
-        elif isinstance(value, torch.nn.Module):
-            self._holders.append(value)
-            self._reach(type(value).forward)
-            for module in value.modules():
-                self._place(_attribute, module, "training")
-                for held in (module._parameters, module._buffers, module._modules):
-                    self._reach(held)
-        elif isinstance(value, (ModuleType, type)):
-            self._holders.append(value)
-        elif _package(type(value)) not in ("torch", "numpy"):
-            self._holders.append(value)
-            called = inspect.getattr_static(type(value), "__call__", None)
-            self._reach(called if isinstance(called, FunctionType) else None)
-
-    def _read(self, function: FunctionType) -> None:
-        names, stored = names_of(function.__code__)
-        self._stored.update(dict.fromkeys(stored))
-        for name in names:
-            self._names[name] = None
-            if name in function.__globals__ and name not in stored:
-                self._reach(self._place(dict.get, function.__globals__, name))
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name not in stored:
-                self._reach(self._place(_attribute, cell, "cell_contents"))
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._reach(default)
-
-    def _look(self, holder: Any, name: str) -> None:
-        if name in self._stored or (name.startswith("__") and name.endswith("__")):
-            return
-        found = inspect.getattr_static(holder, name, _MISSING)
-        if isinstance(found, _FUNCTIONS) and name not in getattr(holder, "__dict__", ()):
-            self._reach(found)
-        elif found is not _MISSING or isinstance(holder, torch.nn.Module):
-            value = self._place(_attribute, holder, name)
-            if value is not _MISSING:
-                self._reach(value)
-
-    def _place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
-        place = Place(read, holder, name, read(holder, name))
-        is_kept = is_same(read(holder, name), place.value)  # and not made anew each time that it is read
-        if is_kept and place.key not in self._left_out:
-            self._places.setdefault(place.key, place)
-        return place.value
-
-
-@lru_cache(maxsize=1024)
-def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of attributes and variables of modules in some code, and of what it sets beyond itself."""
-    names, stored = list(code.co_names), []
-    for instruction in dis.get_instructions(code):
-        kind, _, what = instruction.opname.partition("_")
-        if kind not in ("STORE", "DELETE"):
-            continue
-        if what in ("ATTR", "GLOBAL") or (what == "DEREF" and instruction.argval in code.co_freevars):
-            stored.append(instruction.argval)
-    names += [one for one in code.co_consts if isinstance(one, str) and one.isidentifier()]  # for getattr
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            names += names_of(inner)[0]
-            stored += names_of(inner)[1]
-    return tuple(names), tuple(stored)
-
-
-def is_same(value: Any, before: Any) -> bool:
-    """Whether two are the same object, or plain values that are equal."""
-    if value is before:
+    def look_into(self, value: Any) -> bool:
+        """Take up what the modules in a module hold; tensors are inputs of the graph."""
+        if not isinstance(value, torch.nn.Module):
+            return not isinstance(value, torch.Tensor) and super().look_into(value)
+        self.reach(type(value).forward)
+        for module in value.modules():
+            self.read(module, "training")
+            for held in (module._parameters, module._buffers, module._modules):
+                self.reach(held)
         return True
-    if type(value) is not type(before):
-        return False
-    if isinstance(value, tuple):
-        return len(value) == len(before) and all(map(is_same, value, before))
-    return isinstance(value, _PLAIN) and bool(value == before)
-
-
-def _attribute(holder: Any, name: Any) -> Any:
-    try:
-        return getattr(holder, name, _MISSING)
-    except Exception:  # of a descriptor, or an empty cell
-        return _MISSING
-
-
-def _contents(container: Any, _: None) -> tuple[Any, ...]:
-    if isinstance(container, Mapping):
-        return (*container.keys(), *container.values())
-    return tuple(container)
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, property):
-        return [value.fget]
-    if isinstance(value, cached_property):
-        return [value.func]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    return [value.__func__, *([value.__self__] if isinstance(value, MethodType) else [])]
-
-
-def _package(value: Any) -> str:
-    """The outermost package of what defines a function or a class, or of a module."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name or "").partition(".")[0]

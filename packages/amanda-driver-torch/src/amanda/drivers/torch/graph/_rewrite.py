@@ -20,9 +20,8 @@ from ._symbols import Symbols
 from ._trials import Trials
 
 if TYPE_CHECKING:
+    from amanda.backend import History
     from torch.fx import GraphModule, Node
-
-    from ._history import History
 
 
 class Rewriting:

@@ -14,7 +14,8 @@ from ._held import Held
 from ._ops import TENSORS
 
 if TYPE_CHECKING:
-    from ._history import History
+    from amanda.backend import History
+
     from ._instrumented import BackwardSite, Inlet, Instrumented, Step
     from ._record import Ran
     from ._routines import Routines
@@ -66,9 +67,8 @@ class Trials:
             self._call_as_python(action, facts, f"what it reads changes often: {restless}")
             return values
         program, used = self._routines.program, Held()
-        program.reads.follow(action)
         try:
-            with used.collecting(self._stand_in), patch.object(
+            with program.reads.tracing([action]), used.collecting(self._stand_in), patch.object(
                 self._symbols.fakes, "allow_non_fake_inputs", False
             ):  # fmt: skip
                 changed = self._changed(action, values, facts)
@@ -77,7 +77,6 @@ class Trials:
         except Exception as error:
             self._call_as_python(action, facts, f"it cannot be traced: {str(error).partition(chr(10))[0]}")
             return values
-        program.reads.settle()
         program.traced.append((action, used.tensors))
         for tensor in used.tensors:
             held.add(tensor)
