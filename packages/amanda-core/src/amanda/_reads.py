@@ -43,14 +43,14 @@ class Reads:
 
     plain: types of values that are told apart by what they are, others by which object they are.
     opaque: packages whose objects are not looked into.
-    called: names of the methods that a call of an object leads to.
+    called: names of the methods that expressions lead to, such as a call of an object.
     dynamic: types whose objects may have attributes that only reading them shows.
     written: names of what the routines set, as far as is known.
     """
 
     plain: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
     opaque: ClassVar[frozenset[str]] = frozenset({"numpy"})
-    called: ClassVar[tuple[str, ...]] = ("__call__",)
+    called: ClassVar[tuple[str, ...]] = ("__call__", "__getitem__")
     dynamic: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:

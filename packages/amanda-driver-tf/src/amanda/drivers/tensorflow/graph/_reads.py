@@ -13,7 +13,7 @@ class TensorFlowReads(Reads):
 
     plain: ClassVar = (*Reads.plain, tf.DType, tf.TensorShape, np.dtype, np.generic)
     opaque: ClassVar = Reads.opaque | {"tensorflow", "keras", "tf_keras"}
-    called: ClassVar = ("__call__", "call")
+    called: ClassVar = (*Reads.called, "call")
 
     def look_into(self, value: Any) -> bool:
         """Whether a value has attributes that routines read; what is of a framework has, if it is a layer."""
