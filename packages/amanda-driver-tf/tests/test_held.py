@@ -136,6 +136,39 @@ class InLayer(Scaling):
         self.layer.scale = held
 
 
+@tf.function
+def doubled(value: Any) -> Any:
+    return tf.tanh(tf.atanh(value / 100.0)) * 200.0
+
+
+class Elsewhere:
+    """An object whose property, of another package, computes."""
+
+    half: float
+
+
+def _twice(one: Elsewhere) -> float:
+    with tf.init_scope():
+        return round(float(doubled(tf.constant(one.half))), 3)
+
+
+_twice.__module__ = "another_package"
+Elsewhere.scale = property(_twice)  # type: ignore[attr-defined]
+
+
+class InProperty(Scaling):
+    def set_up(self) -> None:
+        self.elsewhere = Elsewhere()
+        self.hold(self.held)
+
+    @amanda.traceable
+    def scaled(self, output: Any) -> Any:
+        return output * self.elsewhere.scale
+
+    def hold(self, held: Any) -> None:
+        self.elsewhere.half = float(held) / 2
+
+
 def function() -> tuple[Callable[[], Any], int]:
     """What computes tanh, and how often."""
     computed = tf.function(lambda x: tf.tanh(x))
@@ -238,7 +271,7 @@ def test_what_is_set_anew_is_read_in_every_mode(program: Any, traces: list[Any])
 
 
 @pytest.mark.parametrize("program", [function, session])
-@pytest.mark.parametrize("kind", [InContainer, InObject, InClosure, InGlobal, InModule, InLayer])
+@pytest.mark.parametrize("kind", [InContainer, InObject, InClosure, InGlobal, InModule, InLayer, InProperty])
 @pytest.mark.parametrize("tensors", [False, True])
 def test_what_is_held_instead_is_read(kind: type[Scaling], program: Any, tensors: bool) -> None:
     values = [tf.constant(one) if tensors else one for one in (2.0, 5.0)]

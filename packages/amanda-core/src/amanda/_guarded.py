@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 CopyT = TypeVar("CopyT")
 
 _VALUES = 8
+"""That something has before it is restless, and copies that are kept."""
 _COPIES = 32
+"""That are made before all that has changed is restless: few values of each, in many combinations."""
 
 
 class History:
@@ -53,6 +55,7 @@ class GuardedCopies(Generic[CopyT]):
 
     def __init__(self, reads: type[Reads]) -> None:
         self.history = History(reads)
+        self._made = 0
         self._all: tuple[tuple[Reads, CopyT], ...] = ()
         self._last: tuple[tuple[Reads, CopyT], ...] = ()
 
@@ -65,8 +68,9 @@ class GuardedCopies(Generic[CopyT]):
         return None
 
     def add(self, copy: CopyT, reads: Reads) -> None:
-        """Keep a copy, and what its routines have read; called under the driver's lock."""
+        """Keep a copy with what its routines have read, and the last few; called under the driver's lock."""
         self.history.take(reads)
-        self._all = ((reads, copy), *self._all)[:_COPIES]
-        if len(self._all) == _COPIES:
-            self.history.limit = 2  # few values of each, in many combinations
+        self._all = ((reads, copy), *self._all)[:_VALUES]
+        self._made += 1
+        if self._made == _COPIES:
+            self.history.limit = 2

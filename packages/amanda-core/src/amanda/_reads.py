@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from amanda import interceptor
+
 if TYPE_CHECKING:
     from amanda.action import Action
 
@@ -113,10 +115,13 @@ class Reads:
 
     def hold(self) -> bool:
         """Whether all is as it was.  It runs at each call of a graph."""
-        for read, holder, name, value in self._places.values():
-            now = read(holder, name)
-            if now is not value and not self.is_same(now, value):
-                return False
+        if not self._places:
+            return True
+        with interceptor.Suspension():  # a property may compute
+            for read, holder, name, value in self._places.values():
+                now = read(holder, name)
+                if now is not value and not self.is_same(now, value):
+                    return False
         return True
 
     def unfollowed(
