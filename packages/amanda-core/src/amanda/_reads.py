@@ -79,7 +79,7 @@ class Reads:
 
     def follow(self, action: Action) -> None:
         """Take up what an action's routine reads."""
-        self._homes |= {_package(action.func), _package(type(action.tool))}
+        self._homes |= {_package(action.func), _package(type(action.tool))} - self.opaque
         self.reach(action.func)
         for value in action.kwargs.values():
             self.reach(value)
@@ -169,7 +169,7 @@ class Reads:
             for part in _parts(value):
                 self.reach(part)
         elif isinstance(value, _CONTAINERS):
-            for one in self._place(_contents, value, None):
+            for one in self._place(_contents, value, None) or ():
                 self.reach(one)
         elif isinstance(value, (ModuleType, type)):
             self._holders.append(value)
@@ -181,7 +181,7 @@ class Reads:
                 self.reach(called if isinstance(called, FunctionType) else None)
 
     def read(self, holder: Any, name: str) -> Any:
-        """Take up an attribute; what it is."""
+        """Take up an attribute; what it is, if it is kept there."""
         return self._place(_attribute, holder, name)
 
     def __contains__(self, value: Any) -> bool:
@@ -214,21 +214,20 @@ class Reads:
             return
         found = inspect.getattr_static(holder, name, _MISSING)
         is_own = name in getattr(holder, "__dict__", ())
-        if isinstance(found, property) and not is_own and _package(found.fget) not in self._homes:
-            self.reach(self.read(holder, name))
-        elif isinstance(found, _FUNCTIONS) and not is_own:
+        is_elsewhere = isinstance(found, property) and _package(found.fget) not in self._homes
+        if isinstance(found, _FUNCTIONS) and not is_own and not is_elsewhere:
             self.reach(found)
         elif found is not _MISSING or isinstance(holder, self.dynamic):
-            value = self.read(holder, name)
-            if value is not _MISSING:
-                self.reach(value)
+            self.reach(self.read(holder, name))
 
     def _place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
+        """What is at a place; None where there is nothing, or what is made anew each time that it is read."""
         place = Place(read, holder, name, read(holder, name))
-        is_kept = self._holds(place)  # and not made anew each time that it is read
-        if is_kept and place.key not in self._left_out:
+        if not self._holds(place):
+            return None
+        if place.key not in self._left_out:
             self._places.setdefault(place.key, place)
-        return place.value
+        return None if place.value is _MISSING else place.value
 
 
 @lru_cache(maxsize=1024)
