@@ -178,3 +178,60 @@ print(scopes)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "['one', 'two']", done.stderr
+
+
+class Gate(tf.Module):  # type: ignore[misc]
+    """Control flow that AutoGraph makes operations of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable([[2.0]])
+
+    def __call__(self, x: Any) -> Any:
+        if tf.reduce_sum(x) > 0:
+            return x @ self.weight
+        return x * 0.0
+
+
+class Repeated(Gate):
+    def __call__(self, x: Any) -> Any:
+        y = super().__call__(x)
+        for _ in tf.range(3):
+            y = y + 1.0
+        return y
+
+
+class Unconverted(Gate):
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, x: Any) -> Any:
+        if tf.reduce_sum(x) > 0:
+            return x
+        return -x
+
+
+@pytest.mark.parametrize("attached_first", [False, True])
+@pytest.mark.parametrize(("kind", "values"), [(Gate, (2.0, 0.0)), (Repeated, (5.0, 3.0))])
+def test_autograph_converts_calls_of_modules_in_a_scope_and_after_it(
+    scopes: Any, kind: Any, values: tuple[float, float], attached_first: bool
+) -> None:
+    with amanda.apply(scopes):
+        module = kind() if attached_first else None
+    module = module or kind()
+    original = vars(kind)["__call__"]
+
+    def calling(x: Any) -> Any:
+        return module(x)
+
+    for program in (module, calling):
+        inside, outside = tf.function(program), tf.function(program)
+        with amanda.apply(scopes):
+            found = [inside(tf.constant([[x]])).numpy().item() for x in (1.0, -1.0)]
+        assert tuple(found) == values
+        assert tuple(outside(tf.constant([[x]])).numpy().item() for x in (1.0, -1.0)) == values
+    assert vars(kind)["__call__"] is original
+
+
+def test_autograph_leaves_a_call_that_is_not_to_be_converted(scopes: Any) -> None:
+    module = Unconverted()
+    with amanda.apply(scopes), pytest.raises(TypeError, match="Tensor"):
+        tf.function(lambda x: module(x))(tf.ones([1, 1]))

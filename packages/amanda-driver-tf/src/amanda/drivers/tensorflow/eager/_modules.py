@@ -2,8 +2,8 @@
 
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,12 +27,12 @@ class Modules:
         for module, name in LAYERS:
             self._leave.append(when_imported(module, partial(self._enclose_layer, module, name)))
         for kind in _callable_modules(tf.Module):
-            self._enclose(kind)
+            self._attributes.set(kind, "__call__", _enclosed(vars(kind)["__call__"]))
 
         def enclosed(kind: Any, /, **kwargs: Any) -> None:
             super(tf.Module, kind).__init_subclass__(**kwargs)
             if isinstance(vars(kind).get("__call__"), types.FunctionType):
-                self._enclose(kind)
+                self._attributes.set(kind, "__call__", _enclosed(vars(kind)["__call__"]))
 
         self._attributes.set(tf.Module, "__init_subclass__", classmethod(enclosed))
 
@@ -45,10 +45,29 @@ class Modules:
     def _enclose_layer(self, module: str, name: str) -> None:
         kind = getattr(sys.modules[module], name, None)
         if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
-            self._enclose(kind)
+            self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], place_within))
 
-    def _enclose(self, kind: type) -> None:
-        self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], place_within))
+
+def _enclosed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a `tf.Module` as a region, which AutoGraph converts as it does without.
+
+    What it cannot convert it would run as it is, and remember that of the module for ever: so it is given a
+    function, and the call itself within the region.
+    """
+    autograph = tf.__internal__.autograph
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        context = autograph.control_status_ctx()
+        converts = context.status.name == "ENABLED"
+        return (autograph.tf_convert(call, context) if converts else call)(*args, **kwargs)
+
+    enclosure = Enclosure(converted, place_within)
+
+    @wraps(call)
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        return enclosure(*args, **kwargs)
+
+    return enclosed
 
 
 def module_path(subjects: Sequence[Any]) -> str:
