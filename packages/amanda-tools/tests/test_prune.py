@@ -671,3 +671,42 @@ def test_what_an_embedding_reads_too_is_left_in_any_form(form: str) -> None:
     assert torch.equal(y, embedding.weight @ embedding.weight.T)
     assert "embedding" in str(tool.result.left)
     assert not tool.result.rows()
+
+
+def test_what_selects_no_weight_is_told() -> None:
+    model, tool = network(), PruneTool(module="encoder", type="conv2d")
+    with amanda.apply(tool):
+        model(X)
+    told = "4 weights were met, of which type='conv2d', module='encoder' selects none"
+    assert told in str(tool.result)
+    with pytest.raises(PruneError, match=told):
+        tool.finalize(model)
+
+
+def test_masks_of_other_modules_are_told() -> None:
+    model, first, again = network(), PruneTool(), PruneTool()
+    with amanda.apply(first):
+        nn.ModuleDict({"module": model})["module"](X)
+    again.load_state_dict({f"module.{name}": value for name, value in first.state_dict().items()})
+    with amanda.apply(again):
+        model(X)
+    assert len(again.result.waiting) == 3
+    assert "3 of the masks that were loaded are of no op that was met, such as module." in str(again.result)
+    assert not first.result.waiting
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sparsity": "0.5"}, ["sparsity", "'0.5'"]), ({"sparsity": None}, ["sparsity", "None"]),
+        ({"begin": 1.5}, ["begin", "1.5"]), ({"frequency": 1.5}, ["frequency", "1.5"]),
+        ({"begin": None}, ["begin", "None"]), ({"end": "9"}, ["end", "'9'"]),
+        ({"seed": 0.5}, ["seed", "0.5"]),
+        ({"type": 5}, ["type", "5", "list"]), ({"pattern": None}, ["pattern", "None"]),
+        ({"regrow": "random", "frequency": 1, "regrow_fraction": "a"}, ["regrow_fraction", "'a'"]),
+    ],
+)  # fmt: skip
+def test_options_of_another_kind_are_refused(options: Any, words: list[str]) -> None:
+    with pytest.raises(PruneError) as error:
+        PruneTool(**options)
+    assert all(word in str(error.value) for word in words)

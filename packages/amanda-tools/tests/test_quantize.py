@@ -569,3 +569,24 @@ def test_parts_of_a_parameter_have_scales_of_their_own_whichever_an_op_reads(met
     with torch.no_grad(), amanda.apply(again):
         assert torch.equal(model(x, [1, 2, 0]), y)
     assert again.state_dict().keys() == tool.state_dict().keys()
+
+
+def test_scales_of_other_modules_are_told() -> None:
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    first, again = QuantizeTool("qat"), QuantizeTool("qat")
+    with amanda.apply(first):
+        nn.ModuleDict({"module": model})["module"](x)
+    again.load_state_dict({f"module{name}": value for name, value in first.state_dict().items()})
+    with amanda.apply(again):
+        model(x)
+    assert again.result.waiting == ("module/linear/input0.scale", "module/linear/weight.scale")
+    assert "2 of the scales that were loaded are of no op that was met" in str(again.result)
+
+
+@pytest.mark.parametrize(
+    "options", [{"percentile": "x"}, {"averaging": "a"}, {"calibration": 1.5}, {"type": 5}]
+)
+def test_options_of_another_kind_are_refused(options: Any) -> None:
+    ((name, given),) = options.items()
+    with pytest.raises(QuantizeError, match=f"{name} is {given!r}"):
+        QuantizeTool(**options)

@@ -383,3 +383,18 @@ def test_a_metric_that_is_no_number_is_no_success(digits: tuple[Tensor, Tensor],
 def test_wrong_options_are_said_before_anything_is_evaluated(make: Callable[[Evaluate], Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         make(lambda: pytest.fail("it was evaluated"))
+
+
+def test_levels_go_from_mild_to_harsh_in_whatever_order_they_are_given() -> None:
+    assert SparsitySweep(lambda: 1.0, (one for one in (0.9, 0.5))).result.level == "sparsity"
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    for sweep, levels in (
+        (SparsitySweep(lambda: (model(x), 1.0)[1], [0.9, 0.5], progress=False), [0.5, 0.9]),
+        (BitsSweep(lambda: (model(x), 1.0)[1], [2, 8], progress=False), [8, 2]),
+    ):
+        result = sweep.run()
+        assert [point.level for point in result.points] == levels * 2
+        assert result.within(0.1) == {"/linear": levels[-1]}
+    for wrong in (0.5, ["a", 0.5]):
+        with pytest.raises(SweepError, match="sparsities is"):
+            SparsitySweep(lambda: 1.0, wrong)  # type: ignore[arg-type]

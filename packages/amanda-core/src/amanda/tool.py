@@ -198,6 +198,10 @@ class Tool:
         """What `keep` holds, by "module path/op/name", and what was loaded but not asked for yet."""
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
+    def waiting_state(self) -> list[str]:
+        """Names of what was loaded and no op has asked for yet: of other modules, if all ops have run."""
+        return sorted(self._amanda.loaded)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take state that `state_dict` gave, also of another process; ops are analysed anew."""
         self._amanda.state = {}

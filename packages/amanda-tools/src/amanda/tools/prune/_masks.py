@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> l
 
 def check_sparsity(sparsity: float) -> None:
     """Raise PruneError for a share that is none."""
-    if not 0 <= sparsity <= 1:
+    if not isinstance(sparsity, Real) or not 0 <= sparsity <= 1:
         raise PruneError(f"sparsity is {sparsity!r}; it is the share that is dropped, from 0 to 1")
 
 

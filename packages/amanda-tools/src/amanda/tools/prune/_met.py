@@ -40,9 +40,18 @@ class Met:
         self.weights: dict[Hashable, Weight] = {}
         self.reasons: dict[str, str] = {}
         self._left: set[Hashable] = set()
+        self._passed = 0
         self._readings: dict[Hashable, Reading] = {}
         self._of: dict[Hashable, list[Weight]] = {}
         self._parts = Parts()
+
+    @property
+    def passed(self) -> str:
+        """What is said where there were weights, and none was selected."""
+        if self.weights or self.reasons or not self._passed:
+            return ""
+        selection = str(self._selects) or "the default of type"
+        return f"{self._passed} weights were met, of which {selection} selects none"
 
     def look_at(self, context: amanda.OpContext) -> None:
         """Note what an op says of weights that are left: it looks rows up, or has several weights."""
@@ -75,7 +84,10 @@ class Met:
         extents = context["shape"](value)
         if held is not None and any(framework.overlaps(part, one.part, whole) for one in others):
             self._readings[key] = Reading(framework, part, whole, others)
-        elif not self._selects(context) or not self._fits(context, extents, value):
+        elif not self._selects(context):
+            self._left.add(key)
+            self._passed += 1
+        elif not self._fits(context, extents, value):
             self._left.add(key)
         else:
             place = (context, "") if whole is None else self._parts.place(context, identity, part, whole)

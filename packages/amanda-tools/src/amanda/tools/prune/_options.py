@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from amanda.tools.prune._errors import PruneError
@@ -45,10 +46,10 @@ class Options:
             raise PruneError(f"regrow={self.regrow!r} exchanges single elements, which {self.name} has not")
         if self.regrow and not self.schedule.goes_on:
             raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
-        if not 0 <= self.fraction <= 1:
-            raise PruneError(f"regrow_fraction is {self.fraction}; it is a share, from 0 to 1")
-        if not 0 <= self.seed < 1 << 64:
-            raise PruneError(f"seed is {self.seed}; it lies between 0 and 2**64 - 1")
+        if not isinstance(self.fraction, Real) or not 0 <= self.fraction <= 1:
+            raise PruneError(f"regrow_fraction is {self.fraction!r}; it is a share, from 0 to 1")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 1 << 64:
+            raise PruneError(f"seed is {self.seed!r}; it is a whole number between 0 and 2**64 - 1")
 
     @property
     def is_global(self) -> bool:

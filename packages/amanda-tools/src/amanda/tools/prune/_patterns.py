@@ -97,7 +97,7 @@ def pattern_of(name: str, granularity: int, norm: int) -> Pattern:
 
     Raises PruneError for another.
     """
-    if vectors := re.fullmatch(r"(\d+):(\d+)", name):
+    if vectors := re.fullmatch(r"(\d+):(\d+)", str(name)):
         n, m = int(vectors[1]), int(vectors[2])
         if 0 < n <= m:
             return Vectors(n, m)

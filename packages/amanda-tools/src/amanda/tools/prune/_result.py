@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.prune._weight import Weight
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, not_met, shortened
 
 
 class PruneResult(Result):
     """The weights with the share of their elements that is dropped.
 
     left: weights that were selected and are not pruned, by module and type, and why.
+    waiting: names of state that was loaded and belongs to no weight that was met.
     """
 
     name: ClassVar[str] = "prune"
@@ -25,13 +26,22 @@ class PruneResult(Result):
         Column("sparsity", show="{:.4f}".format, number=True, unit="share"), Column("pattern"),
     )  # fmt: skip
 
-    def __init__(self, weights: Iterable[Weight], pattern: str, left: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        weights: Iterable[Weight],
+        pattern: str,
+        left: Mapping[str, str],
+        passed: str = "",
+        waiting: Sequence[str] = (),
+    ) -> None:
         self._rows = [
             ("forward", one.type, one.module, one.source, "x".join(map(str, one.extents)), one.layout or "",
              one.size, one.zeros, one.zeros / max(one.size, 1), pattern)
             for one in weights
         ]  # fmt: skip
         self.left = dict(left)
+        self.waiting = tuple(waiting)
+        self._passed = passed
 
     @property
     def sparsity(self) -> float:
@@ -65,4 +75,6 @@ class PruneResult(Result):
         notes = [
             f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements, sparsity {self.sparsity:.4f}."
         ]
+        notes += [f"{self._passed}."] if self._passed else []
+        notes += not_met("masks", self.waiting)
         return notes + [f"{place} is left as it is: {why}." for place, why in self.left.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import cos, pi
+from numbers import Integral
 from typing import Literal, get_args
 
 from amanda.tools.prune._errors import PruneError
@@ -42,6 +43,10 @@ class Schedule:
         check_sparsity(self.initial)
         if self.kind not in get_args(Kind):
             raise PruneError(f"schedule is {self.kind!r}; it is one of {', '.join(get_args(Kind))}")
+        for name in ("begin", "end", "frequency"):
+            given = getattr(self, name)
+            if not isinstance(given, Integral) and (given is not None or name == "begin"):
+                raise PruneError(f"{name} is {given!r}; steps are counted in whole numbers")
         if self.begin < 0:
             raise PruneError(f"begin is {self.begin}; steps count from 0")
         if self.frequency is not None and self.frequency < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import amanda
@@ -33,6 +33,7 @@ class Selection:
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs) -> None:
+        self._told = {"type": type, "module": module, "exclude": exclude}
         self._types = _listed("type", type)
         self._modules = _listed("module", module)
         self._exclude = _listed("exclude", exclude) or ()
@@ -48,6 +49,9 @@ class Selection:
         inside = self._modules is None or _matches(path, self._modules)
         return typed and inside and not _matches(path, self._exclude)
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={given!r}" for name, given in self._told.items() if given is not None)
+
 
 def _matches(path: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*") for glob in globs)
@@ -56,6 +60,8 @@ def _matches(path: str, globs: Sequence[str]) -> bool:
 def _listed(option: str, given: Globs) -> Sequence[str] | None:
     if given is None:
         return None
+    if not isinstance(given, (str, Iterable)):
+        raise PruneError(f"{option} is {given!r}; give a name or a list of names")
     listed = [given] if isinstance(given, str) else list(given)
     for one in listed:
         if not isinstance(one, str) or not one:

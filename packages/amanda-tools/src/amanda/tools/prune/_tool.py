@@ -90,7 +90,9 @@ class PruneTool(amanda.Tool):
     @property
     def result(self) -> PruneResult:
         """The weights that were met, and what is dropped of them."""
-        return PruneResult(self._met.weights.values(), self._options.name, self._met.reasons)
+        met = self._met
+        waiting = [name for name in self.waiting_state() if "/mask" in name] if met.weights else []
+        return PruneResult(met.weights.values(), self._options.name, met.reasons, met.passed, waiting)
 
     def clear(self) -> None:
         """Forget masks and steps: the next step is the first."""
@@ -125,9 +127,10 @@ class PruneTool(amanda.Tool):
                             change(one.part, one.finalized)
                             written += 1
         if not written:
+            passed = f"; {self._met.passed}" if self._met.passed and not met else ""
             raise PruneError(
-                f"none of the {len(met)} weights that the tool has pruned is of this {type(model).__name__}; "
-                "call it in a scope of the tool, or tool.prepare(model, example)"
+                f"none of the {len(met)} weights that the tool has pruned is of this {type(model).__name__}"
+                f"{passed}; call it in a scope of the tool, or tool.prepare(model, example)"
             )
         return self.result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding
@@ -46,14 +47,16 @@ class Options:
         for bits in (self.weight_bits, self.activation_bits):
             if bits is not None:
                 Grid.of(bits, False)
+        for name in ("percentile", "averaging"):
+            if not isinstance(getattr(self, name), Real):
+                raise QuantizeError(f"{name} is {getattr(self, name)!r}; give a number")
         if not 50 < self.percentile <= 100:
             raise QuantizeError(f"percentile is {self.percentile!r}; give more than 50 and at most 100")
         if not 0 < self.averaging <= 1:
             raise QuantizeError(f"averaging is {self.averaging!r}; give more than 0 and at most 1")
-        if isinstance(self.calibration, bool) or self.calibration < 0:
-            raise QuantizeError(
-                f"calibration is {self.calibration!r}; give a number of executions, 0 for none"
-            )
+        count = self.calibration
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+            raise QuantizeError(f"calibration is {count!r}; give a number of executions, 0 for none")
         if self.method.startswith("lsq") and self.rounding != "half_even":
             raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
         if self.method in ("dynamic", "qat") and self.observer != "minmax":

@@ -8,7 +8,7 @@ from functools import partial
 from math import isfinite
 from typing import Any, ClassVar
 
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, not_met, shortened
 
 _number = partial(Column, show="{:.4g}".format, number=True)
 _decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
@@ -41,7 +41,10 @@ class Quantized:
 
 
 class QuantizeResult(Result):
-    """Every tensor that is quantised, in the order in which the ops were met."""
+    """Every tensor that is quantised, in the order in which the ops were met.
+
+    waiting: names of scales that were loaded and belong to no op that was met.
+    """
 
     name: ClassVar[str] = "quantize"
     title = "Quantised tensors"
@@ -52,9 +55,11 @@ class QuantizeResult(Result):
         Column("executions", show="{:,}".format, number=True), _decibels("SQNR"), _decibels("output SQNR"),
     )  # fmt: skip
 
-    def __init__(self, tensors: Iterable[Quantized], method: str = "static") -> None:
+    def __init__(
+        self, tensors: Iterable[Quantized], method: str = "static", waiting: Sequence[str] = ()
+    ) -> None:
         self.tensors = tuple(tensors)
-        self.method = method
+        self.method, self.waiting = method, tuple(waiting)
 
     def __iter__(self) -> Any:
         return iter(self.tensors)
@@ -84,7 +89,7 @@ class QuantizeResult(Result):
                 "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
                 "of the same inputs unquantised; none where there is no noise."
             )
-        return notes
+        return notes + not_met("scales", self.waiting)
 
     def facts(self) -> Mapping[str, Any]:
         """The method, and every scale and zero point."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -63,6 +63,8 @@ class QuantizeTool(amanda.Tool):
         sqnr: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(type, (str, Iterable)) and type is not None:
+            raise QuantizeError(f"type is {type!r}; give a name or a list of names")
         wanted = TYPES if type is None else (type,) if isinstance(type, str) else tuple(type)
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
@@ -106,7 +108,8 @@ class QuantizeTool(amanda.Tool):
     def result(self) -> QuantizeResult:
         """Every tensor that is quantised, with its scale, zero point and noise."""
         rows = [row for place in self._places.values() for row in place.rows()]
-        return QuantizeResult(rows, self.options.method)
+        waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
+        return QuantizeResult(rows, self.options.method, waiting)
 
     def clear(self) -> None:
         """Forget scales and noise; ops are analysed anew."""

@@ -15,9 +15,10 @@ from amanda.tools.results._merging import Mergeable, by_rank, can_merge, merge
 from amanda.tools.results._plotted import PlottedResult
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._table import Table, load, restored
-from amanda.tools.results._text import amount, shortened
+from amanda.tools.results._text import amount, not_met, shortened
 
 __all__ = [
     "Column", "KeyedResult", "Mergeable", "PlottedResult", "Result", "Table", "amount", "by_rank",
-    "can_merge", "check_schema", "gather", "in_words", "load", "merge", "read_json", "restored", "shortened",
+    "can_merge", "check_schema", "gather", "in_words", "load", "merge", "not_met", "read_json", "restored",
+    "shortened",
 ]  # fmt: skip

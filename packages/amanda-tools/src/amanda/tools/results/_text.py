@@ -28,6 +28,19 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
+def not_met(what: str, names: Sequence[str]) -> list[str]:
+    """The note on state that was loaded and that no op has asked for, if there is any.
+
+    >>> not_met("masks", ["module.fc/linear/mask"])
+    ['1 of the masks that were loaded is of no op that was met: module.fc/linear/mask.']
+    """
+    if not names:
+        return []
+    one = f"is of no op that was met: {names[0]}"
+    told = one if len(names) == 1 else f"are of no op that was met, such as {names[0]}"
+    return [f"{len(names)} of the {what} that were loaded {told}."]
+
+
 def fitting(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, numbers: Sequence[bool]
 ) -> tuple[list[int], int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
-from amanda.tools.sweep._sweep import Sweep
+from amanda.tools.sweep._sweep import Sweep, SweepError
+
+Number = TypeVar("Number", int, float)
 
 
 class SparsitySweep(Sweep[float]):
@@ -37,7 +39,9 @@ class SparsitySweep(Sweep[float]):
                 with tool.preparing():
                     evaluate()
 
-        super().__init__(evaluate, make, sparsities, prepare, "sparsity", metric, progress)
+        super().__init__(
+            evaluate, make, _ordered("sparsities", sparsities), prepare, "sparsity", metric, progress
+        )
         self._check_levels()
 
 
@@ -75,5 +79,14 @@ class BitsSweep(Sweep[int]):
                 with tool.calibrating():
                     calibrate()
 
-        super().__init__(evaluate, make, bits, prepare, "bits", metric, progress)
+        mild = _ordered("bits", bits)[::-1]
+        super().__init__(evaluate, make, mild, prepare, "bits", metric, progress)
         self._check_levels()
+
+
+def _ordered(name: str, levels: Iterable[Number]) -> list[Number]:
+    """Levels in rising order, as a sweep wants them from mild to harsh."""
+    try:
+        return sorted(levels)
+    except TypeError as error:
+        raise SweepError(f"{name} is {levels!r}; give a list of numbers") from error
