@@ -1,102 +1,80 @@
-"""What the rules read of TensorFlow's ops, in words that are the same for every framework."""
+"""What the rules read of TensorFlow's ops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from amanda.tools.effective_path._windows import sliding
-
-
-def array(tensor: Any) -> NDArray[Any]:
-    """A copy of a tensor on the host; of types that numpy lacks, in float32."""
-    found = np.array(tensor)
-    return found if found.dtype.isbuiltin == 1 else found.astype(np.float32)
+from amanda.tools.effective_path._reading import Move, Norm, Reading, Window, padding_of_same, text
 
 
-def arguments(
-    kind: str,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    attributes: Mapping[str, Any],
-    layout: str | None,
-) -> dict[str, Any]:
-    """By the word of an op: `tables` of windows, `axes`, `axis`, `move`, `turned`, `signs`, `equation`."""
-    if "pool" in kind or "conv" in kind:
-        return {"tables": _tables(inputs, outputs, attributes, layout or "")}
-    if kind in ("mean", "sum", "amax"):
-        return {"axes": np.atleast_1d(inputs[1]).tolist()}
-    if kind == "batch_norm":
-        return {"scale": _scale(inputs, attributes, layout or "NHWC")}
-    if kind == "cat":
-        return {"axis": int(inputs[1])}
-    if kind == "stack":
-        return {"axis": attributes.get("axis", 0)}
-    if kind == "matmul":
-        names = (("transpose_a", "adj_x"), ("transpose_b", "adj_y"))
-        return {"turned": tuple(any(bool(attributes.get(name)) for name in one) for one in names)}
-    if kind == "sub":
-        return {"signs": (1, -1)}
-    if kind == "einsum":
-        return {"equation": _text(attributes["equation"])}
-    move = _moves(kind, inputs, outputs, attributes)
-    return {} if move is None else {"move": move}
+class TensorFlowReading(Reading):
+    """An op of TensorFlow."""
 
+    usual = "NHWC"
 
-def _tables(
-    inputs: Sequence[Any], outputs: Sequence[Any], attributes: Mapping[str, Any], layout: str
-) -> list[Any]:
-    axes = [i for i, axis in enumerate(layout) if axis not in "NC"]
-    window = attributes.get("ksize")
-    tables = []
-    for nth, axis in enumerate(axes):
-        size, count = inputs[0].shape[axis], outputs[0].shape[axis]
-        kernel = inputs[1].shape[nth] if window is None else window[axis]
-        stride, dilation = (
-            attributes["strides"][axis],
-            (attributes.get("dilations") or [1] * len(layout))[axis],
-        )
-        before = 0
-        if _text(attributes["padding"]) == "SAME":
-            before = max((count - 1) * stride + (kernel - 1) * dilation + 1 - size, 0) // 2
-        elif attributes.get("explicit_paddings"):
-            before = attributes["explicit_paddings"][2 * axis]
-        tables.append(sliding(size, count, kernel, stride, before, dilation))
-    return tables
+    def windows(self, axes: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> Iterator[Window]:
+        """By `strides` and `dilations` of all axes, and `padding`."""
+        attributes, ksize = self.attributes, self.attributes.get("ksize")
+        for nth, (axis, size, count) in enumerate(zip(axes, sizes, counts, strict=True)):
+            kernel = self.inputs[1].shape[nth] if ksize is None else ksize[axis]
+            stride, dilation = attributes["strides"][axis], (attributes.get("dilations") or {axis: 1})[axis]
+            before = 0
+            if text(attributes["padding"]) == "SAME":
+                before = padding_of_same(size, count, kernel, stride, dilation) // 2
+            elif attributes.get("explicit_paddings"):
+                before = attributes["explicit_paddings"][2 * axis]
+            yield Window(kernel, stride, before, dilation)
 
+    def axes(self) -> list[int] | None:
+        """The second input."""
+        axes: list[int] = np.atleast_1d(self.inputs[1]).tolist()
+        return axes
 
-def _scale(inputs: Sequence[Any], attributes: Mapping[str, Any], layout: str) -> NDArray[Any]:
-    """By what a batch norm scales each channel."""
-    data, gamma, _, _, variance = inputs
-    if attributes.get("is_training"):
-        variance = data.var(axis=tuple(i for i, axis in enumerate(layout) if axis != "C"))
-    scale: NDArray[Any] = gamma / np.sqrt(variance.astype(np.float64) + attributes["epsilon"])
-    return scale
+    def norm(self) -> Norm:
+        """Of input, scale, offset, mean and variance."""
+        _, gamma, _, _, variance = self.inputs
+        trains = self.attributes.get("is_training")
+        return Norm(gamma, None if trains else variance, self.attributes["epsilon"])
 
+    def axis(self) -> int:
+        """An input or, of what is stacked, an attribute."""
+        return int(self.inputs[1] if self.kind == "cat" else self.attributes.get("axis", 0))
 
-def _moves(kind: str, inputs: Sequence[Any], outputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
-    """What an op that moves elements does to an array; None of other ops."""
+    def equation(self) -> str:
+        """The attribute."""
+        return text(self.attributes["equation"])
 
-    def cut(a: Any) -> Any:
-        if len(inputs) == 3:  # a Slice, of begin and size
-            begin, size = (np.asarray(one).tolist() for one in inputs[1:])
-            return a[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, size, strict=True))]
-        begin, end, step = (np.asarray(one).tolist() for one in inputs[1:])
-        return a[strided(begin, end, step, attributes)]
+    def special(self) -> dict[str, Any]:
+        """Products of what is turned, and differences."""
+        if self.kind == "matmul":
+            names = (("transpose_a", "adj_x"), ("transpose_b", "adj_y"))
+            return {"turned": tuple(any(bool(self.attributes.get(name)) for name in one) for one in names)}
+        return {"signs": (1, -1)} if self.kind == "sub" else {}
 
-    def parts(a: Any) -> Any:
-        return np.split(a, attributes["num_split"], axis=int(inputs[0]))
+    def moves(self) -> Mapping[str, Move]:
+        """By inputs that are constants."""
+        inputs, outputs, attributes = self.inputs, self.outputs, self.attributes
 
-    moves = {
-        "permute": lambda a: a.transpose(np.asarray(inputs[1]).tolist()), "getitem": cut,
-        "pad": lambda a: np.pad(a, np.asarray(inputs[1]).tolist(), constant_values=-1),
-        "unbind": lambda a: [np.take(a, i, axis=attributes.get("axis", 0)) for i in range(len(outputs))],
-        "expand": lambda a: np.broadcast_to(a, outputs[0].shape),
-    }  # fmt: skip
-    return parts if kind == "split" else moves.get("pad" if kind in ("Pad", "PadV2") else kind)
+        def cut(a: Any) -> Any:
+            if len(inputs) == 3:  # a Slice, of begin and size
+                begin, size = (np.asarray(one).tolist() for one in inputs[1:])
+                return a[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, size, strict=True))]
+            begin, end, step = (np.asarray(one).tolist() for one in inputs[1:])
+            return a[strided(begin, end, step, attributes)]
+
+        def padded(a: Any) -> Any:
+            return np.pad(a, np.asarray(inputs[1]).tolist(), constant_values=-1)
+
+        return {
+            "permute": lambda a: a.transpose(np.asarray(inputs[1]).tolist()), "getitem": cut,
+            **dict.fromkeys(("pad", "Pad", "PadV2"), padded),
+            "unbind": lambda a: [np.take(a, i, axis=attributes.get("axis", 0)) for i in range(len(outputs))],
+            "expand": lambda a: np.broadcast_to(a, outputs[0].shape),
+            "split": lambda a: np.split(a, attributes["num_split"], axis=int(inputs[0])),
+        }  # fmt: skip
 
 
 _MASKS = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
@@ -119,7 +97,3 @@ def strided(
         else:
             index.append(slice(None if "begin" in has else first, None if "end" in has else last, stride))
     return tuple(index)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

@@ -12,12 +12,16 @@ import numpy as np
 
 import amanda
 from amanda.errors import ToolError
-from amanda.tools.effective_path import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._folding import AFFINE
+from amanda.tools.effective_path._onnxruntime import OnnxReading
+from amanda.tools.effective_path._onnxruntime import word as word_of_onnx
 from amanda.tools.effective_path._path import EffectivePath, PathError
+from amanda.tools.effective_path._pytorch import TorchReading
+from amanda.tools.effective_path._reading import Reading
 from amanda.tools.effective_path._result import EffectivePathResult
 from amanda.tools.effective_path._rules import FIRST, PASSING, RULES
+from amanda.tools.effective_path._tensorflow import TensorFlowReading
 from amanda.tools.effective_path._terms import Mode, Rule, Step, Where
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace import Graph, Op, Tensor, TraceTool
@@ -29,12 +33,12 @@ _NO_NUMBERS = ("resource", "variant", "string", "complex")
 class _Place:
     """One op of the program, and what its last execution read and gave."""
 
-    type: str
+    kind: str
     attributes: Mapping[str, Any]
     weight: int | None
     layout: str | None
     weight_layout: str | None
-    framework: Any
+    framework: type[Reading]
     dtype: Any
     shapes_alone: bool
     inputs: list[Any] | None = None
@@ -42,7 +46,7 @@ class _Place:
 
     def may_vary(self, where: Where) -> bool:
         """Whether an input can be no weight, and no scale or statistic of a normalisation."""
-        return where[0] != self.weight and (self.type not in FIRST or where[0] == 0)
+        return where[0] != self.weight and (self.kind not in FIRST or where[0] == 0)
 
 
 class EffectivePathTool(amanda.Tool):
@@ -78,8 +82,8 @@ class EffectivePathTool(amanda.Tool):
         self._places: dict[int, _Place] = {}
         self._missing: dict[str, str] = {}
         frameworks = [
-            ["pytorch", _read_by(_pytorch)], ["tensorflow", _read_by(_tensorflow)],
-            ["onnxruntime", _read_by(_onnxruntime, _onnxruntime.word)],
+            ["pytorch", _read_by(TorchReading)], ["tensorflow", _read_by(TensorFlowReading)],
+            ["onnxruntime", _read_by(OnnxReading, word_of_onnx)],
         ]  # fmt: skip
         self.depends_on(StandardMapping(), self._trace, MappingTool(frameworks))
         self.add_inst_for_op(self._analyse)
@@ -169,12 +173,10 @@ class EffectivePathTool(amanda.Tool):
             place = self._places.get(op.id)
             if place is None or place.inputs is None or place.outputs is None:
                 continue
-            arguments = place.framework.arguments(
-                place.type, place.inputs, place.outputs, place.attributes, place.layout
-            )
+            reading = place.framework(place.kind, place.inputs, place.outputs, place.attributes, place.layout)
             steps[op.index] = Step(
-                op, place.type, place.inputs, place.outputs, place.weight, place.layout, place.weight_layout,
-                arguments, [one for one in _reads_of(op, varying) if place.may_vary(one)],
+                op, place.kind, place.inputs, place.outputs, place.weight, place.layout, place.weight_layout,
+                reading.arguments(), [one for one in _reads_of(op, varying) if place.may_vary(one)],
             )  # fmt: skip
         return steps
 
@@ -196,7 +198,7 @@ class EffectivePathTool(amanda.Tool):
         return self._output is None or fnmatchcase(module.replace("/", "."), self._output.replace("/", "."))
 
 
-def _read_by(framework: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
+def _read_by(framework: type[Reading], word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
     def rule(context: amanda.OpContext) -> None:
         context["effective path"] = framework, word(context)
 
