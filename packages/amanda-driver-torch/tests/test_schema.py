@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from amanda.drivers.torch._schema import binding, flatten_outputs, unflatten
+from amanda.drivers.torch._schema import binding, flatten_outputs
 
 X, W, B = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
 M, N = torch.randn(3, 3), torch.randn(3, 3)
@@ -303,7 +303,7 @@ OUTPUTS = [
 def test_outputs_are_taken_apart_and_rebuilt_as_the_same_type(output: Any, flat: list[Any]) -> None:
     values, spec = flatten_outputs(output)
     assert identical(values, flat)
-    rebuilt = unflatten(spec, values)
+    rebuilt = spec(values)
     assert type(rebuilt) is type(output)
     assert identical(rebuilt, output)
 
@@ -312,6 +312,6 @@ def test_a_wrong_number_of_outputs_is_an_error() -> None:
     _, single = flatten_outputs(M)
     _, none = flatten_outputs(None)
     with pytest.raises(ValueError, match="too many values"):
-        unflatten(single, [M, N])
+        single([M, N])
     with pytest.raises(ValueError, match="expected no output, got 1"):
-        unflatten(none, [M])
+        none([M])

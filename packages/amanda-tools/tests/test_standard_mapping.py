@@ -15,7 +15,7 @@ from torch import nn
 import amanda
 from amanda.interceptor import NATIVE
 from amanda.testing import never
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import StandardMapping, itemsize
 
 VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
 
@@ -408,3 +408,11 @@ def test_a_parameter_that_is_not_initialised_yet_has_no_shape() -> None:
         lazy(torch.ones(1, 3))
     assert None in seen
     assert (1, 3) in seen
+
+
+def test_sizes_of_elements_are_those_of_torch() -> None:
+    dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    assert {one: itemsize(str(one).removeprefix("torch.")) for one in dtypes} == {
+        one: one.itemsize for one in dtypes
+    }
+    assert itemsize("resource") is itemsize(None) is None

@@ -235,11 +235,6 @@ def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
     return [output], _single
 
 
-def unflatten(spec: OutputSpec, outputs: Sequence[Any]) -> Any:
-    """What the operator returned, of the same type, with these outputs in it."""
-    return spec(outputs)
-
-
 def _nothing(outputs: Sequence[Any]) -> None:
     if outputs:
         raise ValueError(f"expected no output, got {len(outputs)}")

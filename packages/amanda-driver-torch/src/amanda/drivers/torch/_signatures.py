@@ -141,11 +141,6 @@ def signatures(called: Any) -> tuple[Signature, ...]:
     return ()
 
 
-def has_schema(target: Target) -> bool:
-    """Whether an ATen schema or a signature of this module describes the target."""
-    return target.name in PYTHON_SIGNATURES or bool(_aten_schemas(target.canonical))
-
-
 @cache
 def _target_signatures(target: Target) -> tuple[Signature, ...]:
     written = PYTHON_SIGNATURES.get(target.name)

@@ -40,11 +40,6 @@ class Distance:
     largest: float
     exact: bool
 
-    @property
-    def is_none(self) -> bool:
-        """Whether there is no difference."""
-        return self.relative == 0.0
-
 
 def tolerance(one: str, other: str, rtol: float | None = None) -> float:
     """The relative error up to which tensors of two element types agree: that of the less precise."""

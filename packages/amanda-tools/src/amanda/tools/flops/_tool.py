@@ -13,7 +13,7 @@ from amanda.tools.flops import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
 from amanda.tools.flops._formulas import FORMULAS, MOVES, no_cost
 from amanda.tools.flops._result import FlopsResult, Place
-from amanda.tools.mapping import MappingTool, StandardMapping, local, share
+from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
@@ -252,12 +252,5 @@ def _bytes(context: amanda.OpContext, values: Sequence[Any]) -> int:
         if isinstance(value, (list, tuple)):
             total += _bytes(context, value)
         elif (extents := context["shape"](local(value))) is not None and None not in extents:
-            total += prod(extents) * _WIDTHS.get(context["dtype"](value), 4)
+            total += prod(extents) * (itemsize(context["dtype"](value)) or 4)
     return total
-
-
-_WIDTHS = {
-    "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2,
-    "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
-    "complex64": 8, "complex128": 16,
-}  # fmt: skip

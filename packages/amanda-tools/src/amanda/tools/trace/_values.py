@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import amanda
+from amanda.tools.mapping import itemsize
 
 Forget = Callable[[Hashable], None]
 
@@ -67,7 +68,7 @@ class Values:
     def describe(self, tensor: Any) -> Description:
         """Extents, element type, device and size."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
-        size = None if shape is None or None in shape else prod(shape) * width(dtype)
+        size = None if shape is None or None in shape else prod(shape) * (itemsize(dtype) or 0)
         device = getattr(tensor, "device", None)
         return Description(shape, dtype, str(device) if device else None, size)
 
@@ -153,15 +154,3 @@ class Values:
     def accumulated(self) -> Any:
         """The tensor in which the op adds gradients up; None of others."""
         return None
-
-
-_WIDTHS = {
-    "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2,
-    "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
-    "complex64": 8, "complex128": 16,
-}  # fmt: skip
-
-
-def width(dtype: str | None) -> int:
-    """Bytes of an element."""
-    return _WIDTHS.get(dtype or "", 0)
