@@ -5,23 +5,17 @@ const AXIS = 22;
 const TRACK = 18;
 const PLOT = 46;
 
-class Timeline {
+class Timeline extends Chart {
   constructor(model, content, element, tools) {
-    Object.assign(this, { model, content, element, tools });
+    super(model, element, tools, endOf(content), 0.05);
+    this.content = content;
     this.title = "Timeline";
+    this.whole = "all of the time";
     this.events = content.events;
     this.size = this.events.start.length;
-    this.end = Math.max(1, ...content.counters.flatMap((counter) => counter.points.map(([at]) => at)).slice(-1));
-    for (let i = 0; i < this.size; i += 1) this.end = Math.max(this.end, this.events.start[i] + this.events.duration[i]);
     this.byLane = this.lanes();
     this.colours = this.events.name.map((name, i) => kindOf(this.events.op[i] >= 0 ? model.ops.type[this.events.op[i]] : name.replace(/^aten::/, "")));
-    this.from = 0;
-    this.to = this.end;
     this.top = 0;
-    this.current = -1;  // the event that was clicked
-    this.draw = eachFrame(() => this.render());
-    model.on("selection", () => this.follow());
-    model.on("search", () => { if (this.shown) this.draw(); });
   }
 
   // For each track and depth its events by their start; what lies in sight is found by halving.
@@ -31,50 +25,10 @@ class Timeline {
     return lanes;
   }
 
-  show() {
-    this.shown = true;
-    this.canvas = h("canvas", { class: "timeline", tabindex: 0, role: "img" });
-    this.tip = h("div", { class: "tip", hidden: true });
-    this.said = h("p", { class: "note", "aria-live": "polite" });
-    this.element.replaceChildren(this.canvas, this.tip, this.said);
-    if (this.content.dropped) this.said.textContent = `${plural(this.content.dropped, "shorter event")} not shown`;
-    const button = (text, title, action) => h("button", { type: "button", title, "aria-label": title, onclick: action }, text);
-    this.tools.replaceChildren(button("−", "Zoom out", () => this.zoom(1.6)), button("+", "Zoom in", () => this.zoom(1 / 1.6)),
-      button("Fit", "Fit: show all of the time", () => this.look(0, this.end)));
-    this.listen();
-    this.watch = new ResizeObserver(this.draw);
-    this.watch.observe(this.element);
-    this.dark = matchMedia("(prefers-color-scheme: dark)");
-    this.dark.addEventListener("change", this.draw);
-    this.follow();
-    this.render();
-  }
-
-  hide() {
-    this.shown = false;
-    if (this.watch) this.watch.disconnect();
-    if (this.dark) this.dark.removeEventListener("change", this.draw);
-    this.element.replaceChildren();
-    this.tools.replaceChildren();
-  }
-
-  get width() { return this.canvas.clientWidth; }
-
-  x(time) { return ((time - this.from) / (this.to - this.from)) * this.width; }
-
-  time(x) { return this.from + (x / this.width) * (this.to - this.from); }
-
-  look(from, to) {
-    const span = clamp(to - from, Math.min(0.05, this.end), this.end);
-    this.from = clamp(from, 0, this.end - span);
-    this.to = this.from + span;
-    if (this.shown) this.draw();
-  }
-
-  zoom(factor, x = this.width / 2) {
-    const at = this.time(x);
-    const span = clamp((this.to - this.from) * factor, Math.min(0.05, this.end), this.end);
-    this.look(at - (x / this.width) * span, at - (x / this.width) * span + span);
+  parts() {
+    const said = h("p", { class: "note", "aria-live": "polite" });
+    if (this.content.dropped) said.textContent = `${plural(this.content.dropped, "shorter event")} not shown`;
+    return [this.canvas, this.tip, said];
   }
 
   // The selected op's event comes into sight.
@@ -96,16 +50,7 @@ class Timeline {
   render() {
     if (!this.shown) return;
     const { canvas } = this;
-    const ratio = window.devicePixelRatio || 1;
-    const [wide, tall] = [canvas.clientWidth, canvas.clientHeight];
-    canvas.width = Math.round(wide * ratio);
-    canvas.height = Math.round(tall * ratio);
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
-    const style = getComputedStyle(document.documentElement);
-    this.colour = (name) => style.getPropertyValue(`--${name}`).trim();
-    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    pen.textBaseline = "middle";
+    const [pen, wide, tall] = this.pen();
     this.boxes = [];
     let y = AXIS - this.top;
     for (const counter of this.content.counters) {
@@ -180,8 +125,8 @@ class Timeline {
       pen.lineTo(x, high(next));
       value = next;
     }
-    pen.lineTo(clamp(this.x(this.end), 0, wide), high(value));
-    pen.lineTo(clamp(this.x(this.end), 0, wide), base);
+    pen.lineTo(clamp(this.x(this.all), 0, wide), high(value));
+    pen.lineTo(clamp(this.x(this.all), 0, wide), base);
     pen.fill();
     pen.fillStyle = this.colour("soft");
     pen.fillText(`${counter.name}, at most ${amount(most)}`, 8, y + 8);
@@ -213,7 +158,7 @@ class Timeline {
   }
 
   spoken() {
-    const all = `Timeline of ${plural(this.size, "event")}, ${duration(this.end * 1e-6)}`;
+    const all = `Timeline of ${plural(this.size, "event")}, ${duration(this.all * 1e-6)}`;
     if (this.current < 0) return all;
     const { name, start, duration: lasting } = this.events;
     return `${all}; selected: ${name[this.current]}, ${duration(lasting[this.current] * 1e-6)} from ${duration(start[this.current] * 1e-6)} on`;
@@ -222,43 +167,25 @@ class Timeline {
   // ---- moving ----
 
   listen() {
-    const { canvas } = this;
-    let drag = null;
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      if (event.shiftKey) this.scrollBy(event.deltaY || event.deltaX);
-      else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.slide(event.deltaX);
-      else this.zoom(Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.002)), event.offsetX);
-    }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => {
-      drag = { x: event.clientX, y: event.clientY, moved: false };
-      canvas.setPointerCapture(event.pointerId);
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!drag) { this.hover(event); return; }
-      const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
-      if (!drag.moved && Math.hypot(dx, dy) < 4) return;
-      this.slide(-dx);
-      this.scrollBy(-dy);
-      drag = { x: event.clientX, y: event.clientY, moved: true };
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      if (drag && !drag.moved) this.pick(this.eventAt(event.offsetX, event.offsetY));
-      drag = null;
-    });
-    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
-    canvas.addEventListener("dblclick", (event) => {
+    super.listen();
+    this.canvas.addEventListener("dblclick", (event) => {
       const i = this.eventAt(event.offsetX, event.offsetY);
       if (i >= 0) this.look(this.events.start[i] - this.events.duration[i] * 0.1, this.events.start[i] + this.events.duration[i] * 1.1);
     });
-    canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
-  slide(pixels) {
-    const step = (pixels / this.width) * (this.to - this.from);
-    const span = this.to - this.from;
-    this.look(this.from + step, this.from + step + span);
+  wheel(event) {
+    if (event.shiftKey) this.scrollBy(event.deltaY || event.deltaX);
+    else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.slide(event.deltaX);
+    else super.wheel(event);
   }
+
+  drag(dx, dy) {
+    super.drag(dx);
+    this.scrollBy(-dy);
+  }
+
+  click(x, y) { this.pick(this.eventAt(x, y)); }
 
   scrollBy(pixels) {
     this.top = clamp(this.top + pixels, 0, Math.max(0, this.height - this.canvas.clientHeight));
@@ -293,25 +220,19 @@ class Timeline {
 
   hover(event) {
     const i = this.eventAt(event.offsetX, event.offsetY);
-    this.tip.hidden = i < 0;
-    if (i < 0) return;
     const op = this.events.op[i];
-    this.tip.replaceChildren(h("strong", {}, this.events.name[i]), ` ${duration(this.events.duration[i] * 1e-6)}`,
-      op >= 0 ? h("div", {}, this.model.ops.module[op]) : "");
-    this.tip.style.left = `${Math.max(0, Math.min(event.offsetX + 12, this.width - this.tip.offsetWidth - 4))}px`;
-    this.tip.style.top = `${event.offsetY + 16}px`;
+    this.tell(event, ...(i < 0 ? [] : [h("strong", {}, this.events.name[i]), ` ${duration(this.events.duration[i] * 1e-6)}`,
+      op >= 0 ? h("div", {}, this.model.ops.module[op]) : ""]));
   }
 
-  key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const actions = {
-      ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1), ArrowUp: () => this.scrollBy(-40), ArrowDown: () => this.scrollBy(40),
-      "+": () => this.zoom(1 / 1.6), "=": () => this.zoom(1 / 1.6), "-": () => this.zoom(1.6), 0: () => this.look(0, this.end),
-    };
-    if (!(event.key in actions)) return;
-    actions[event.key]();
-    event.preventDefault();
-  }
+  keys() { return { ArrowUp: () => this.scrollBy(-40), ArrowDown: () => this.scrollBy(40) }; }
+}
+
+// When the last event or change of a counter is.
+function endOf({ events, counters }) {
+  let end = Math.max(1, ...counters.flatMap((counter) => counter.points.map(([at]) => at)).slice(-1));
+  for (let i = 0; i < events.start.length; i += 1) end = Math.max(end, events.start[i] + events.duration[i]);
+  return end;
 }
 
 function fitted(pen, text, width) {
