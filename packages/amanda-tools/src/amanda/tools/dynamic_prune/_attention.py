@@ -8,23 +8,13 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from autoray import astype, do, get_dtype_name
+from autoray import do
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
 from amanda.tools.dynamic_prune._flow import Node
-from amanda.tools.dynamic_prune._math import (
-    binary_gumbel,
-    density_count,
-    framework,
-    per_token,
-    per_unit,
-    renormalised,
-    stop,
-    wide,
-    winners,
-)
+from amanda.tools.dynamic_prune._math import framework
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
     PRODUCTS,
@@ -35,32 +25,10 @@ from amanda.tools.dynamic_prune._patterns import (
     scores_of,
 )
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
+from amanda.tools.dynamic_prune._skimming import Attention, Skimming, along
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-
-
-@dataclass(eq=False)
-class _Attention:
-    """An attention, and what it decided for the last input.
-
-    heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
-    before it.  skim: parameters of the learned predictor.  alive: 0/1, (N, T), the tokens that it was given;
-    None for all.  later: those that are left for the next.  count: of the units that are left, where each
-    input keeps as many.  carries: whether the sequences of later layers are the same, as far as residual
-    connections show: windows of images are others in each layer.
-    """
-
-    pruned: Pruned
-    node: Node
-    heads: int | None
-    width: int
-    previous: _Attention | None
-    skim: tuple[Any, ...]
-    alive: Any = None
-    later: Any = None
-    count: int = 0
-    carries: bool = True
 
 
 @dataclass(eq=False)
@@ -71,7 +39,7 @@ class _Sum:
     back to the state that was added to.
     """
 
-    attention: _Attention
+    attention: Attention
     is_normed: bool
     state: Any = None
 
@@ -103,10 +71,10 @@ class AttentionPruneTool(DynamicPruneTool):
     ) -> None:
         super().__init__(seed)
         _check(unit, by, block, protect, hidden)
-        self._size, self._learned = (block if unit == "block" else 1), by == "learned"
-        self._keep, self._protect = checked_share("keep", keep), protect
+        size, share = block if unit == "block" else 1, checked_share("keep", keep)
+        self._skimming = Skimming(size, protect, share, by == "learned", self._noise)
         self._strength, self._hidden = strength, hidden
-        self._attentions: dict[str, _Attention] = {}
+        self._attentions: dict[str, Attention] = {}
         self._fused: set[str] = set()
         self.add_inst_for_op(self._look)
         self.add_inst_for_op(self._note, require_outputs=True)
@@ -119,11 +87,11 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """strength times the squared distance from `keep` of the mean share of tokens in the attentions."""
-        ran = [one for one in self._attentions.values() if one.later is not None and self._learned]
+        ran = [one for one in self._attentions.values() if one.later is not None and self._skimming.learned]
         if not ran:
             return 0.0
         share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
-        return self._strength * (share - self._keep) ** 2
+        return self._strength * (share - self._skimming.keep) ** 2
 
     def clear(self) -> None:
         """Forget what was pruned, and the decisions of the last execution."""
@@ -149,7 +117,7 @@ class AttentionPruneTool(DynamicPruneTool):
                 self._fused.add(kind)
                 return
             one = self._attention(context, node, node)
-            context.replace_op(partial(attend, partial(self._attend, one=one)))
+            context.replace_op(partial(attend, partial(self._skimming.attend, one=one)))
         elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
@@ -166,18 +134,18 @@ class AttentionPruneTool(DynamicPruneTool):
         if context["phase"] == "forward":
             self._flow.made(context["node"], context.get_outputs() or [])
 
-    def _attention(self, context: amanda.OpContext, node: Node, product: Node) -> _Attention:
+    def _attention(self, context: amanda.OpContext, node: Node, product: Node) -> Attention:
         if self.place(context) not in self._attentions:
             scores, given = node.shapes[0] or (), product.shapes[0] or ()
             heads = (
                 head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
             )
             count = heads or (scores[1] if len(scores) == 4 else 1) or 1
-            one = _Attention(
+            one = Attention(
                 Pruned(context["type"], context.get_scope(), context.get_source(),
-                       "tokens" if self._size == 1 else f"blocks of {self._size}"),
+                       "tokens" if self._skimming.size == 1 else f"blocks of {self._skimming.size}"),
                 node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
-                self._skim(context, count) if self._learned else (),
+                self._skim(context, count) if self._skimming.learned else (),
             )  # fmt: skip
             self._attentions[self.place(context)] = one
         one = node.notes["attention"] = self._attentions[self.place(context)]
@@ -211,73 +179,22 @@ class AttentionPruneTool(DynamicPruneTool):
     # ---- execution ----
 
     @amanda.differentiable
-    def _prune(self, probabilities: Any, one: _Attention) -> Any:
+    def _prune(self, probabilities: Any, one: Attention) -> Any:
         shape = tuple(probabilities.shape)
         if len(shape) == 3:
             heads = one.heads or 1
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            pruned = do("reshape", self._attend(split, one), shape)
+            pruned = do("reshape", self._skimming.attend(split, one), shape)
         else:
-            pruned = self._attend(probabilities, one)
+            pruned = self._skimming.attend(probabilities, one)
         self._flow.made(one.node, [pruned])
         return pruned
-
-    def _attend(self, probabilities: Any, one: _Attention) -> Any:
-        """The probabilities without what was dropped: (N, H, T, T); decides what is dropped next."""
-        batch, heads, queries, keys = probabilities.shape
-        one.alive = one.later = None
-        if queries != keys:
-            return probabilities
-        before = one.previous.later if one.previous is not None and one.previous.carries else None
-        if before is not None and tuple(before.shape) == (batch, keys):
-            one.alive = before
-            # A key of which most was attended to would get a gradient without bound.
-            alive = astype(stop(before), get_dtype_name(probabilities))
-            probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
-        macs = 2 * int(batch * heads * queries * keys) * one.width
-        if one.alive is None:
-            one.pruned.add(0.0, macs, 0.0)
-        else:
-            shares = do("mean", stop(one.alive), axis=-1)
-            one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        one.later = self._left(probabilities, one)
-        return probabilities
-
-    def _left(self, probabilities: Any, one: _Attention) -> Any:
-        """0/1 of the tokens that are left for later layers: (N, T)."""
-        received = do("sum", wide(probabilities), axis=-2)
-        length = int(received.shape[-1])
-        alive = do("ones_like", received[:, 0]) if one.alive is None else one.alive
-        units = per_unit(alive, self._size)
-        count = int(units.shape[-1])
-        if one.alive is not None and one.previous is not None:
-            count = one.previous.count
-        guarded = np.arange(units.shape[-1]) * self._size < self._protect
-        first = framework(received).tensor(guarded[None].astype(np.float32), received)
-        if self._learned:
-            hard = self._predicted(probabilities, received, one)
-            left = units * (first + (1 - first) * hard)
-        else:
-            score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
-            one.count = max(density_count(self._keep, count), int(guarded.sum()))
-            left = winners(score + 1e6 * first + units - 1, one.count) * units
-        return per_token(left, self._size, length)
-
-    def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
-        """0/1 of the units that the predictor keeps: (N, units)."""
-        own = do("diagonal", wide(probabilities), axis1=-2, axis2=-1)
-        features = per_unit(do("concatenate", (received, own), axis=1), self._size)
-        features = do("transpose", astype(features, get_dtype_name(one.skim[0])), (0, 2, 1))
-        weight, bias, last, offset = one.skim
-        hidden = features @ weight + bias
-        logits = (do("tanh", hidden) @ last + offset)[..., 0]
-        return astype(binary_gumbel(logits, self._noise(logits)), get_dtype_name(received))
 
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
         """A residual connection adds nothing to dropped tokens."""
         one.state = None
-        stays = _along(one.attention, branch)
+        stays = along(one.attention, branch)
         if stays is None:
             return None
         if one.is_normed:
@@ -289,27 +206,12 @@ class AttentionPruneTool(DynamicPruneTool):
     def _restore(self, normed: Any, node: Node, one: _Sum) -> Any:
         """Dropped tokens stay what they were before a residual connection and the normalisation behind it."""
         state, one.state = one.state, None
-        stays = None if state is None else _along(one.attention, normed)
+        stays = None if state is None else along(one.attention, normed)
         if stays is None:
             return None
         restored = normed * stays + state * (1 - stays)
         self._flow.made(node, [restored])
         return restored
-
-
-def _along(attention: _Attention, states: Any) -> Any:
-    """0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
-
-    None where all are, and where the states are of other sequences than it attended in.
-    """
-    if attention.later is None:
-        return None
-    shape, own = tuple(states.shape[:2]), tuple(attention.later.shape)
-    if attention.alive is None or shape not in (own, own[::-1]):
-        attention.carries = shape in (own, own[::-1])
-        return None
-    alive = attention.alive if shape == own else do("transpose", attention.alive, (1, 0))
-    return astype(alive, get_dtype_name(states))[..., None]
 
 
 def _check(unit: str, by: str, block: int, protect: int, hidden: int) -> None:

@@ -13,7 +13,8 @@ from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
 from amanda.tools.inject._options import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
-from amanda.tools.inject._tool import InjectTool, Site
+from amanda.tools.inject._sites import Site
+from amanda.tools.inject._tool import InjectTool
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 import amanda
 from amanda.tools.inject import _numpy, _pytorch, _tensorflow
-from amanda.tools.inject._elements import Elements
 from amanda.tools.inject._faults import Fault, Kind
-from amanda.tools.inject._formats import Field, is_known
+from amanda.tools.inject._formats import Field
 from amanda.tools.inject._options import TARGETS, Options, Target, globs
 from amanda.tools.inject._result import Injection, InjectResult
+from amanda.tools.inject._sites import Fits, Place, Site, Tensor, always, tensors_of
 from amanda.tools.mapping import MappingTool, StandardMapping, weight_gradient
-
-
-class Site(NamedTuple):
-    """One execution of one op in which faults can be put; elements: how many its tensors have."""
-
-    op: int
-    execution: int
-    elements: int
-    phase: str
-    type: str
-    module: str
-    source: str
-
-
-@dataclass(frozen=True)
-class _Place:
-    """One op that is selected, and how its tensors are read."""
-
-    op: int
-    phase: str
-    type: str
-    module: str
-    source: str
-    elements: Elements
-    dtype: Any
-
-
-class _Tensor(NamedTuple):
-    """A tensor among the values that a routine is given: at a position, or an item of a list there."""
-
-    value: Any
-    dtype: str
-    shape: tuple[int, ...]
-    name: str
-    position: int
-    item: int | None
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-
-_Fits = Callable[[int, Any], bool]
-
-
-def _always(position: int, value: Any) -> bool:
-    return True
 
 
 class InjectTool(amanda.Tool):
@@ -213,15 +164,15 @@ class InjectTool(amanda.Tool):
         self._seen[names[0]] = self._seen.get(names[0], False) or selected
         return selected
 
-    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> _Place:
+    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
         self._numbers.setdefault(op, len(self._numbers))
         where = (context.get_scope(), context.get_source())
-        return _Place(op, phase, kind, *where, context["elements"], context["dtype"])
+        return Place(op, phase, kind, *where, context["elements"], context["dtype"])
 
     # ---- execution ----
 
     def _inject(
-        self, *values: Any, place: _Place, positions: Sequence[int] | None = None, fits: _Fits = _always
+        self, *values: Any, place: Place, positions: Sequence[int] | None = None, fits: Fits = always
     ) -> Any:
         execution = self._executed.get(place.op, 0)
         self._executed[place.op] = execution + 1
@@ -230,7 +181,7 @@ class InjectTool(amanda.Tool):
         if self._only is not None and (place.op, execution) != self._only[:2]:
             return None
         numbered = list(zip(positions or range(len(values)), values, strict=True))
-        tensors = list(self._tensors(numbered, place, fits))
+        tensors = list(tensors_of(numbered, place, self._options, fits))
         size = sum(tensor.size for tensor in tensors)
         if self._sites is not None:
             if size:
@@ -240,20 +191,6 @@ class InjectTool(amanda.Tool):
         random = self._random(place.op, 0 if self._options.permanent else execution)
         picked = self._picked(size, random)
         return self._changed(values, tensors, picked, place, execution, random) if len(picked) else None
-
-    def _tensors(self, values: Sequence[tuple[int, Any]], place: _Place, fits: _Fits) -> Iterator[_Tensor]:
-        """Those that can have the fault."""
-        options = self._options
-        for position, (index, value) in enumerate(values):
-            if options.index not in (None, index) or not fits(index, value):
-                continue
-            listed = isinstance(value, (list, tuple))
-            for item, one in enumerate(value if listed else (value,)):
-                shape = place.elements.extents(one)
-                dtype = None if shape is None else place.dtype(one)
-                if shape is not None and dtype is not None and is_known(dtype) and options.fault.fits(dtype):
-                    name = f"{options.target}[{index}]" + (f"[{item}]" if listed else "")
-                    yield _Tensor(one, dtype, shape, name, position, item if listed else None)
 
     def _random(self, op: int, execution: int) -> np.random.Generator:
         """A generator by what is to be random, and by nothing that was drawn before."""
@@ -270,7 +207,7 @@ class InjectTool(amanda.Tool):
         return np.sort(random.choice(size, count, replace=False, shuffle=False)) if count else ()
 
     def _changed(
-        self, values: Sequence[Any], tensors: Sequence[_Tensor], picked: Any, place: _Place,
+        self, values: Sequence[Any], tensors: Sequence[Tensor], picked: Any, place: Place,
         execution: int, random: np.random.Generator,
     ) -> tuple[Any, ...]:  # fmt: skip
         results: list[Any] = list(values)
@@ -292,7 +229,7 @@ class InjectTool(amanda.Tool):
         return tuple(results)
 
     def _note(
-        self, tensor: _Tensor, positions: Any, raw: tuple[Any, Any], bits: Any, place: _Place, execution: int
+        self, tensor: Tensor, positions: Any, raw: tuple[Any, Any], bits: Any, place: Place, execution: int
     ) -> None:
         self._total += len(positions)
         kept = max(0, self._limit - len(self._injections))

@@ -19,7 +19,19 @@ from amanda.tools.view._graph import graph, op_columns
 from amanda.tools.view._tables import Ops, is_about_ops, ops_named_by, table
 from amanda.tools.view._timeline import places, timeline
 
-_SCRIPTS = ("dom", "model", "tree", "layout", "graph", "table", "chart", "timeline", "diff", "details", "main")
+_SCRIPTS = (
+    "dom",
+    "model",
+    "tree",
+    "layout",
+    "graph",
+    "table",
+    "chart",
+    "timeline",
+    "diff",
+    "details",
+    "main",
+)
 
 
 def to_page(*given: str | Path | Result, title: str | None = None) -> str:

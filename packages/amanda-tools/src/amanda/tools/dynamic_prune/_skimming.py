@@ -1,0 +1,128 @@
+"""Which tokens an attention leaves for later layers, and which it was left by earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from autoray import astype, do, get_dtype_name
+
+from amanda.tools.dynamic_prune._flow import Node
+from amanda.tools.dynamic_prune._math import (
+    binary_gumbel,
+    density_count,
+    framework,
+    per_token,
+    per_unit,
+    renormalised,
+    stop,
+    wide,
+    winners,
+)
+from amanda.tools.dynamic_prune._result import Pruned
+
+
+@dataclass(eq=False)
+class Attention:
+    """An attention, and what it decided for the last input.
+
+    heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
+    before it.  skim: parameters of the learned predictor.  alive: 0/1, (N, T), the tokens that it was given;
+    None for all.  later: those that are left for the next.  count: of the units that are left, where each
+    input keeps as many.  carries: whether the sequences of later layers are the same, as far as residual
+    connections show: windows of images are others in each layer.
+    """
+
+    pruned: Pruned
+    node: Node
+    heads: int | None
+    width: int
+    previous: Attention | None
+    skim: tuple[Any, ...]
+    alive: Any = None
+    later: Any = None
+    count: int = 0
+    carries: bool = True
+
+
+@dataclass(frozen=True)
+class Skimming:
+    """How attentions decide.
+
+    size: tokens of a unit.  protect: so many first tokens stay.  keep: the share that stays, unless it is
+    learned.  noise: Gumbel noise like some logits.
+    """
+
+    size: int
+    protect: int
+    keep: float
+    learned: bool
+    noise: Callable[[Any], Any]
+
+    def attend(self, probabilities: Any, one: Attention) -> Any:
+        """The probabilities without what was dropped: (N, H, T, T); decides what is dropped next."""
+        batch, heads, queries, keys = probabilities.shape
+        one.alive = one.later = None
+        if queries != keys:
+            return probabilities
+        before = one.previous.later if one.previous is not None and one.previous.carries else None
+        if before is not None and tuple(before.shape) == (batch, keys):
+            one.alive = before
+            # A key of which most was attended to would get a gradient without bound.
+            alive = astype(stop(before), get_dtype_name(probabilities))
+            probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
+        macs = 2 * int(batch * heads * queries * keys) * one.width
+        if one.alive is None:
+            one.pruned.add(0.0, macs, 0.0)
+        else:
+            shares = do("mean", stop(one.alive), axis=-1)
+            one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
+        one.later = self._left(probabilities, one)
+        return probabilities
+
+    def _left(self, probabilities: Any, one: Attention) -> Any:
+        """0/1 of the tokens that are left for later layers: (N, T)."""
+        received = do("sum", wide(probabilities), axis=-2)
+        length = int(received.shape[-1])
+        alive = do("ones_like", received[:, 0]) if one.alive is None else one.alive
+        units = per_unit(alive, self.size)
+        count = int(units.shape[-1])
+        if one.alive is not None and one.previous is not None:
+            count = one.previous.count
+        guarded = np.arange(units.shape[-1]) * self.size < self.protect
+        first = framework(received).tensor(guarded[None].astype(np.float32), received)
+        if self.learned:
+            hard = self._predicted(probabilities, received, one)
+            left = units * (first + (1 - first) * hard)
+        else:
+            score = stop(per_unit(do("sum", received, axis=1), self.size)) * units
+            one.count = max(density_count(self.keep, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, one.count) * units
+        return per_token(left, self.size, length)
+
+    def _predicted(self, probabilities: Any, received: Any, one: Attention) -> Any:
+        """0/1 of the units that the predictor keeps: (N, units)."""
+        own = do("diagonal", wide(probabilities), axis1=-2, axis2=-1)
+        features = per_unit(do("concatenate", (received, own), axis=1), self.size)
+        features = do("transpose", astype(features, get_dtype_name(one.skim[0])), (0, 2, 1))
+        weight, bias, last, offset = one.skim
+        hidden = features @ weight + bias
+        logits = (do("tanh", hidden) @ last + offset)[..., 0]
+        return astype(binary_gumbel(logits, self.noise(logits)), get_dtype_name(received))
+
+
+def along(attention: Attention, states: Any) -> Any:
+    """0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
+
+    None where all are, and where the states are of other sequences than it attended in.
+    """
+    if attention.later is None:
+        return None
+    shape, own = tuple(states.shape[:2]), tuple(attention.later.shape)
+    if attention.alive is None or shape not in (own, own[::-1]):
+        attention.carries = shape in (own, own[::-1])
+        return None
+    alive = attention.alive if shape == own else do("transpose", attention.alive, (1, 0))
+    return astype(alive, get_dtype_name(states))[..., None]
