@@ -1,0 +1,60 @@
+"""The interceptor in pure Python: the same face, by replacing attributes.
+
+Its limits: a callable that was imported by name before a scope opened is not intercepted, and
+a call costs microseconds where the native interceptor takes nanoseconds.
+"""
+
+from amanda.interceptor._fallback._graphs import Graphs, Mark
+from amanda.interceptor._fallback._native_alone import Hook, Memo, Program, Reader
+from amanda.interceptor._fallback._places import (
+    OCCURRENCE_CAP,
+    Snapshot,
+    add_identity_type,
+    configure,
+    forget_code,
+    forked,
+    ordinal,
+    reset_root,
+    snapshot,
+    subjects,
+)
+from amanda.interceptor._fallback._sites import (
+    Detour,
+    Enclosure,
+    Site,
+    Suspension,
+    active,
+    failure,
+    keep_failure,
+)
+from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable
+
+__all__ = [
+    "ACTIVATION",
+    "OCCURRENCE_CAP",
+    "Activation",
+    "Detour",
+    "Enclosure",
+    "Graphs",
+    "Hook",
+    "Lock",
+    "Mark",
+    "Memo",
+    "PlanTable",
+    "Program",
+    "Reader",
+    "Site",
+    "Snapshot",
+    "Suspension",
+    "active",
+    "add_identity_type",
+    "configure",
+    "failure",
+    "forget_code",
+    "forked",
+    "keep_failure",
+    "ordinal",
+    "reset_root",
+    "snapshot",
+    "subjects",
+]

@@ -1,0 +1,53 @@
+"""What the native interceptor has and pure Python cannot have faster."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Memo:
+    """An op's plans; what calls of it come to is nothing that Python could do faster."""
+
+    def __init__(self, plans: dict[Any, Any], sized: bool = False) -> None:
+        self.plans = plans
+
+    def learn(self, key: int, program: "Program | None") -> None:
+        """Learn nothing."""
+
+    def forget(self) -> None:
+        """Forget what was learned; the plans stay."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _NativeAlone:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"a {type(self).__name__} is for the native interceptor")
+
+
+class Hook(_NativeAlone):
+    """The routines of a program on a tuple of values that a framework calls it with."""
+
+    def __call__(self, *values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Run them."""
+        raise NotImplementedError
+
+
+class Program(_NativeAlone):
+    """Routines around an op, which native code runs."""
+
+    def hook(self, reader: "Reader", go_on: Callable[..., Any], first: Any) -> Hook:
+        """What runs the routines on a tuple of values that it is called with."""
+        raise NotImplementedError
+
+
+class Reader(_NativeAlone):
+    """How native code reads tensors."""
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, sized: bool = False) -> int:
+        """What decides what a call comes to, in 64 bits; 0 where that cannot be told."""
+        raise NotImplementedError
+
+    def version(self, value: Any) -> int | None:
+        """What changes when a tensor, or one of a list, is written."""
+        raise NotImplementedError

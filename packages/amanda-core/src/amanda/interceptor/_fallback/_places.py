@@ -1,0 +1,188 @@
+"""Where an op is called: the regions around it and the call sites between, of which its id is made."""
+
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from amanda._opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
+from amanda.interceptor._fallback._tables import Lock
+
+OCCURRENCE_CAP = 64
+"""How many ops at one place, as in the rounds of a loop, have ids of their own; others share the last."""
+
+
+class Region:
+    """One enclosing call, or the root of a thread; counts tell repeats of a place apart."""
+
+    def __init__(self, hash: int, parent: "Region | None" = None, subject: Any = None) -> None:
+        self.hash = hash
+        self.parent = parent
+        self.subject = subject
+        self.entry: types.FrameType | None = None
+        self.tail: list[int] = []
+        self.counts: dict[int, int] = {}
+
+    def occurrence(self, place: int) -> int:
+        """Which repeat of the place this is."""
+        seen = self.counts.get(place, 0)
+        self.counts[place] = min(seen + 1, OCCURRENCE_CAP)
+        return min(seen, OCCURRENCE_CAP - 1)
+
+    def copy(self, tail: list[int]) -> "Region":
+        """The same place with the same counts, and call sites to add to those walked."""
+        copied = Region(self.hash, self.parent, self.subject)
+        copied.tail = tail
+        copied.counts = dict(self.counts)
+        return copied
+
+
+class Thread(threading.local):
+    """What is under way on a thread."""
+
+    def __init__(self) -> None:
+        self.off = 0
+        self.key: str | None = None
+        self.root = Region(ROOT_HASH)
+        self.top: Region | None = None
+        self.failure: BaseException | None = None
+
+    def region(self) -> Region:
+        """Where it is."""
+        return self.top or self.root
+
+
+class House:
+    """What is known of the process: kinds of code, types that tell ops apart, ordinals."""
+
+    def __init__(self) -> None:
+        self.describe: Callable[[types.CodeType], tuple[int, int, bytes]]
+        self.on_death: Callable[[int], None]
+        self.identity_types: tuple[type, ...] = ()
+        self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
+        self.named: dict[int, tuple[int, Any]] = {}
+        self.ordinals = 0
+
+    def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
+        """What is said of code: hash, kind, first instructions."""
+        known = self.notes.get(id(code))  # by address: code of another file may be equal
+        if known is None:
+            hash, kind, first = self.describe(code)
+            known = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
+        return known[1]
+
+
+thread = Thread()
+house = House()
+
+
+def configure(
+    describe: Callable[[types.CodeType], tuple[int, int, bytes]], on_death: Callable[[int], None]
+) -> None:
+    """Set who describes code and who hears of the death of an object that has an ordinal."""
+    house.describe = describe
+    house.on_death = on_death
+    forget_code()
+
+
+def forked() -> None:
+    """Hear that this process is a forked child."""
+    Lock._forks += 1
+
+
+def forget_code() -> None:
+    """Describe code again where its kind may have changed."""
+    house.notes.clear()
+
+
+def add_identity_type(kind: type) -> None:
+    """Arguments of this type tell ops apart."""
+    if kind not in house.identity_types:
+        house.identity_types += (kind,)
+
+
+def ordinal(subject: Any) -> int:
+    """Number of an object, in the order of first use; 0 where it cannot be held weakly."""
+    address = id(subject)
+    if address not in house.named:
+
+        def forget(_: Any) -> None:
+            number, _reference = house.named.pop(address)
+            house.on_death(number)
+
+        try:
+            reference = weakref.ref(subject, forget)
+        except TypeError:
+            return 0
+        house.ordinals += 1
+        house.named[address] = house.ordinals, reference
+    return house.named[address][0]
+
+
+def call_sites(region: Region, frame: types.FrameType | None) -> list[int]:
+    """The places of the calls that lead from a region to a frame, innermost first."""
+    sites: list[int] = []
+    rooted = region.hash == ROOT_HASH
+    while frame is not None and frame is not region.entry and len(sites) < WALK_LIMIT:
+        hash, kind, first = house.note(frame.f_code)
+        if not rooted and kind & BOUNDARY:
+            break
+        if not kind & SKIPPED:
+            word = frame.f_lasti // 2
+            word = first[word] if word < len(first) else word
+            sites.append((hash + (word + 1) * SITE_STEP) & MASK)
+            if rooted and not kind & FRAMEWORK:
+                return sites
+        frame = frame.f_back
+    return (sites + region.tail)[:WALK_LIMIT]
+
+
+def mix_identities(hash: int, value: Any) -> int:
+    """A hash that also tells apart what an op is given, by the ordinals of such types."""
+    for item in value if type(value) in (tuple, list) else (value,):
+        if isinstance(item, house.identity_types):
+            hash = mix(hash, ordinal(item))
+    return hash
+
+
+class Snapshot:
+    """The place and the counts of repeats at one moment, for a later replay."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def replay(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it as if at the place of the snapshot."""
+        region = self._region.copy(self._region.tail)
+        region.entry = sys._getframe(1)
+        outer, key = thread.top, thread.key
+        thread.top, thread.key = region, None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            thread.top, thread.key = outer, key
+
+
+def snapshot() -> Snapshot:
+    """The present place, to be replayed."""
+    region = thread.region()
+    return Snapshot(region.copy(call_sites(region, sys._getframe(1))))
+
+
+def reset_root() -> None:
+    """Count repeats outside enclosing calls from zero."""
+    thread.root.counts.clear()
+
+
+def subjects() -> list[Any]:
+    """Objects of the enclosing calls, outermost first."""
+
+    def outwards(region: Region | None) -> Iterator[Any]:
+        while region is not None:
+            if region.subject is not None:
+                yield region.subject
+            region = region.parent
+
+    return list(outwards(thread.top))[::-1]

@@ -1,0 +1,212 @@
+"""Callables that are intercepted, and what takes their place."""
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from amanda._opid import ROOT_HASH, mix
+from amanda.interceptor._fallback._native_alone import Reader
+from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
+from amanda.interceptor._fallback._tables import ACTIVATION, Activation
+
+TRANSPARENT, IMPLEMENTATION = 1, 2
+
+Handler = Callable[..., Any]
+
+
+def active() -> Activation | None:
+    """The activation in force here; None where nothing is intercepted."""
+    if thread.off:
+        return None
+    activation = ACTIVATION.get(None)
+    return activation if activation is not None and activation.active else None
+
+
+def failure() -> BaseException | None:
+    """What a tool raised on this thread since the last op began, if it was kept."""
+    return thread.failure
+
+
+def keep_failure(error: BaseException | None) -> None:
+    """Keep a tool's exception, which an operator may drop; None lets go of it."""
+    thread.failure = error
+
+
+class Site:
+    """One callable and who handles its calls."""
+
+    def __init__(
+        self,
+        target: Any,
+        op: Any,
+        key: str,
+        hash: int,
+        handler: Handler,
+        flags: int = 0,
+        reader: Reader | None = None,
+    ) -> None:
+        self.target = target
+        self.op = op
+        self.key = key
+        self.hash = hash
+        self.handler = handler
+        self.flags = flags
+        self.original = target.__get__ if inspect.isgetsetdescriptor(target) else target
+
+    def place(self) -> None:
+        """Let calls of the target pass the stub: the native interceptor alone can."""
+        raise TypeError(f"without the native interceptor, {self.op!r} is detoured, not placed")
+
+    def remove(self) -> None:
+        """Leave the target as it was: it was never placed."""
+
+    def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Call the target itself; what it calls in turn is intercepted."""
+        off, thread.off = thread.off, 0
+        try:
+            return self.run(args, kwargs or {})
+        finally:
+            thread.off = off
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the target with its canonical name as that of the running op."""
+        key, thread.key = thread.key, None if self.flags & TRANSPARENT else self.key
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            thread.key = key
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Bring one call to the handler, or past it."""
+        activation = active()
+        if activation is None or (thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)):
+            return self.original(*args, **kwargs)
+        thread.failure = None
+        result = self._intercepted(activation, args, kwargs)
+        if result is NotImplemented and thread.failure is not None:
+            raise thread.failure
+        return result
+
+    def _intercepted(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op_id = _identify(self, args, kwargs)
+        plan = NotImplemented if activation.table is None else activation.table.get(op_id)
+        if plan is None:
+            return self.run(args, kwargs)
+        thread.off += 1
+        try:
+            known = None if plan is NotImplemented else plan
+            return self.handler(activation.state, known, op_id, self, args, kwargs)
+        finally:
+            thread.off -= 1
+
+
+def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    region = thread.region()
+    place = mix(region.hash, site.hash)
+    for call_site in call_sites(region, sys._getframe(3)):
+        place = mix(place, call_site)
+    for value in (*args, *kwargs.values()):
+        place = mix_identities(place, value)
+    return mix(place, region.occurrence(place)) or 1
+
+
+class _Wrapped:
+    """A method that stands in for another and looks like it."""
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+        self.__doc__ = getattr(function, "__doc__", None)
+        self.__module__ = getattr(function, "__module__", "")
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):
+            return types.MethodType(self, owner)
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a wrapped method says what its call does")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+
+class Detour(_Wrapped):
+    """Takes the place of a Python callable, or of the reads of a property, and brings them to the site."""
+
+    def __new__(cls, site: Site) -> "Detour":
+        return super().__new__(_ReadDetour if inspect.isgetsetdescriptor(site.target) else cls)
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site.original)
+        self._site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._site.dispatch(*args, **kwargs)
+
+
+PathOf = Callable[[Any, Any], tuple[int, bool]]
+
+
+class _ReadDetour(Detour):
+    """Stands in for a property; writes go to it as ever."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self._site.target if instance is None else self._site.dispatch(instance)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._site.target.__set__(instance, value)
+
+    def __delete__(self, instance: Any) -> None:
+        self._site.target.__delete__(instance)
+
+
+class Enclosure(_Wrapped):
+    """A method whose calls are regions, to which the ops in them belong.
+
+    path: 64 bits for where a subject lies in its owner, and whether it lies there to stay; without it,
+    subjects are told apart by the order of their first use.
+    """
+
+    def __init__(self, function: Any, path: PathOf | None = None) -> None:
+        super().__init__(function)
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args or active() is None:
+            return self.__wrapped__(*args, **kwargs)
+        outer = thread.top
+        region = self._region(thread.region(), args[0])
+        region.entry = sys._getframe(1)
+        thread.top = region
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            thread.top = outer
+            if outer is None:
+                thread.root.counts.clear()
+
+    def _region(self, parent: Region, subject: Any) -> Region:
+        if self._path is None or parent.hash == ROOT_HASH or parent.subject is None:
+            place = mix(parent.hash, ordinal(subject))
+        else:
+            with Suspension():
+                name, lasting = self._path(parent.subject, subject)
+            if lasting:
+                ordinal(subject), ordinal(parent.subject)
+            place = mix(parent.hash, name)
+        if parent.hash != ROOT_HASH:
+            place = mix(place, parent.occurrence(place))
+        return Region(place, parent, subject)
+
+
+class Suspension:
+    """Context in which this thread intercepts nothing."""
+
+    def __enter__(self) -> "Suspension":
+        thread.off += 1
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        thread.off -= 1

@@ -1,0 +1,65 @@
+"""Plans by op, locks, and what is in force."""
+
+import threading
+from contextvars import ContextVar
+from typing import Any
+
+
+class PlanTable:
+    """Plans by op id."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, Any] = {}
+
+    def get(self, op_id: int) -> Any:
+        """The plan kept under an op id, or NotImplemented."""
+        return self._plans.get(op_id, NotImplemented)
+
+    def set(self, op_id: int, plan: Any) -> None:
+        """Keep a plan; None means that nothing is inserted."""
+        self._plans[op_id] = plan
+
+    def discard(self, op_id: int) -> None:
+        """Forget an op id."""
+        self._plans.pop(op_id, None)
+
+    def clear(self) -> None:
+        """Forget every op id."""
+        self._plans.clear()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+class Lock:
+    """A reentrant lock; a process that forks finds it free in the child."""
+
+    _forks = 0
+
+    def __init__(self) -> None:
+        self._made = Lock._forks
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> "Lock":
+        if self._made != Lock._forks:
+            self._made = Lock._forks
+            if not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock = threading.RLock()
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+class Activation:
+    """What is in force in an execution context."""
+
+    def __init__(self, table: PlanTable | None, state: Any, active: bool = True, memos: bool = True) -> None:
+        self.table = table
+        self.state = state
+        self.active = active
+
+
+ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
+"""What is in force in an execution context; `active()` is the way to ask for it."""
