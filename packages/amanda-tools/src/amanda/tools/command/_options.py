@@ -53,6 +53,8 @@ class Option:
         return read(given, self.type)
 
     def __str__(self) -> str:
+        if not self.readable:
+            return f"{self.name}, and {_NOT_TEXT}"
         default = "" if self.default is REQUIRED else f" = {_shown(self.default)}"
         return f"{self.name}: {expected(self.type)}{default}"
 
@@ -76,7 +78,7 @@ def read(given: Given, kind: Any) -> Any:
         return _read_first(given, members, kind)
     if origin is Literal:
         return _read_literal(given, members, kind)
-    if kind in _LISTS or origin in _LISTS:
+    if _is_list(kind):
         return _read_list(given, origin or kind, members, kind)
     if isinstance(given, (list, tuple)):
         if len(given) != 1:
@@ -95,7 +97,7 @@ def expected(kind: Any) -> str:
         return " or ".join(expected(one) for one in members)
     if origin is Literal:
         return " or ".join(map(_shown, members))
-    if kind in _LISTS or origin in _LISTS:
+    if _is_list(kind):
         inner = next((one for one in members if one is not Ellipsis), str)
         return f"list of {expected(inner)}"
     if kind in _NAMES:
@@ -194,9 +196,13 @@ def _is_readable(kind: Any) -> bool:
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_is_readable(one) for one in members if one is not type(None))
-    if kind in _LISTS or origin in _LISTS:
-        return all(_is_readable(one) for one in members if one is not Ellipsis)
+    if _is_list(kind):
+        return all(_is_readable(one) and not _is_list(one) for one in members if one is not Ellipsis)
     return origin is Literal or kind in _READERS
+
+
+def _is_list(kind: Any) -> bool:
+    return kind in _LISTS or get_origin(kind) in _LISTS
 
 
 def _guess(parameter: inspect.Parameter) -> Any:
