@@ -9,18 +9,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .conftest import BIN, ROOT, Empty
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = pytest.mark.installs
 PROGRAMS = Path(sys.executable).parent
 
 
+def copied(template: str, place: Path, **answers: str) -> subprocess.CompletedProcess[str]:
+    """What copier makes of a template and answers."""
+    given = [argument for name, answer in answers.items() for argument in ("--data", f"{name}={answer}")]
+    command = [str(PROGRAMS / "copier"), "copy", "--quiet", "--defaults", *given]
+    command += [str(ROOT / "templates" / template), str(place)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def made(template: str, place: Path, **answers: str) -> Path:
     """A project, and its distributions in dist/."""
-    given = [argument for name, answer in answers.items() for argument in ("--data", f"{name}={answer}")]
-    copier = [str(PROGRAMS / "copier"), "copy", "--quiet", "--defaults", *given]
-    subprocess.run([*copier, str(ROOT / "templates" / template), str(place)], check=True)
+    done = copied(template, place, **answers)
+    assert not done.returncode, done.stderr
     assert not [path for path in place.rglob("*") if "{" in path.name or path.suffix == ".jinja"]
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", place], check=True, stdout=subprocess.DEVNULL
@@ -91,3 +104,29 @@ def test_a_tool_counts_on_a_driver_that_nobody_told_it_of(tmp_path: Path, empty:
     assert (empty.home / BIN / "amanda").exists()
     told = empty.run("amanda", "tools").stdout
     assert "calls" in told
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "packages"), [("tool", "tool", "tools"), ("driver", "framework", "drivers")]
+)
+def test_names_that_amanda_has_or_python_keeps_are_refused(
+    template: str, name: str, packages: str, tmp_path: Path
+) -> None:
+    questions = yaml.safe_load((ROOT / "templates" / template / "copier.yml").read_text(encoding="utf-8"))
+    taken = {path.parent.name for path in ROOT.glob(f"packages/*/src/amanda/{packages}/*/__init__.py")}
+    assert set(questions["taken"]["default"].split()) == taken
+    one = min(taken)
+    for answer, said in ((one, f"amanda.{packages}.{one}"), ("class", "Python"), ("two words", "Python")):
+        done = copied(template, tmp_path / "made", **{name: answer})
+        assert done.returncode
+        assert said in done.stderr
+        assert not (tmp_path / "made").exists()
+
+
+def test_quotes_in_answers_are_kept(tmp_path: Path) -> None:
+    author, requirement = 'Ann "A" B\\C', 'otherframe>=1; python_version>"3.9"'
+    done = copied("driver", tmp_path, framework="otherframe", author=author, requirement=requirement)
+    assert not done.returncode, done.stderr
+    told = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert told["authors"] == [{"name": author}]
+    assert told["dependencies"][-1] == requirement
