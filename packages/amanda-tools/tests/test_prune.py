@@ -419,6 +419,15 @@ def test_masks_of_a_computed_weight_go_with_it_when_it_becomes_a_parameter() -> 
     assert torch.equal(model(x), y)
 
 
+def test_what_a_parametrization_computes_a_weight_by_is_left() -> None:
+    model, x = nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 4))).eval(), torch.rand(2, 8)
+    dense = model[0].weight.detach()
+    with amanda.apply(tool := PruneTool(0.5)):
+        y = model(x)
+    assert len(tool.result.rows()) == 1
+    assert torch.equal(y, F.linear(x, dense * element_mask(dense, 0.5), model[0].bias))
+
+
 def test_weights_in_a_grouped_product_are_told_to_be_left() -> None:
     x, weight = torch.rand(16, 16).bfloat16(), nn.Parameter(torch.rand(2, 16, 16).bfloat16())
     with amanda.apply(tool := PruneTool(0.5)):
@@ -710,3 +719,13 @@ def test_options_of_another_kind_are_refused(options: Any, words: list[str]) -> 
     with pytest.raises(PruneError) as error:
         PruneTool(**options)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("pattern", ["element", "2:4", "channel", "tile"])
+def test_weights_without_elements_are_left(pattern: str) -> None:
+    tool = PruneTool(pattern=pattern)
+    with amanda.apply(tool):
+        for extents in (0, 4), (4, 0):
+            F.linear(torch.rand(2, extents[1]), nn.Parameter(torch.empty(extents)))
+    assert not tool.result.rows()
+    assert set(tool.result.left.values()) == {"it has no elements"}

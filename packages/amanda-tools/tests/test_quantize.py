@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 import amanda
 from amanda.tools.quantize import (
@@ -590,3 +591,13 @@ def test_options_of_another_kind_are_refused(options: Any) -> None:
     ((name, given),) = options.items()
     with pytest.raises(QuantizeError, match=f"{name} is {given!r}"):
         QuantizeTool(**options)
+
+
+def test_what_a_parametrization_computes_a_weight_by_is_left() -> None:
+    model, x = nn.Sequential(spectral_norm(nn.Linear(8, 4))).eval(), torch.rand(2, 8)
+    dense, grid = model[0].weight.detach(), Grid.of(4, symmetric=True)
+    with amanda.apply(tool := QuantizeTool(weight_bits=4, activation_bits=None)):
+        y = model(x)
+    assert [row.module for row in tool.result] == ["0"]
+    made = fake_quantize(dense, *choose_qparams(*extremes(dense, (0,)), grid), grid, (0,))
+    assert torch.equal(y, F.linear(x, made, model[0].bias))

@@ -40,6 +40,11 @@ def may_vary(context: amanda.OpContext, index: int) -> bool:
     return not isinstance(context.get_inputs()[index], torch.nn.Parameter)
 
 
+def makes_a_weight(context: amanda.OpContext) -> bool:
+    """Whether a parametrization of PyTorch computes the op, which makes a weight for others to read."""
+    return ".parametrizations." in f".{context.get_scope()}."
+
+
 class Parts:
     """What the state of parts is kept under, whichever op of a place happens to read them first."""
 

@@ -98,6 +98,8 @@ class Met:
         layout = context["weight_layout"]
         if extents is None or None in extents or len(extents) < 2:
             reason: str | None = f"its shape is {extents}"
+        elif 0 in extents:
+            reason = "it has no elements"
         elif "float" not in str(context["dtype"](value)):
             reason = f"its type is {context['dtype'](value)}"
         elif context.is_static() and not _is_in_file(context, context["weight_index"]):

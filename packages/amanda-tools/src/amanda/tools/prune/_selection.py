@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import amanda
+from amanda.tools.mapping import makes_a_weight
 from amanda.tools.prune._errors import PruneError
 
 TYPES = frozenset(
@@ -40,6 +41,8 @@ class Selection:
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is pruned."""
+        if self._modules is None and makes_a_weight(context):
+            return False
         names = (context["type"], context.get_op_type())
         if self._types is None:
             typed = context["type"] in TYPES | WITHIN

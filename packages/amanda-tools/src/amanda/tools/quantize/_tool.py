@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.mapping import MappingTool, StandardMapping, makes_a_weight
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
@@ -169,7 +169,7 @@ class QuantizeTool(amanda.Tool):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         names = (context["type"], context.get_op_type())
-        if context["phase"] != "forward" or not self._selects(names):
+        if context["phase"] != "forward" or makes_a_weight(context) or not self._selects(names):
             return
         name = self.place(context)
         if name not in self._places:
