@@ -120,9 +120,10 @@ PARAGRAPHS = {
     "tools": """
         Steps on one core under tools as they come, processor time, in percent of the bare step. What a tool
         adds to the model's step; of that, the time in its own routines, which a clock around each takes,
-        with what they make the framework compute; and what is left to Amanda, without the step's noise:
-        what the tool adds to a step of the model's narrow twin (the same operators with little to compute)
-        less the time in its routines there, over the bare step of the model.
+        with what they make the framework compute, and in the gradients that autograd computes of them; and
+        what is left to Amanda, without the step's noise: what the tool adds to a step of the model's narrow
+        twin (the same operators with little to compute) less the time in its routines and their gradients
+        there, over the bare step of the model.
     """,
     "tools' cache": """
         The same tools with the cache off over on: without it every op is analysed at each execution, masks

@@ -1,13 +1,13 @@
 """What whole tools cost on models: their own routines and the framework apart, with the cache and without.
 
-A tool's own part is the time in its routines, which a clock around each takes. What the framework adds is
-taken on a model's narrow twin, where the same operators have little to compute: what the tool adds to
-the twin's step, less the time in its routines there.
+A tool's own part is the time in its routines, which a clock around each takes, and in the gradients that
+autograd computes of them. What the framework adds is taken on a model's narrow twin, where the same operators
+have little to compute: what the tool adds to the twin's step, less the tool's own part there.
 """
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from _measure import (
 )
 from _models import PASSES, models
 from _wrapping import wrap
+from torch.utils._pytree import tree_leaves
 
 import amanda
 from amanda.action import Routine
@@ -46,21 +47,49 @@ ON, OFF = "cache on", "cache off"
 
 
 class Clock:
-    """The time in the routines of a tool and of those that it depends on."""
+    """The time in the routines of a tool and of those that it depends on, and in their gradients."""
 
     def __init__(self, tool: amanda.Tool) -> None:
         self.seconds = 0.0
+        self._begun = 0.0
         wrap(tool, self._timed)
 
     def _timed(self, routine: Routine) -> Routine:
         def timed(*values: Any, **kwargs: Any) -> Any:
-            begun = time.thread_time()
+            self._start()
             try:
-                return routine(*values, **kwargs)
+                result = routine(*values, **kwargs)
             finally:
-                self.seconds += time.thread_time() - begun
+                self._stop()
+            for node in made_between(values, result):
+                node.register_prehook(self._start)
+                node.register_hook(self._stop)
+            return result
 
         return timed
+
+    def _start(self, *_: Any) -> None:
+        self._begun = time.thread_time()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds += time.thread_time() - self._begun
+
+
+def made_between(values: Any, result: Any) -> Iterator[Any]:
+    """The autograd nodes that lead from a result to values, those of the values left out."""
+    known = {tensor.grad_fn for tensor in tensors_in(values)}
+    left = [tensor.grad_fn for tensor in tensors_in(result)]
+    while left:
+        node = left.pop()
+        if node is not None and node not in known and node.name() != "torch::autograd::AccumulateGrad":
+            known.add(node)
+            yield node
+            left += [after for after, _ in node.next_functions]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Those among values and what they are made of."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def under_tools(step: Callable[[], None], tools: Tools, seconds: float, least: int) -> dict[str, Any]:

@@ -41,15 +41,17 @@ PARAGRAPHS = {
         What is added to a training step (forward and backward), in percent of the bare step: first all of
         it, with the use case's own computation; then Amanda's own part. The latter is measured on a narrow
         twin of the model, which has the same operators and little to compute, so that the step's noise does
-        not hide it: in PyTorch what is added beside the time in the tool's routines; in a session, where
-        routines become operators of the graph, what is added by routines at the same places that do
-        nothing. Paths are extracted when they are asked for, not in the step.
+        not hide it: in PyTorch what is added beside the time in the tool's routines and in the gradients
+        that autograd computes of them; in a session, where routines become operators of the graph, what is
+        added by routines at the same places that do nothing. Paths are extracted when they are asked for,
+        not in the step.
     """,
     "11": """
         Of the time that Amanda and a use case take, the part that is Amanda's, in percent. In PyTorch the
-        use case's part is the time in its routines in the model's step; in a session it is what is left of
-        all that is added, and a dash stands where that is less than the noise. The paper counts the tracing
-        of the graph, which the effective path needs, to Amanda; here it counts to the use case.
+        use case's part is the time in its routines and their gradients in the model's step; in a session it
+        is what is left of all that is added, and a dash stands where that is less than the noise. The paper
+        counts the tracing of the graph, which the effective path needs, to Amanda; here it counts to the
+        use case.
     """,
     "12": """
         A training step without the cache over one with it. Without it PyTorch's operators are analysed at
