@@ -96,6 +96,7 @@ class Rewritten:
     removed: by the name of a replaced operation's node, the node that runs instead.
     called: names of the nodes whose functions were edited.
     changed: whether anything was inserted; if not, the vanilla graph may run.
+    backward: whether there are gradient operations in it, or in what it calls.
     """
 
     nodes: list[Any]
@@ -104,6 +105,7 @@ class Rewritten:
     removed: dict[str, str]
     changed: bool
     called: Sequence[str] = ()
+    backward: bool = False
 
 
 @dataclass

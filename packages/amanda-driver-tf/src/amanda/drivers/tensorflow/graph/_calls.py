@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from amanda.backend import digest
@@ -25,16 +25,27 @@ _STATEFUL = {
 }
 _FIRST_ARGUMENT = {"If": 1, "Case": 1}
 
+
+class Called(NamedTuple):
+    """An operation whose functions were edited.
+
+    number: its last input, the execution's number; "" where routines are inlined for good.
+    backward: whether there are gradient operations in the functions.
+    """
+
+    number: str
+    backward: bool
+
+
 Rewrite = Callable[[Body, Rewriting], Rewritten]
 Read = Callable[[tf.Operation, int], str]
 
 
 def rewrite_calls(
     body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: Rewrite, read: Read, made: list[Any]
-) -> str | None:
-    """Rewrite what an operation calls; its last input, the number, or None where nothing was inserted.
+) -> Called | None:
+    """Rewrite what an operation calls; None where nothing was inserted.
 
-    It is "" where routines are inlined for good.
     read: what an input of an operation reads now.  made: gets the nodes that are needed besides.
     """
     name = body.node_name(op)
@@ -79,13 +90,14 @@ def rewrite_calls(
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
     if not any(rewritten.changed for *_, rewritten in found):
         return None
+    backward = any(rewritten.backward for *_, rewritten in found)
     if rewriting.inlining is not None:
         for _, reference, function, _, rewritten in found:
             copy = edited(function.definition, rewritten)
             rewriting.library.append(copy)
             reference.name = copy.signature.name
             node.op = kind if copy.signature.is_stateful else node.op
-        return ""
+        return Called("", backward)
     if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
            for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
@@ -99,7 +111,7 @@ def rewrite_calls(
     _let_take_number(node, kind, body.depth_of(op) + 1)
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
-    return number
+    return Called(number, backward)
 
 
 def _callees(node: Any) -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ enters. Of a Switch or Merge each value has a node of its own, since one that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ._side import Side, enum
@@ -21,6 +21,16 @@ PASSING = ("Enter", "RefEnter", "NextIteration", "RefNextIteration")
 SWITCHES = ("Switch", "RefSwitch", "_SwitchN")
 MERGES = ("Merge", "RefMerge")
 FLOW = (*PASSING, *SWITCHES, *MERGES)
+
+
+def behind_flow(ops: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """Of operations in order, those of control flow and those that depend on one: they may be left out."""
+    found: set[tf.Operation] = set()
+    for op in ops:
+        before = (*(tensor.op for tensor in op.inputs), *op.control_inputs)
+        if op.type in FLOW or not found.isdisjoint(before):
+            found.add(op)
+    return found
 
 
 def at_flow(

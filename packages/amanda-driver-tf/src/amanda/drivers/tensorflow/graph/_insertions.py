@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, groupby
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ class Insertions:
     made: those nodes.  inserted: their names by the operation that they run with.
     ahead, behind: names of those that an operation waits for, or that wait for it.
     sources: where the values are kept that an inserted node gives, by how they are written.
+    forward: by the name of a gradient operation, that of its forward operation where it is in this body.
     """
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
@@ -46,6 +47,7 @@ class Insertions:
         self.behind: dict[str, list[str]] = {}
         self.ahead: dict[str, list[str]] = {}
         self.sources: dict[str, tuple[Any, int, int]] = {}
+        self.forward: Mapping[str, str] = {}
         self._places: dict[int, int] = {}
         self._pack: list[tuple[Node, list[str], list[int], str]] = []
         self._packed_bytes = 0
@@ -206,6 +208,7 @@ class Insertions:
         types = [one for _, _, types, _ in self._pack for one in types]
         names = list(dict.fromkeys(name for *_, name in self._pack))
         waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
+        waits = list(dict.fromkeys([*waits, *(one for name in names for one in self._after_forward(name))]))
         node = py_func(f"amanda/{slot}", slot, [self.body.number, *refs, *waits], types, ())
         self.made.append(node)
         for name in names:
@@ -293,6 +296,9 @@ class Insertions:
         number = self.body.number_at(op, ahead) if self.body.number_at else self.body.number
         if waits is None:
             waits = self._waits(name, refs) if ahead else [f"^{name}"]
+        if any(packed == self.forward.get(name) for *_, packed in self._pack):
+            self.flush()
+        waits = list(dict.fromkeys([*waits, *self._after_forward(name)]))
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
         self.inserted.setdefault(name, []).append(node.name)
@@ -305,6 +311,10 @@ class Insertions:
         if self.body.syntax.dead_values:
             return f"{name}:{index}" if index else name
         return f"{name}:output:{index}"
+
+    def _after_forward(self, name: str) -> list[str]:
+        """What routines at a gradient operation wait for: those of its forward operation hand on `run`."""
+        return [f"^{one}" for one in self.inserted.get(self.forward.get(name, ""), ())]
 
     def _waits(self, name: str, refs: Sequence[str]) -> list[str]:
         """Control inputs of what runs before an operation: it runs after the same nodes, if it runs."""

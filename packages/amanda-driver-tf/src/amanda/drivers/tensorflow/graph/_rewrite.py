@@ -12,7 +12,7 @@ from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._calls import rewrite_calls
 from ._facts import facts_of, inputs_of, outputs_of
-from ._flow import FLOW, at_flow
+from ._flow import FLOW, at_flow, behind_flow
 from ._gradients import GradientEdges
 from ._insertions import Insertions, Read
 from ._passing import Passing
@@ -60,6 +60,8 @@ class _Rewriter:
         self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
         redirects = self._redirect, self._give_back
         self.passing = Passing(rewriting, self.pullbacks, self.gradients, self.forward, *redirects)
+        self._calls: list[str] = []
+        self._in_flow = behind_flow(body.ops)
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
         self._recalled: dict[Any, str] = {}
         self._inputs: dict[str, list[Edge]] = {}
@@ -70,9 +72,16 @@ class _Rewriter:
             for op, found in self.forward.items()
             if found.graph is op.graph and op.type not in _PUSHES
         }
+        self.insertions.forward = {
+            name: forward
+            for op, found in self.forward.items()
+            if (forward := self._forward_name.get(name := body.node_name(op), "")) in body.nodes
+            and self._in_flow.isdisjoint((op, found))
+        }
 
     def run(self) -> Rewritten:
         """The edited body."""
+        backward = self.body.backward or bool(self.forward)
         for op in self.body.ops:
             forward = self.forward.get(op)
             if forward is not None and self.rewriting.inlining is not None:
@@ -84,10 +93,14 @@ class _Rewriter:
             elif not self.body.backward:
                 self._at_forward(op)
             made = self.insertions.made
-            number = rewrite_calls(self.body, self.rewriting, op, rewrite, self._read_at, made)
-            if number is not None:
-                self.called[self.body.node_name(op)] = number
-                self._wait_for_forward_call(op)
+            called = rewrite_calls(self.body, self.rewriting, op, rewrite, self._read_at, made)
+            if called is not None:
+                backward = backward or called.backward
+                if called.backward:
+                    self._wait_for_calls(op)
+                self.called[self.body.node_name(op)] = called.number
+                if op not in self._in_flow:
+                    self._calls.append(self.body.node_name(op))
         self.insertions.flush()
         if self.forward and self.rewriting.taped:
             self.passing.tell_missed(self.body.backward)
@@ -100,15 +113,26 @@ class _Rewriter:
         nodes = [node for name, node in self.body.nodes.items() if name not in self.removed]
         numbered = [name for name, number in self.called.items() if number]
         outputs = [self.returned.get(edge) or self._read_output(edge) for edge in self.body.outputs]
-        return Rewritten([*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered)
+        return Rewritten(
+            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered, backward
+        )
 
-    def _wait_for_forward_call(self, op: tf.Operation) -> None:
-        """Let a call of gradients come after the call that keeps what they need."""
-        forward = self._forward_name.get(self.body.node_name(op), "")
-        if forward in self.body.nodes and not (self.body.depth_at and self.body.depth_of(op)):
-            self.insertions.ahead.setdefault(self.body.node_name(op), []).append(
-                self.removed.get(forward, forward)
-            )
+    def _wait_for_calls(self, op: tf.Operation) -> None:
+        """Let a call of gradients come after the calls before it, which keep what they need.
+
+        It waits for the last call of gradients, which has waited for others, and those since.  Behind control
+        flow of version 1, which may leave some out, it waits for its forward operation and what it reads.
+        """
+        name = self.body.node_name(op)
+        if op in self._in_flow:
+            if self.body.depth_at and self.body.depth_of(op):
+                return
+            near = {self._forward_name.get(name), *(self.body.node_name(one.op) for one in op.inputs)}
+            waits = [one for one in self.called if one in near]
+        else:
+            waits, self._calls = self._calls, []
+        ahead = self.insertions.ahead.setdefault(name, [])
+        ahead += [self.removed.get(one, one) for one in waits]
 
     # ---- operations ----
 

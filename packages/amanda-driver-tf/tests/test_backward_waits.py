@@ -1,0 +1,94 @@
+"""Backward routines run after those of their forward op, also where no value leads from one to the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import amanda
+
+tf1 = tf.compat.v1
+
+
+class Handing(amanda.Tool):
+    """Forward routines take their time; backward ones ask for what these hand on."""
+
+    def __init__(self, change: bool) -> None:
+        self.change = change
+        self.took: list[str] = []
+        self.add_inst_for_op(self.analyse)
+        self.add_inst_for_op(self.analyse_backward, backward=True)
+
+    def analyse(self, context) -> None:
+        kept = self.keep if self.change else amanda.observer(self.keep)
+        context.insert_before_op(kept, key="before")
+        context.insert_after_op(kept, key="after")
+
+    def analyse_backward(self, context) -> None:
+        context.insert_before_backward_op(self.take, type=context.get_op().type)
+        context.insert_after_backward_op(self.take, type=context.get_op().type)
+
+    def keep(self, *values, key, run) -> Any:
+        time.sleep(0.005)
+        run[key] = True
+        return values if self.change else None
+
+    def take(self, *gradients, type, run) -> Any:
+        assert run == {"before": True, "after": True}, type
+        self.took.append(type)
+        return gradients
+
+
+called = tf.function(lambda x: x * 2.0 + 1.0)
+
+
+def rounds(x: Any) -> Any:
+    return tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x * 1.5 + 1.0), (0, x))[1]
+
+
+LINEAR: dict[str, Callable[[Any], Any]] = {
+    "ops": lambda x: x * 1.5 + 1.0,
+    "call": lambda x: called(x) * 1.5,
+    "branch": lambda x: tf.cond(x[0] > 0, lambda: called(x) * 1.5, lambda: x * 3.0),
+    "loop": rounds,
+}
+
+
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("kind", LINEAR)
+def test_of_functions(kind: str, change: bool) -> None:
+    x = tf.Variable([1.0, 2.0])
+    inner = tf.function(LINEAR[kind])
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            y = inner(x) if change else LINEAR[kind](x)
+        return y, tape.gradient(y, x)
+
+    vanilla, tool = step(), Handing(change)
+    with amanda.apply(tool):
+        found = step()
+    np.testing.assert_array_equal(found[0], vanilla[0])
+    np.testing.assert_array_equal(found[1], vanilla[1])
+    assert "Mul" in tool.took
+
+
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("kind", LINEAR)
+def test_of_sessions(kind: str, change: bool) -> None:
+    with tf.Graph().as_default(), tf1.Session() as session:
+        x = tf1.placeholder(tf.float32, [2])
+        y = LINEAR[kind](x)
+        fetched, feed = [y, *tf1.gradients(y, x)], {x: [1.0, 2.0]}
+        vanilla, tool = session.run(fetched, feed), Handing(change)
+        with amanda.apply(tool):
+            found = session.run(fetched, feed)
+    np.testing.assert_array_equal(found[0], vanilla[0])
+    np.testing.assert_array_equal(found[1], vanilla[1])
+    assert "Mul" in tool.took
