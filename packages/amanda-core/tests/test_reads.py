@@ -196,3 +196,10 @@ def test_combinations_of_few_values_are_not_kept_without_end() -> None:
         tool.factor, tool.other = float(i % 7), float(i // 7)
         copy_of(kept, lambda x: x * tool.factor * tool.other, made)
     assert len(made) == 33
+
+
+def test_the_core_is_not_looked_into() -> None:
+    """It leads to all tools and plans of the process."""
+    reads = read(lambda x: x * tool.factor if tool._amanda.lock else x)
+    assert {place.name for place in reads} >= {"factor", "_amanda"}
+    assert "lock" not in {place.name for place in reads}

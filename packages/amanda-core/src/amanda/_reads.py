@@ -51,7 +51,7 @@ class Reads:
     """
 
     plain: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
-    opaque: ClassVar[frozenset[str]] = frozenset({"numpy"})
+    opaque: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy"})
     called: ClassVar[tuple[str, ...]] = ("__call__", "__getitem__")
     dynamic: ClassVar[tuple[type, ...]] = ()
 
@@ -279,6 +279,8 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _package(value: Any) -> str:
-    """The outermost package of what defines a function or a class, or of a module."""
+    """The outermost package of what defines a function or a class, or of a module; or Amanda's tools."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name or "").partition(".")[0]
+    outer, _, inner = str(name or "").partition(".")
+    within = inner.partition(".")[0]
+    return f"{outer}.{within}" if outer == "amanda" and within in ("testing", "tools") else outer
