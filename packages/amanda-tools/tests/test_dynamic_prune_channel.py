@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune import DynamicChannelPruneTool
 
 DENSITY = 0.5
@@ -91,3 +93,9 @@ def test_outputs_and_gradients_are_those_of_a_model_that_was_modified(training: 
             assert parameter.grad is None or not parameter.grad.any()
         else:
             torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("density", [0, 1.5, "half"])
+def test_a_density_that_is_no_share_is_refused(density: Any) -> None:
+    with pytest.raises(AmandaError, match="share above 0"):
+        DynamicChannelPruneTool(density)

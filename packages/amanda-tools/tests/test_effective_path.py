@@ -343,6 +343,8 @@ def test_a_path_ends_where_nothing_contributes() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ToolError, match="theta='half'"):
+        EffectivePathTool(theta="half")  # type: ignore[arg-type]
     with pytest.raises(ToolError, match=r"theta=1\.5"):
         EffectivePathTool(theta=1.5)
     tool = EffectivePathTool()

@@ -371,6 +371,10 @@ def test_measuring_changes_nothing(model: nn.Module) -> None:
 
 
 def test_wrong_options_are_told() -> None:
+    with pytest.raises(AmandaError, match=r"every is 1\.5"):
+        StatsTool(every=1.5)  # type: ignore[arg-type]
+    with pytest.raises(AmandaError, match="'middle' is no quantile"):
+        StatsTool(quantiles=["middle"])  # type: ignore[list-item]
     with pytest.raises(AmandaError, match="every is 0"):
         StatsTool(every=0)
     with pytest.raises(AmandaError, match="2 is no quantile"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,7 +207,7 @@ def _check(keeps: dict[str, Keep], every: int, form: str) -> None:
     for name, keep in keeps.items():
         if keep not in ("no", "summary", "full"):
             raise AmandaError(f'{name}s is {keep!r}; it is "no", "summary" or "full"')
-    if every < 1:
+    if not isinstance(every, Integral) or every < 1:
         raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
     if form not in ("safetensors", "npz"):
         raise AmandaError(f'format is {form!r}; it is "safetensors" or "npz"')

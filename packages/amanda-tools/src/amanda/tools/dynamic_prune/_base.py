@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def checked_share(name: str, value: float) -> float:
 
     Raises AmandaError for another number.
     """
-    if not 0 < value <= 1:
+    if not isinstance(value, Real) or not 0 < value <= 1:
         raise AmandaError(f"{name} is {value!r}; it is a share above 0, and 1 at most")
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from operator import itemgetter
 from typing import Any
 
@@ -70,7 +71,8 @@ class EffectivePathTool(amanda.Tool):
         rules: Mapping[str, Rule] | None = None,
     ) -> None:
         super().__init__()
-        if mode not in ("cumulative", "absolute") or not theta > 0 or (mode == "cumulative" and theta > 1):
+        is_share = isinstance(theta, Real) and theta > 0 and (mode == "absolute" or theta <= 1)
+        if mode not in ("cumulative", "absolute") or not is_share:
             raise ToolError(
                 f"EffectivePathTool was given theta={theta!r} and mode={mode!r}; a cumulative theta is in "
                 "(0, 1], an absolute one above 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import amanda
@@ -153,8 +154,8 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _check(every: int, quantiles: Sequence[float]) -> None:
-    if every < 1:
+    if not isinstance(every, Integral) or every < 1:
         raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
     for q in quantiles:
-        if not 0 <= q <= 1:
+        if not isinstance(q, Real) or not 0 <= q <= 1:
             raise AmandaError(f"{q!r} is no quantile; give numbers from 0 (least) to 1 (most)")

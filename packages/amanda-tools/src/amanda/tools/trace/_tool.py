@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import amanda
@@ -41,7 +42,7 @@ class TraceTool(amanda.Tool):
         count: bool = False,
     ) -> None:
         super().__init__()
-        if executions < 1 or limit < 1:
+        if not all(isinstance(one, Integral) and one > 0 for one in (executions, limit)):
             raise ToolError(
                 f"TraceTool was given executions={executions} and limit={limit}; both are 1 or more"
             )
