@@ -50,6 +50,7 @@ class Insertions:
         self.forward: Mapping[str, str] = {}
         self._places: dict[int, int] = {}
         self._pack: list[tuple[Node, list[str], list[int], str]] = []
+        self._packed_at: set[str] = set()
         self._packed_bytes = 0
         self._flushed: list[str] = []
 
@@ -197,6 +198,7 @@ class Insertions:
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
             self.flush()
         self._pack.append((node, refs, types, self.body.node_name(op)))
+        self._packed_at.add(self.body.node_name(op))
         self._packed_bytes += size
 
     def flush(self) -> None:
@@ -213,7 +215,7 @@ class Insertions:
         self.made.append(node)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
-        self._pack, self._packed_bytes, self._flushed = [], 0, [node.name]
+        self._pack, self._packed_at, self._packed_bytes, self._flushed = [], set(), 0, [node.name]
 
     def replace(
         self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts, reads: Reads
@@ -296,7 +298,7 @@ class Insertions:
         number = self.body.number_at(op, ahead) if self.body.number_at else self.body.number
         if waits is None:
             waits = self._waits(name, refs) if ahead else [f"^{name}"]
-        if any(packed == self.forward.get(name) for *_, packed in self._pack):
+        if self.forward.get(name) in self._packed_at:
             self.flush()
         waits = list(dict.fromkeys([*waits, *self._after_forward(name)]))
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
