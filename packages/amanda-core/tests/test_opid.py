@@ -181,7 +181,7 @@ class Subject:
 
 @contextmanager
 def deaths() -> Iterator[list[int]]:
-    from amanda._plan import _mortality
+    from amanda._mortality import mortality
     from amanda._source import codes
 
     gc.collect()
@@ -190,7 +190,7 @@ def deaths() -> Iterator[list[int]]:
     try:
         yield heard
     finally:
-        interceptor.configure(codes.describe, _mortality.on_death)
+        interceptor.configure(codes.describe, mortality.on_death)
 
 
 def test_ordinals_grow_and_are_not_given_again() -> None:

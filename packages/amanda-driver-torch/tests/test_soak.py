@@ -12,7 +12,7 @@ import torch
 from programs import PROGRAMS, same_under
 
 import amanda
-from amanda._plan import _mortality
+from amanda._mortality import mortality
 from amanda.interceptor import Mark
 
 STATM = Path("/proc/self/statm")
@@ -117,9 +117,9 @@ def counts() -> dict[str, int]:
     gc.collect()
     return {
         "objects": len(gc.get_objects()),
-        "layers": len(_mortality.layers),
-        "subjects": len(_mortality.ops),
-        "ops": sum(map(len, _mortality.ops.values())),
+        "layers": len(mortality.layers),
+        "subjects": len(mortality.ops),
+        "ops": sum(map(len, mortality.ops.values())),
         "marks": Mark.alive(),
     }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from amanda import interceptor
 from amanda._notes import explained
 from amanda._opid import digest, mix
-from amanda._plan import BackwardPlan, Layer, Plan, only_replacement
+from amanda._plan import BackwardPlan, Plan, merged, only_replacement
 from amanda._program import program_on_values
 from amanda._routine import NOT_CALLED, run_replacement, run_routine
 from amanda._state import State
@@ -17,8 +17,10 @@ from amanda.context import OpContext
 from amanda.errors import RoutineError
 
 if TYPE_CHECKING:
-    from amanda._eager import EagerExecution, Trace
-    from amanda.context import OpFacts
+    from amanda._eager import EagerExecution
+    from amanda._facts import OpFacts
+    from amanda._layer import Layer
+    from amanda._trace import Trace
 
 
 _PLAIN = State()
@@ -60,13 +62,12 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
         return None
     facts = trace.facts.at_backward(op, id, True)
     facts.drop_values()
-    before = in_turn((action for plan in plans for action in plan.before), False)
-    after = in_turn((action for plan in plans for action in plan.after), True)
-    if any(action.takes_run for action in (*before, *after)):
+    whole = merged(plans)
+    if any(action.takes_run for action in whole.actions):
         return None
     rest = _Rest(ops, facts)
     hooks: list[interceptor.Hook | None] = []
-    for actions in (before, after):
+    for actions in (whole.before, whole.after):
         program = program_on_values(actions, facts) if actions else None
         if actions and program is None:
             return None

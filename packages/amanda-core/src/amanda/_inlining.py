@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda._artefacts import Artefact, artefact_kind
 from amanda._graph import GraphAnalysis
+from amanda._layer import layer_of
 from amanda._order import in_order
-from amanda._plan import BackwardPlan, Combined, layer_of
+from amanda._plan import BackwardPlan, Combined
 from amanda._report import Uninstrumented
 from amanda._state import State, disabled
 from amanda._targets import check_target, whole
 from amanda.errors import ArtefactError, NotTraceableError
 
 if TYPE_CHECKING:
-    from amanda._routine import TensorOps
+    from amanda._facts import OpFacts
+    from amanda._tensors import TensorOps
     from amanda.action import Action
-    from amanda.context import OpFacts
     from amanda.tool import Tool
 
 _LISTED = 12

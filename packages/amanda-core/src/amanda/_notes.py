@@ -9,7 +9,7 @@ from amanda import interceptor
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from amanda.context import OpFacts
+    from amanda._facts import OpFacts
     from amanda.tool import Tool
 
 

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda._notes import add_note, describe
 from amanda._routine import mutation
+from amanda._trace import Trace
 
 if TYPE_CHECKING:
-    from amanda._eager import Call
+    from amanda._calls import Call, EagerOps
+    from amanda._facts import OpFacts
     from amanda._plan import Combined
     from amanda.action import Action
-    from amanda.context import OpFacts
 
 
-def program_of(
+def learn(ops: EagerOps, memo: interceptor.Memo, key: int, combined: Combined, call: Call) -> None:
+    """Let native code do what calls like this one come to, if it can.
+
+    key: under which the memo learns of them.
+    """
+    gradients = ops.gradients(call.inputs)
+    traced = bool(combined.watching) and combined.traced(gradients)
+    if not (combined.forward or traced):
+        memo.learn(key, None)
+        return
+    facts = combined.plans[0][1].context._facts
+    trace = _tracer(ops, memo, combined, call, gradients, facts) if traced else None
+    if traced and trace is None:
+        return
+    refuse = None
+    if call.targets and gradients is not None and combined.gives_outputs:
+        if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
+            return
+        refuse = ops.saves_out_of_reach
+    program = _program_of(combined, call, facts, trace, refuse)
+    if program is not None:
+        memo.learn(key, program)
+
+
+def _tracer(
+    ops: EagerOps,
+    memo: interceptor.Memo,
+    combined: Combined,
+    call: Call,
+    gradients: Hashable,
+    facts: OpFacts,
+) -> Callable[[int, int, int, Any, list[Any]], None] | None:
+    """Leaves the traces of executions; None where it takes more."""
+    written = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
+    if written or any(action.differentiable for action in combined.actions):
+        return None
+    if combined.is_settled(gradients) and not combined.takes_run:
+        settled = Trace(facts.op_id, gradients, combined, {})
+        settled.keep(ops, facts, [], [])
+        leaving: Callable[..., None] = ops.leaving(settled, bool(call.targets))
+        return leaving
+
+    mutable = tuple(call.mutable)
+
+    def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
+        trace = Trace(facts.op_id, gradients, combined, {})
+        values = ops.flatten(outputs)[0]
+        trace.keep(ops, facts, inputs, values)
+        if combined.is_settled(gradients):
+            memo.forget()  # less is left to do
+        made = ops.made_between(begin, start, end)
+        ops.attach_trace(trace, made, [*values, *(inputs[i] for i in mutable)])
+
+    return leave_trace
+
+
+def _program_of(
     combined: Combined,
     call: Call,
     facts: OpFacts,

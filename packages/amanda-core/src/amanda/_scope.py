@@ -14,8 +14,8 @@ from amanda import _plugins, interceptor
 from amanda._attachment import attachment
 from amanda._generators import stepping, stepping_async
 from amanda._interrupts import uninterrupted
+from amanda._layer import layer_of
 from amanda._order import in_order
-from amanda._plan import layer_of
 from amanda._report import Report
 from amanda._state import State, activated, current_state, restore
 from amanda.errors import ScopeError, ToolError

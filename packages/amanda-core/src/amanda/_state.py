@@ -12,7 +12,7 @@ from amanda import interceptor
 from amanda.errors import ScopeError
 
 if TYPE_CHECKING:
-    from amanda._plan import Layer
+    from amanda._layer import Layer
     from amanda._scope import Scope
     from amanda.tool import Tool
 

@@ -15,21 +15,26 @@ from typing import ClassVar
 from amanda._artefacts import Artefact
 from amanda._attributes import Attributes, replace_references
 from amanda._backward import BackwardStep, backward_id, settled_step, settles
-from amanda._eager import Call, EagerExecution, Trace
+from amanda._calls import Call
+from amanda._eager import EagerExecution
+from amanda._facts import OpFacts
 from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
 from amanda._guarded import GuardedCopies, History
 from amanda._imports import when_imported
 from amanda._inlining import Inlining
 from amanda._interrupts import uninterrupted
+from amanda._layer import Layer
+from amanda._mortality import bind_to_subjects
 from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
-from amanda._plan import BackwardPlan, Combined, Layer, bind_to_subjects
+from amanda._plan import BackwardPlan, Combined
 from amanda._reads import Reads
-from amanda._routine import Saved, TensorOps, run_replacement, run_routine, spread
+from amanda._routine import run_replacement, run_routine
 from amanda._source import codes
 from amanda._state import State, current_state, in_force
+from amanda._tensors import Saved, TensorOps, spread
+from amanda._trace import Trace
 from amanda.action import Action
-from amanda.context import OpFacts
 from amanda.namespace import Namespace
 
 __all__ = [

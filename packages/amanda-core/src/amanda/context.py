@@ -2,76 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from amanda._facts import OpFacts
+from amanda._recording import Selection, check_point, check_replacement, positions, selected
 from amanda.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
-from amanda.errors import ActionError, AmandaError, ReplaceConflictError
+from amanda.errors import ActionError, AmandaError
 from amanda.namespace import Namespace
 
 if TYPE_CHECKING:
     from amanda.tool import Tool
 
-Selection = int | str | Sequence[int | str] | None
-
-
-@dataclass(slots=True)
-class OpFacts:
-    """What a driver tells of one execution of an op; the contexts of all tools read it.
-
-    graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
-    variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
-    of a graph, which keeps nothing of the graph.
-    """
-
-    op: Any
-    op_id: int
-    namespace: Namespace
-    names: Sequence[str] = ()
-    inputs: list[Any] | None = None
-    outputs: list[Any] | None = None
-    attributes: Mapping[str, Any] | None = None
-    scope: str = ""
-    source: str = ""
-    backward_op: Any = None
-    backward_op_id: int | None = None
-    grad_outputs: list[Any] | None = None
-    grad_inputs: list[Any] | None = None
-    replaceable: bool = True
-    dropped: bool = False
-    read_value: Callable[[Any], Any] = field(default=lambda value: value)
-    op_type: str = ""
-    parameters: Sequence[int] = ()
-    graph: Hashable = None
-    read_variables: Callable[[], Hashable] = field(default=lambda: None)
-    original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
-    variable_of: Callable[[Any], Any] = field(default=lambda value: None)
-    compute: Callable[[Sequence[Any]], Any] | None = None
-    backward_order: int = 0
-
-    def drop_values(self) -> None:
-        """Let go of every tensor; a context that lives on knows the op alone."""
-        self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
-        self.original = None
-        self.dropped = True
-
-    def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
-        """Facts of a backward op of this op."""
-        return OpFacts(
-            self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
-            self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
-            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
-            read_variables=self.read_variables, variable_of=self.variable_of, compute=self.compute,
-            backward_order=order,
-        )  # fmt: skip
-
-    @property
-    def name(self) -> str:
-        """Name of the op that runs, for messages."""
-        op = self.op if self.backward_op is None else self.backward_op
-        return str(getattr(op, "__name__", op))
+__all__ = ["OpContext", "OpFacts", "Selection"]
 
 
 class OpContext(dict[str, Any]):
@@ -279,7 +222,7 @@ class OpContext(dict[str, Any]):
 
     def _input(self, index: int | str, method: str) -> Any:
         inputs = self.get_inputs()
-        (position,) = self._positions((index,), method, len(inputs)) or (0,)
+        (position,) = positions(self._facts, (index,), method, len(inputs))
         return inputs[position]
 
     def _present(self, values: list[Any] | None, what: str) -> list[Any]:
@@ -305,67 +248,13 @@ class OpContext(dict[str, Any]):
                 f"{kind.value} was called outside an analysis routine; actions are recorded while "
                 "the callback given to add_inst_for_op runs"
             )
-        self._check_point(kind, self._point)
+        check_point(self._facts, kind, self._point)
         if kind.is_replacement:
-            self._check_replacement(kind)
+            check_replacement(self._facts, kind, self._tool, self._actions)
         wrapped: Routine | None = func
         for wrap in self._tool._amanda.wrappers:
             wrapped = None if wrapped is None else wrap(self, kind, wrapped)
         if wrapped is None:
             return
-        selected = self._selected(kind, select)
-        action = Action(kind, wrapped, self._tool, selected, dict(kwargs) or NO_KWARGS, reads)
-        self._actions.append(action)
-
-    def _check_point(self, kind: ActionType, point: InstrumentationPoint) -> None:
-        if kind.is_backward != point.is_backward:
-            backward = "backward=True" if kind.is_backward else "backward=False"
-            raise ActionError(
-                f"{kind.value} was called at {point.value} of {self._facts.name}; call it in a "
-                f"callback registered with add_inst_for_op(callback, {backward})"
-            )
-        if point.is_after and not kind.is_after:
-            raise ActionError(
-                f"{kind.value} was called at {point.value} of {self._facts.name}, when the op had run; "
-                "call it in a callback registered with require_outputs=False"
-            )
-
-    def _check_replacement(self, kind: ActionType) -> None:
-        if kind.is_backward and not self._facts.replaceable:
-            raise ActionError(
-                f"{self._facts.name} cannot be replaced; change its gradient with insert_before_backward_op"
-            )
-        for action in self._actions:
-            if action.type is kind:
-                raise ReplaceConflictError(
-                    f"{type(self._tool).__name__} wants to replace {self._facts.name}, which "
-                    f"{type(action.tool).__name__} replaces already; one op has one replacement: "
-                    "apply one of the two, or let one use insert_before_op or insert_after_op"
-                )
-
-    def _selected(self, kind: ActionType, select: Selection) -> tuple[int, ...] | None:
-        if select is None:
-            return None
-        chosen = (select,) if isinstance(select, (int, str)) else tuple(select)
-        takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
-        inputs = self._facts.inputs
-        count = len(inputs) if takes_inputs and inputs is not None else None
-        return self._positions(chosen, kind.value, count)
-
-    def _positions(self, chosen: tuple[int | str, ...], method: str, count: int | None) -> tuple[int, ...]:
-        names = list(self._facts.names)
-        positions = []
-        for one in chosen:
-            if isinstance(one, str) and one in names and count is not None:
-                one = names.index(one)
-            valid = isinstance(one, int) and not isinstance(one, bool)
-            if not valid or (count is not None and not -count <= int(one) < count):
-                known = ", ".join(names) if names and count is not None else "given by position"
-                near = get_close_matches(str(one), names, n=1) if count is not None else []
-                raise ActionError(
-                    f"{method} of {self._facts.name} was asked for {one!r}; it has "
-                    f"{'some' if count is None else count} values ({known})"
-                    + (f"; did you mean {near[0]!r}?" if near else "")
-                )
-            positions.append(int(one) + count if count is not None and int(one) < 0 else int(one))
-        return tuple(positions)
+        chosen = selected(self._facts, kind, select)
+        self._actions.append(Action(kind, wrapped, self._tool, chosen, dict(kwargs) or NO_KWARGS, reads))

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from amanda import interceptor
-from amanda._plan import forget_all, forget_ops
+from amanda._mortality import forget_all, forget_ops
 from amanda._scope import Scope, apply
 from amanda.action import ActionType, InstrumentationPoint, Routine
 from amanda.context import OpContext

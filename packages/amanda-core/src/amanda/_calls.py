@@ -1,0 +1,142 @@
+"""What the driver of an eager framework tells of calls, and of the backward ops that they make."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from amanda._tensors import TensorOps, spread
+
+if TYPE_CHECKING:
+    from amanda import interceptor
+    from amanda._trace import Trace
+
+
+class Call(ABC):
+    """One call of an op: its inputs in schema order, and how to make the call with others.
+
+    mutable: positions of the inputs that the op writes into.
+    targets: positions of those that it returns: `self` of an in-place op, `out=`.
+    """
+
+    __slots__ = ("inputs", "mutable", "names", "op", "targets")
+
+    op: Any
+    inputs: list[Any]
+    names: Sequence[str]
+    mutable: Sequence[int]
+    targets: Sequence[int]
+
+    @abstractmethod
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the op itself on these inputs."""
+
+    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+        """Runs the op itself on inputs like this call's, none of which it holds; None where nothing can."""
+        return None
+
+    def compute(self, inputs: Sequence[Any]) -> Any:
+        """Run it for a replacement, which is given a single output as itself."""
+        return self.invoke(list(inputs))
+
+    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Those of the user's tensors that the op has written and gives back."""
+        return spread(inputs[i] for i in self.targets)
+
+    def formed(self, result: Any) -> Any:
+        """A replacement's result in the form that the op's own has."""
+        return result
+
+    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
+        """Which argument each input is, positional ones and then those by keyword; -1: a default.
+
+        A pair for the one input that is the tuple of the arguments from its first to before its second.
+        None where that cannot be said.
+        """
+        return None
+
+    def attributes(self) -> dict[str, Any]:
+        """The non-tensor arguments by name."""
+        return {}
+
+    def parameters(self) -> Sequence[int]:
+        """Positions of the inputs that were read of a variable, where the input itself does not tell."""
+        return ()
+
+    def op_type(self) -> str:
+        """The framework's own name for what the op computes, one for all its spellings."""
+        return str(getattr(self.op, "__name__", self.op))
+
+
+class EagerOps(TensorOps):
+    """What a driver knows of its framework's calls, beside the tensors.
+
+    identity_types: types of the values that tell ops apart.
+    reader: how native code reads tensors; None where it does not.
+    """
+
+    identity_types: tuple[type, ...] = ()
+    reader: interceptor.Reader | None = None
+
+    @property
+    @abstractmethod
+    def namespace(self) -> Any:
+        """Tags of the ops."""
+
+    @abstractmethod
+    def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call as the tools see it."""
+
+    @abstractmethod
+    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's result as a list of outputs, and how to put such a list back into its form."""
+
+    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """The same for the result of this call, where its form is not all that counts."""
+        return self.flatten(outputs)
+
+    @abstractmethod
+    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+        """Which of the inputs need a gradient; None where autodiff records nothing."""
+
+    def variable_of(self, value: Any) -> Any:
+        """What holds an input's value from one execution to the next; None where nothing does."""
+        return None
+
+    def scope_name(self, subjects: Sequence[Any]) -> str:
+        """Path of the innermost enclosing call's object within the outermost's."""
+        return ""
+
+    def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
+        """What keeps a call from being instrumented at this moment, and why; None if nothing does."""
+        return None
+
+    @abstractmethod
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Context around the op that finds the backward ops which it makes; made before its routines run."""
+
+    def begin(self, made: Any, inputs: Sequence[Any]) -> None:
+        """Hear what the op, or what replaces it, is given in the context `made` that is entered next.
+
+        What routines returned is among it: backward ops that these values come from are not of the op.
+        """
+
+    @abstractmethod
+    def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
+        """Leave the trace with the backward ops that the context `made` has found.
+
+        values: the op's outputs, and those of its inputs that it wrote.
+        """
+
+    def made_between(self, begin: int, start: int, end: int) -> Any:
+        """What `tracing` would have found, by the readings of the clock that the driver's `reader` has."""
+        raise NotImplementedError
+
+    def leaving(self, trace: Trace, writes: bool) -> Any:
+        """What makes a `Program` leave this trace with the backward ops of each execution.
+
+        writes: whether the op writes into a tensor that it is given.
+        """
+        raise NotImplementedError

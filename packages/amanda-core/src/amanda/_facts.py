@@ -1,0 +1,66 @@
+"""What a driver tells of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from amanda.namespace import Namespace
+
+
+@dataclass(slots=True)
+class OpFacts:
+    """What a driver tells of one execution of an op; the contexts of all tools read it.
+
+    graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
+    variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
+    of a graph, which keeps nothing of the graph.
+    """
+
+    op: Any
+    op_id: int
+    namespace: Namespace
+    names: Sequence[str] = ()
+    inputs: list[Any] | None = None
+    outputs: list[Any] | None = None
+    attributes: Mapping[str, Any] | None = None
+    scope: str = ""
+    source: str = ""
+    backward_op: Any = None
+    backward_op_id: int | None = None
+    grad_outputs: list[Any] | None = None
+    grad_inputs: list[Any] | None = None
+    replaceable: bool = True
+    dropped: bool = False
+    read_value: Callable[[Any], Any] = field(default=lambda value: value)
+    op_type: str = ""
+    parameters: Sequence[int] = ()
+    graph: Hashable = None
+    read_variables: Callable[[], Hashable] = field(default=lambda: None)
+    original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
+    variable_of: Callable[[Any], Any] = field(default=lambda value: None)
+    compute: Callable[[Sequence[Any]], Any] | None = None
+    backward_order: int = 0
+
+    def drop_values(self) -> None:
+        """Let go of every tensor; a context that lives on knows the op alone."""
+        self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
+        self.original = None
+        self.dropped = True
+
+    def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
+        """Facts of a backward op of this op."""
+        return OpFacts(
+            self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
+            self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
+            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
+            read_variables=self.read_variables, variable_of=self.variable_of, compute=self.compute,
+            backward_order=order,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """Name of the op that runs, for messages."""
+        op = self.op if self.backward_op is None else self.backward_op
+        return str(getattr(op, "__name__", op))

@@ -1,0 +1,116 @@
+"""Layers: the tools of scopes within each other, with the plans that they have made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import _plugins, interceptor
+from amanda._mortality import mortality
+from amanda._notes import add_note, explained
+from amanda._order import routines_at
+from amanda.action import InstrumentationPoint
+
+if TYPE_CHECKING:
+    from amanda._plan import Plan
+    from amanda._tensors import TensorOps
+    from amanda.context import OpContext
+    from amanda.tool import Analysis, Tool
+
+LAYERS_PER_TOOL = 16
+
+
+class Layer:
+    """The tools of one scope, in order, above the layers of the scopes around it.
+
+    by_extents, by_callables: whether the guards ask for shapes, and more than that, of what an op is given.
+    twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
+    rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
+    """
+
+    def __init__(self, tools: Sequence[Tool], parent: Layer | None) -> None:
+        self.tools = tuple(tools)
+        self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
+        applied = [tool for layer in self.chain for tool in layer.tools]
+        self.applied = tuple(applied)
+        self.routines = {point: routines_at(point, self.tools, applied) for point in InstrumentationPoint}
+        self.guards: list[Analysis] = [*(parent.guards if parent else ())]
+        for routines in self.routines.values():
+            self.guards += [one for one in routines if one.guard is not None]
+        self.by_extents = any(one.guard == "shape" for one in self.guards)
+        self.by_callables = any(callable(one.guard) for one in self.guards)
+        self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
+        self.twice = False
+        self.plans: dict[int, dict[Hashable, Plan]] = {}
+        self.table = interceptor.PlanTable()
+        self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        mortality.layers.add(self)
+
+    def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
+        """Run this layer's analysis routines of a point on a context."""
+        for routine in self.routines[point]:
+            context._tool = routine.tool
+            with explained(context._facts, routine.tool, point.value), routine.tool._amanda.lock:
+                if all(admits(context) for admits in routine.tool._amanda.admissions):
+                    routine.callback(context)
+        _plugins.plugin_manager().hook.amanda_op_analysed(context=context)
+
+    def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:
+        """What a plan is made for: the signature of the op's inputs, and what the guards answer."""
+        if not self.guards:
+            return ops.signature(inputs)
+        answers: list[Hashable] = [ops.signature(inputs)]
+        for tool, _, _, guard, _ in self.guards:
+            try:
+                answers.append(guard(list(inputs)) if callable(guard) else ops.shapes(inputs))
+            except BaseException as error:
+                add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
+                raise
+        return tuple(answers)
+
+    def differentiate_twice(self) -> bool:
+        """Hear that backward ops will have backward ops; whether that was not reckoned with before."""
+        if self.twice:
+            return False
+        settled = False
+        for layer in self.chain:
+            layer.twice = True
+            for plan in [plan for plans in layer.plans.values() for plan in plans.values()]:
+                settled = settled or bool(plan.settled)
+                plan.settled.clear()
+        if settled:
+            self.table.clear()
+        return settled
+
+    def relearn(self, op_id: int) -> None:
+        """Hear that more is left to do at an op than native code has learned."""
+        known = self.table.get(op_id)
+        if isinstance(known, interceptor.Memo):
+            known.forget()
+
+    def forget(self, op_id: int) -> None:
+        """Drop every plan of an op."""
+        self.plans.pop(op_id, None)
+        self.table.discard(op_id)
+
+
+def layer_of(tools: Sequence[Tool], parent: Layer | None) -> Layer:
+    """The layer of these tools above `parent`, with the plans of earlier scopes like it.
+
+    It lives with the tool that comes last, which is the one that depends on the others.
+    """
+    chain = parent.chain if parent else ()
+    key = tuple(
+        tuple((tool._amanda.number, tool._amanda.version) for tool in group)
+        for group in (*(layer.tools for layer in chain), tuple(tools))
+    )
+    layers = tools[-1]._amanda.layers if tools else {}
+    if key not in layers:
+        layers[key] = Layer(tools, parent)
+    layer: Layer = layers[key]
+    if tools:
+        tools[-1]._amanda.layers.move_to_end(key)
+        while len(layers) > LAYERS_PER_TOOL:
+            tools[-1]._amanda.layers.popitem(last=False)
+    return layer
