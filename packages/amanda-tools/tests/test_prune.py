@@ -606,6 +606,34 @@ def test_masks_of_parts_are_found_again_whichever_are_read_first() -> None:
             assert torch.equal(model(x, BATCHES[i]), wanted[i])
 
 
+class Listed(nn.Module):
+    """Linear layers whose weights are in a list; the input says in which order they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for i in chosen:
+            x = F.linear(x, self.weights[i])
+        return x
+
+
+def test_masks_of_parameters_in_a_list_go_by_the_parameter_whichever_is_read_first() -> None:
+    x, first, again = torch.rand(3, 4), PruneTool(sparsity=0.5), PruneTool(sparsity=0.5)
+    with amanda.apply(first):
+        y = Listed()(x, [0, 1, 2])
+    again.load_state_dict(first.state_dict())
+    model = Listed()
+    with amanda.apply(again):
+        model(x, [2])
+        model(x, [1])
+        assert torch.equal(model(x, [0, 1, 2]), y)
+    assert sorted(again.state_dict())[:4] == ["step", "weights.0/mask", "weights.0/updated", "weights.1/mask"]
+    assert not again.result.waiting
+
+
 class AutoEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

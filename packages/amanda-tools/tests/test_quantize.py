@@ -547,6 +547,36 @@ class Experts(nn.Module):
         return x
 
 
+class Listed(nn.Module):
+    """Linear layers with weights in a list, of quite different sizes; the input says which are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4) * 20**i) for i in range(3))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return sum((F.linear(x * 20**i, self.weights[i]) for i in chosen), torch.zeros(()))
+
+
+def test_scales_of_parameters_in_a_list_go_by_the_parameter_whichever_is_read_first() -> None:
+    model, x = Listed(), torch.rand(3, 4)
+    first, again = (
+        QuantizeTool(weight_bits=4, activation_bits=4),
+        QuantizeTool(weight_bits=4, activation_bits=4),
+    )
+    with amanda.apply(first), first.calibrating():
+        model(x, [0, 1, 2])
+    with amanda.apply(first):
+        y = model(x, [0, 1, 2])
+    again.load_state_dict(first.state_dict())
+    with amanda.apply(again):
+        model(x, [2])
+        model(x, [1])
+        assert torch.equal(model(x, [0, 1, 2]), y)
+    assert not again.result.waiting
+
+
 @pytest.mark.parametrize("method", ["static", "dynamic", "qat", "lsq"])
 def test_parts_of_a_parameter_have_scales_of_their_own_whichever_an_op_reads(method: Any) -> None:
     model, x, tool = Experts(), torch.rand(3, 4), QuantizeTool(method, weight_bits=4, activation_bits=None)

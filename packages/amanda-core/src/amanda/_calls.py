@@ -105,6 +105,13 @@ class EagerOps(TensorOps):
         """What holds an input's value from one execution to the next; None where nothing does."""
         return None
 
+    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+        """What tells the path of a variable in the outermost of the enclosing calls' objects.
+
+        It keeps none of them alive.
+        """
+        return _nowhere
+
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the innermost enclosing call's object within the outermost's."""
         return ""
@@ -140,3 +147,7 @@ class EagerOps(TensorOps):
         writes: whether the op writes into a tensor that it is given.
         """
         raise NotImplementedError
+
+
+def _nowhere(variable: Any) -> str | None:
+    return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from amanda._tensors import spread
 from amanda.namespace import Namespace
 
 
@@ -15,7 +16,8 @@ class OpFacts:
 
     graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
     variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
-    of a graph, which keeps nothing of the graph.
+    of a graph, which keeps nothing of the graph.  variable_of: what holds an input's value; path_of: where in
+    the model that is.
     """
 
     op: Any
@@ -40,6 +42,7 @@ class OpFacts:
     read_variables: Callable[[], Hashable] = field(default=lambda: None)
     original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
     variable_of: Callable[[Any], Any] = field(default=lambda value: None)
+    path_of: Callable[[Any], str | None] = field(default=lambda variable: None)
     compute: Callable[[Sequence[Any]], Any] | None = None
     backward_order: int = 0
 
@@ -49,14 +52,19 @@ class OpFacts:
         self.original = None
         self.dropped = True
 
+    def first_path(self) -> str | None:
+        """Path of the first variable that the op reads and whose place in the model is known."""
+        held = map(self.variable_of, spread(self.inputs or ()))
+        return next((path for path in (self.path_of(one) for one in held if one is not None) if path), None)
+
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Facts of a backward op of this op."""
         return OpFacts(
             self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
             read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
-            read_variables=self.read_variables, variable_of=self.variable_of, compute=self.compute,
-            backward_order=order,
+            read_variables=self.read_variables, variable_of=self.variable_of, path_of=self.path_of,
+            compute=self.compute, backward_order=order,
         )  # fmt: skip
 
     @property

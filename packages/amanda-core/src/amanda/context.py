@@ -143,6 +143,14 @@ class OpContext(dict[str, Any]):
         """
         return self._facts.variable_of(self._input(index, "get_variable"))
 
+    def get_variable_path(self, variable: Any) -> str | None:
+        """Where in the model a variable lies that `get_variable` gave: "layer1.0.conv1.weight".
+
+        It is told from the outermost module, by the first of several names; None where no module has it, and
+        where the driver does not tell.
+        """
+        return self._facts.path_of(variable)
+
     def is_forward(self) -> bool:
         """Whether this is the context of a forward op."""
         return self._facts.backward_op_id is None

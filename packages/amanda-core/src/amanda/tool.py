@@ -163,36 +163,52 @@ class Tool:
         name: str,
         make: Callable[[], Any],
         load: Callable[[Any], Any] | None = None,
+        variable: Any = None,
     ) -> Any:
-        """State of this tool at one op, made when it is first asked for.
+        """State of this tool at one op, or of a variable, made when it is first asked for.
 
         It is keyed by `place(context)` and `name`; what `load_state_dict` holds under the key is
         taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
+        variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
+        it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
         Call it in an analysis routine.
         """
-        key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
-        values = self._amanda.state.setdefault("values", {})
+        own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
+        path = None if variable is None else context.get_variable_path(variable)
+        key = own if path is None else f"{self._path(path, variable)}/{name}"
+        values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
-            if key not in self._amanda.loaded:
+            found = next((one for one in (key, own) if one in loaded), None)
+            if found is None:
                 values[key] = make()
             else:
-                loaded = self._amanda.loaded.pop(key)
-                values[key] = loaded if load is None else load(loaded)
+                value = loaded.pop(found)
+                values[key] = value if load is None else load(value)
         return values[key]
+
+    def _path(self, path: str, variable: Any) -> str:
+        """A variable's path, with ".1", ".2" for those of further models."""
+        known = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
+        number = known.setdefault(interceptor.ordinal(variable), len(known))
+        return path if number == 0 else f"{path}.{number}"
 
     def place(self, context: OpContext) -> str:
         """What an op's state is kept under: "module path/op", with ".1", ".2" for others of that name.
 
+        An op that reads a parameter which is no `weight` or `bias` of its module has its name, too, since
+        the data may say which is read first: "experts/linear(up.1)".
         Ops of several graphs that have one name and read the same variables are one place: what Keras
         traces of a layer to train it, and what to predict.
         """
         facts = context._facts
-        prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
-        known, shared = self._amanda.state.setdefault("places", {}).setdefault(prefix, ({}, []))
-        if facts.op_id not in known:
-            known[facts.op_id] = _ordinal(shared, facts.graph, facts.read_variables())
-        number = known[facts.op_id]
-        return prefix if number == 0 else f"{prefix}.{number}"
+        places: dict[int, str] = self._amanda.state.setdefault("places", {})
+        if facts.op_id not in places:
+            prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
+            prefix += _read_first(facts.first_path(), context.get_scope())
+            shared = self._amanda.state.setdefault("shared", {}).setdefault(prefix, [])
+            number = _ordinal(shared, facts.graph, facts.read_variables())
+            places[facts.op_id] = prefix if number == 0 else f"{prefix}.{number}"
+        return places[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
         """What `keep` holds, by "module path/op/name", and what was loaded but not asked for yet."""
@@ -222,6 +238,12 @@ class Tool:
     def preparing(self) -> AbstractContextManager[Any]:
         """Context around the run of `prepare`, for a tool to which it is more than any other run."""
         return nullcontext()
+
+
+def _read_first(path: str | None, scope: str) -> str:
+    """What a place's name says of the parameter that the op reads first."""
+    name = (path or "").removeprefix(f"{scope}.")
+    return f"({name})" if name not in ("", "weight", "bias") else ""
 
 
 def _ordinal(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:

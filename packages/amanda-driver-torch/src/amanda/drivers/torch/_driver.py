@@ -26,7 +26,7 @@ from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Reader
 from ._autograd import Autograd
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
-from ._modules import enclose_modules, module_path
+from ._modules import Paths, enclose_modules, module_path
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
 from ._requirements import check
@@ -219,6 +219,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         base = value if value._base is None else value._base
         is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
         return base if is_held else None
+
+    def path_of(self, subjects: Any) -> Paths:
+        """What tells the paths of parameters in the enclosing modules."""
+        return Paths(subjects)
 
     def scope_name(self, subjects: Any) -> str:
         """Path of the calling module in the model."""

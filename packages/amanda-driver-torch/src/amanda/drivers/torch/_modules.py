@@ -1,11 +1,12 @@
 """Module calls: regions of the program, and the path of a module in its model."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from amanda.backend import BOUNDARY, Attributes, codes, digest
@@ -41,10 +42,57 @@ _changing = threading.RLock()
 
 
 def module_path(subjects: Sequence[Any]) -> str:
-    """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1"."""
+    """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1".
+
+    What torch.compile wraps around a model is no part of it.
+    """
     modules = [one for one in subjects if isinstance(one, torch.nn.Module)]
     parts = [_name_within(outer, inner) for outer, inner in pairwise(modules) if inner is not outer]
-    return ".".join(part for part in parts if part)
+    return _without_wrappers(".".join(part for part in parts if part))
+
+
+def _without_wrappers(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in ("", "_orig_mod"))
+
+
+class Paths:
+    """Paths of parameters in the outermost of the modules that enclose an op: "layer1.0.conv1.weight".
+
+    It keeps no module alive.
+    """
+
+    _names: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, subjects: Sequence[Any]) -> None:
+        self._modules = [weakref.ref(one) for one in subjects if isinstance(one, torch.nn.Module)]
+
+    def __call__(self, variable: Any) -> str | None:
+        """The first name of a parameter in the outermost module that has it; None of any other tensor."""
+        modules = [one for one in (reference() for reference in self._modules) if one is not None]
+        for count, module in enumerate(modules, 1):
+            name = self._name(module, variable)
+            if name is not None:
+                return _without_wrappers(f"{module_path(modules[:count])}.{name}")
+        return None
+
+    def _name(self, module: torch.nn.Module, variable: Any) -> str | None:
+        known = self._names.setdefault(module, {})
+        name = known.get(id(variable))
+        if name is None or _held_at(module, name) is not variable:
+            known.clear()
+            known.update((id(one), path) for path, one in module.named_parameters())
+            name = known.get(id(variable))
+        return name
+
+
+def _held_at(module: torch.nn.Module, path: str) -> Any:
+    holder, _, name = path.rpartition(".")
+    try:
+        return getattr(module.get_submodule(holder), name)
+    except AttributeError:
+        return None
 
 
 def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:

@@ -46,25 +46,34 @@ def makes_a_weight(context: amanda.OpContext) -> bool:
 
 
 class Parts:
-    """What the state of parts is kept under, whichever op of a place happens to read them first."""
+    """What the state of parts is kept under, whichever op of a place happens to read them first.
+
+    A parameter whose path in the model is known needs no more than the part.
+    """
 
     def __init__(self) -> None:
         self._readers: dict[Hashable, amanda.OpContext] = {}
         self._holders: dict[amanda.OpContext, list[Hashable]] = {}
 
     def place(
-        self, context: amanda.OpContext, identity: Hashable, part: Form | None, whole: Form
+        self,
+        context: amanda.OpContext,
+        identity: Hashable,
+        part: Form | None,
+        whole: Form,
+        is_named: bool = False,
     ) -> tuple[amanda.OpContext, str]:
         """The context of the op that read the parameter's parts first, and what is added to names of state.
 
-        identity: of the parameter.  part: the form that is read, None for all of it.  whole: its own form.
+        identity: of the parameter; is_named: whether names of state have its path.
+        part: the form that is read, None for all of it.  whole: its own form.
         """
         is_part = part is not None and prod(part[0]) < prod(whole[0])
         reader = self._readers.setdefault(identity, context) if is_part else context
         holders = self._holders.setdefault(reader, [])
         if identity not in holders:
             holders.append(identity)
-        number = holders.index(identity)
+        number = 0 if is_named else holders.index(identity)
         offset = f"@{part[2]}" if is_part and part is not None else ""
         return reader, offset + (f"#{number}" if number else "")
 

@@ -90,8 +90,12 @@ class Met:
         elif not self._fits(context, extents, value):
             self._left.add(key)
         else:
-            place = (context, "") if whole is None else self._parts.place(context, identity, part, whole)
-            self.weights[key] = self._made(context, framework, held, extents, value, *place)
+            is_named = context.get_variable_path(holder) is not None
+            place = (context, "")
+            if whole is not None:
+                place = self._parts.place(context, identity, part, whole, is_named)
+            variable = None if held is None else holder
+            self.weights[key] = self._made(context, framework, held, extents, value, variable, *place)
             others.append(self.weights[key])
 
     def _fits(self, context: amanda.OpContext, extents: Any, value: Any) -> bool:
@@ -114,14 +118,17 @@ class Met:
         self.reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
 
     def _made(
-        self, context: amanda.OpContext, framework: Any, held: Any, extents: Any, value: Any,
+        self, context: amanda.OpContext, framework: Any, held: Any, extents: Any, value: Any, variable: Any,
         reader: amanda.OpContext, suffix: str,
     ) -> Weight:  # fmt: skip
-        """A weight with its state, which parts of a parameter have where any of them was read first."""
+        """A weight with its state, which is the parameter's, or that of the op that read it first."""
         layout = context["weight_layout"]
 
         def state(name: str, start: Any) -> Any:
-            return self._keep(reader, name + suffix, lambda: framework.stored(start), framework.stored)
+            def make() -> Any:
+                return framework.stored(start)
+
+            return self._keep(reader, name + suffix, make, framework.stored, variable)
 
         kept, updated = state("mask", np.ones(extents, bool)), state("updated", np.full(1, NEVER))
         grown = permutation = None

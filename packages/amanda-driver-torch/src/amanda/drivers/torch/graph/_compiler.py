@@ -22,7 +22,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalStateSource
 
 from .._asked import asks_for_graphs
-from .._modules import module_path, plain_module_calls
+from .._modules import Paths, module_path, plain_module_calls
 from .._surroundings import Surroundings
 from ._frames import left_to_python
 from ._instrument import namespace
@@ -133,6 +133,7 @@ class _Frame(threading.local):
     code: CodeType | None = None
     prefix = ""
     instance = 0
+    path_of = Paths(())
 
 
 _frame = _Frame()
@@ -155,10 +156,10 @@ class Converter:
         if left is not None:
             return left
         own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
-        before = _frame.code, _frame.prefix, _frame.instance
+        before = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
         _frame.code = frame.f_code
-        path = module_path(interceptor.subjects())
-        _frame.prefix = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        subjects = interceptor.subjects()
+        _frame.prefix, _frame.path_of = module_path(subjects), Paths(subjects)
         _frame.instance = interceptor.ordinal(own) if isinstance(own, torch.nn.Module) else 0
         try:
             with uninstrumented(), plain_module_calls(), self.backend.sizes():
@@ -167,7 +168,7 @@ class Converter:
             self.backend.raise_failure()
             raise
         finally:
-            _frame.code, _frame.prefix, _frame.instance = before
+            _frame.code, _frame.prefix, _frame.instance, _frame.path_of = before
         self.backend.raise_failure()
         return result
 
@@ -244,7 +245,7 @@ class Backend:
         symbols = Symbols(module, inputs, [node.meta.get("example_value") for node in places], weights)
         rewriting = Rewriting(
             module, symbols, program, namespace(), _frame.prefix, _frame.instance,
-            history=self.generation.histories[_frame.code],
+            history=self.generation.histories[_frame.code], path_of=_frame.path_of,
         )  # fmt: skip
         return rewriting.rewritten()
 

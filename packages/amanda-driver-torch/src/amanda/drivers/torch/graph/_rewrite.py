@@ -10,6 +10,7 @@ import torch
 from amanda.backend import BackwardPlan, GraphAnalysis, Namespace, OpFacts, backward_id, digest
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
+from .._modules import Paths
 from ._instrumented import BackwardSite, Inlet, Instrumented, Leaf, Step
 from ._making import Making
 from ._ops import TENSORS, Program
@@ -29,6 +30,7 @@ class Rewriting:
 
     symbols: the graph's inputs without data, and what they stand for.  prefix: path of the module whose code
     the graph is of.  instance: what tells the graph's ops from those of another model with the same code.
+    path_of: what tells paths of parameters in the model; by default it is the graph's module.
     analysis: of the ops; by default one of the program's state.  history: of what routines have read.
     """
 
@@ -42,6 +44,7 @@ class Rewriting:
         instance: int = 0,
         analysis: GraphAnalysis | None = None,
         history: History | None = None,
+        path_of: Paths | None = None,
     ) -> None:
         self.module = module
         self.symbols = symbols
@@ -49,6 +52,7 @@ class Rewriting:
         self.namespace = namespace
         self._prefix = prefix
         self._instance = instance
+        self._path_of = path_of or Paths([module])
         self._analysis = GraphAnalysis(program.state, TENSORS) if analysis is None else analysis
         self._routines = Routines(program, None)
         self._occurrences: Counter[int] = Counter()
@@ -112,7 +116,7 @@ class Rewriting:
             list(native.inputs), attributes=native.attributes(), scope=scope, source=source,
             op_type=native.op_type(), parameters=native.parameters(), graph=("graph", self.program.number),
             read_variables=lambda: ordinals, read_value=self.symbols.value, variable_of=self.symbols.variable,
-            compute=native.computation(),
+            path_of=self._path_of, compute=native.computation(),
         )  # fmt: skip
 
     def _analyse_backward(self, one: Ran) -> None:

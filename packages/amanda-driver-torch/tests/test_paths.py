@@ -1,0 +1,115 @@
+"""Where in a model a parameter lies, which names what tools keep of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amanda
+
+
+class Chosen(nn.Module):
+    """Products with weights of a list, whose order the data choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ws = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)])
+        self.last = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for i in order:
+            x = F.linear(x, self.ws[i])
+        return self.tied(self.last(x))
+
+
+class Paths(amanda.Tool):
+    """Keeps, for each product, its place and the path of its weight."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str | None] = {}
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            weight = context.get_variable("weight")
+            self.found[self.place(context)] = context.get_variable_path(weight)
+            self.keep(context, "mark", lambda: torch.zeros(1), variable=weight)
+
+
+IN_MODEL = {
+    "0/linear(ws.0)": "0.ws.0",
+    "0/linear(ws.2)": "0.ws.2",
+    "0.last/linear": "0.last.weight",
+    "0.tied/linear(0.last.weight)": "0.last.weight",
+}
+
+
+class Outer(nn.Sequential):
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        result: Tensor = self[0](x, order)
+        return result
+
+
+@pytest.mark.parametrize("mode", ["", "eager", "instrument"])
+def test_places_and_state_have_the_names_of_parameters_whatever_is_read_first(mode: Any) -> None:
+    for order in ((0, 2), (2, 0)):
+        torch._dynamo.reset()
+        model: Any = Outer(Chosen())
+        tool = Paths()
+        call = torch.compile(model, backend="eager") if mode else model
+        with amanda.apply(tool, **({"compiled": mode} if mode else {})):
+            call(torch.rand(2, 4), order)
+        assert tool.found == IN_MODEL
+        assert sorted(tool.state_dict()) == ["0.last.weight/mark", "0.ws.0/mark", "0.ws.2/mark"]
+
+
+def test_a_parameter_of_no_module_has_no_path() -> None:
+    tool, weight = Paths(), nn.Parameter(torch.rand(4, 4))
+    with amanda.apply(tool):
+        F.linear(torch.rand(2, 4), weight)
+        nn.Sequential()(F.linear(torch.rand(2, 4), weight))
+    assert set(tool.found.values()) == {None}
+
+
+def test_parameters_of_two_models_are_told_apart() -> None:
+    tool = Paths()
+    with amanda.apply(tool):
+        for model in (one := nn.Linear(4, 4), nn.Linear(4, 4), one):
+            model(torch.rand(2, 4))
+    assert sorted(tool.state_dict()) == ["weight.1/mark", "weight/mark"]
+
+
+def test_a_parameter_that_took_anothers_place_has_its_path() -> None:
+    tool, model = Paths(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with amanda.apply(tool):
+        model(torch.rand(2, 4))
+        model[0], model[1] = model[1], model[0]
+        model(torch.rand(2, 4))
+    assert set(tool.found.values()) == {"0.weight", "1.weight"}
+
+
+def test_state_that_was_kept_by_the_op_is_found() -> None:
+    tool, model = Paths(), nn.Sequential(nn.Linear(4, 4))
+    tool.load_state_dict({"0/linear/mark": torch.ones(1)})
+    with amanda.apply(tool):
+        model(torch.rand(2, 4))
+    assert tool.state_dict() == {"0.weight/mark": torch.ones(1)}
+    assert not tool.waiting_state()
+
+
+def test_paths_keep_no_model_alive() -> None:
+    tool, model = Paths(), nn.Sequential(nn.Linear(4, 4))
+    with amanda.apply(tool):
+        model(torch.rand(2, 4)).sum().backward()
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None
