@@ -351,6 +351,13 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(PathError, match="run the model in the tool's scope first"):
         tool.paths()
     assert tool.result.rows() == []
+    with amanda.apply(tool):
+        nn.Linear(3, 2)(torch.rand(2, 3))
+    for labels in ([0], [0, 2], [0, 0.5], 1):
+        with pytest.raises(PathError, match="2 samples of 2 classes"):
+            tool.paths(labels)  # type: ignore[arg-type]
+    with pytest.raises(PathError, match="no paths"):
+        union([])
 
 
 def test_the_union_of_paths_has_all_of_each_and_a_file_keeps_it(tmp_path: Path) -> None:

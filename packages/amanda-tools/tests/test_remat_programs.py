@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import amanda
@@ -362,6 +363,35 @@ def sparse_gradients_and_complex_numbers() -> list[Any]:
     h.abs().sum().backward()
     assert table.weight.grad is not None
     return [table.weight.grad.to_dense(), weight.grad]
+
+
+@program
+def arguments_that_are_written_later() -> list[Any]:
+    model = network()
+    start, column = torch.tensor(2), torch.tensor(3)
+    h = torch.tanh(model(INPUT)[start:, torch.tensor([0, 1, 1])]).exp().sin()
+    h = torch.tanh(h[:, [column - 1, column - 2]]).exp().sin()
+    start += 3
+    h.sum().backward()
+    return gradients(model)
+
+
+@program
+def kernels_chosen_in_the_forward_pass() -> list[Any]:
+    model, kernels = network(), torch.backends.mkldnn
+    torch.manual_seed(0)
+    convolutions = nn.Sequential(*[nn.Conv2d(1, 1, 3, padding=1) for _ in range(4)])
+    kernels.set_flags(False)
+    with sdpa_kernel(SDPBackend.MATH):
+        h = torch.tanh(model(INPUT)).view(1, 2, 16, 16)
+        for _ in range(3):
+            h = F.scaled_dot_product_attention(h, h.exp(), h.sin(), is_causal=True)
+        for convolution in convolutions:
+            h = torch.tanh(convolution(h.view(2, 1, 16, 16)))
+    kernels.set_flags(True)
+    h.square().sum().backward()
+    assert kernels.enabled
+    return gradients(model) + gradients(convolutions)
 
 
 def run(name: str) -> list[Any]:

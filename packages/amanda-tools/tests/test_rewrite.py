@@ -361,6 +361,65 @@ def test_writing_what_an_intermediate_is_computed_of_comes_after_it() -> None:
     assert result.tolist() in ([0, 2], [10, 12])
 
 
+def test_writing_through_data_what_an_op_was_given_is_a_write() -> None:
+    weight = torch.tensor([1.0, -2.0], requires_grad=True)
+
+    def program() -> Tensor:
+        y = torch.neg(weight)
+        weight.data.add_(1)
+        return torch.relu(y)
+
+    rule = Rule(Op("relu", Op("neg", Capture("x"))), lambda match: torch.relu(-match["x"]))
+    assert rewritten(RewriteTool([rule]), program).tolist() == [0, 0]
+
+
+def test_a_detached_intermediate_is_read_without_its_gradient() -> None:
+    model = normalised()
+    kept: list[Any] = []
+
+    def program() -> Tensor:
+        kept.append(model[0](IMAGES))
+        result: Tensor = model[1](kept[-1])
+        return result
+
+    rewritten(RewriteTool("fold_batch_norm"), program)
+    assert np.array_equal(kept[-1].detach().numpy(), model[0](IMAGES).detach().numpy())
+
+
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_on_an_intermediate_have_its_gradient_and_end_the_match(
+    first: int, later: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, kept = normalised(), []
+
+    def hook(y: Tensor, found: list[Tensor]) -> None:
+        y.register_hook(lambda gradient: found.append(gradient) or 2 * gradient)
+        y.retain_grad()
+
+    def step(hooked: bool = True) -> list[Any]:
+        model.zero_grad()
+        found: list[Any] = []
+        y = model[0](IMAGES)
+        if hooked and not later:
+            hook(y, found)
+        z = model[1](y)
+        if hooked and later:
+            hook(y, found)
+        z.square().sum().backward()
+        return [*found, y.grad if hooked else None, model[0].weight.grad.clone()]
+
+    plain, program = step(), Model(step)
+    tool = RewriteTool("fold_batch_norm")
+    with amanda.apply(tool):
+        for i in range(6):
+            kept.append(program(i >= first))
+    for found in kept[4 if later else first :]:
+        assert all(map(torch.equal, found, plain))
+    assert "read by register_hook" in tool.result.matches[0].obstacle
+    assert later == ("no gradient arrives there" in caplog.text)
+
+
 def test_shapes_of_intermediates_are_there_without_their_values() -> None:
     x = torch.ones(2, 3, 4)
 

@@ -176,8 +176,14 @@ class EffectivePath:
 
 
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
-    """What is on any of the paths: of the images of a class, the path of the class."""
-    return reduce(or_, paths)
+    """What is on any of the paths: of the images of a class, the path of the class.
+
+    Raises PathError where there are none.
+    """
+    given = list(paths)
+    if not given:
+        raise PathError("union was given no paths; at least one is needed")
+    return reduce(or_, given)
 
 
 def _share(part: int, whole: int) -> float:

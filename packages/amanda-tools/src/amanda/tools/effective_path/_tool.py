@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
-from operator import itemgetter
+from operator import index, itemgetter
 from typing import Any
 
 import numpy as np
@@ -157,15 +157,14 @@ class EffectivePathTool(amanda.Tool):
         steps = self._steps(graph)
         start = self._start(steps)
         scores = start.outputs[0]
-        if labels is None:
-            labels = scores.argmax(1).tolist()
-        if len(labels) != len(scores) or not all(-1 < one < scores.shape[1] for one in labels):
+        chosen = _integers(scores.argmax(1) if labels is None else labels)
+        if chosen is None or len(chosen) != len(scores) or not all(-1 < i < scores.shape[1] for i in chosen):
             raise PathError(
-                f"labels is {list(labels)}; {start.type} in {start.op.module!r} at {start.op.source} gives "
+                f"labels is {labels!r}; {start.type} in {start.op.module!r} at {start.op.source} gives "
                 f"{len(scores)} samples of {scores.shape[1]} classes"
             )
         extraction = Extraction(graph, steps, self._rules, self.theta, self._mode)
-        found = extraction.paths(start, labels)
+        found = extraction.paths(start, chosen)
         self._missing = extraction.missing
         return found
 
@@ -235,3 +234,10 @@ def _reads_of(op: Op, varying: set[int]) -> list[Where]:
         for j, tensor in enumerate(position if isinstance(position, tuple) else (position,))
         if tensor in varying
     ]  # fmt: skip
+
+
+def _integers(labels: Any) -> list[int] | None:
+    try:
+        return [index(one) for one in labels]
+    except TypeError:
+        return None

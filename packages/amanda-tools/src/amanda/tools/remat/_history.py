@@ -69,7 +69,7 @@ class History:
         if type(value) in (list, tuple):
             return type(value)(map(self._referred, value))
         if not isinstance(value, self.torch.torch.Tensor):
-            return value
+            return self.torch.as_it_is(value)
         geometry = self.torch.geometry(value)
         return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
 

@@ -172,5 +172,5 @@ class Operation:
 
 
 def flat(values: Sequence[Any]) -> list[Any]:
-    """Values, those of lists and tuples among them too."""
-    return [one for value in values for one in (value if type(value) in (list, tuple) else (value,))]
+    """Values, those of lists and tuples among them too, however deep."""
+    return [one for value in values for one in (flat(value) if type(value) in (list, tuple) else (value,))]

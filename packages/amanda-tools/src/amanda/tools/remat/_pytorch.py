@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda import interceptor
 from amanda.tools.remat._operation import flat
+from amanda.tools.remat._switches import Switches
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -25,10 +26,14 @@ class Geometry(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Under which an op ran.  grad: whether autograd recorded it.  autocast: by device; None for off."""
+    """Under which an op ran.
+
+    grad: whether autograd recorded it.  autocast: by device; None for off.  switches: how they stood.
+    """
 
     grad: bool
     autocast: tuple[tuple[str, bool, Any], ...] | None
+    switches: list[Any]
 
 
 class Kind(NamedTuple):
@@ -93,6 +98,7 @@ class Torch:
 
         self.torch: Any = torch
         self._forward_ad: Any = torch.autograd.forward_ad
+        self._switches = Switches(torch)
         self._uses: Any = torch._C._storage_Use_Count
         sample = torch.empty(1)
         address = self.memory(sample)._cdata
@@ -165,6 +171,13 @@ class Torch:
 
     # ---- running ----
 
+    def as_it_is(self, value: Any) -> Any:
+        """What is no tensor; the bounds of a slice may be tensors, which the program may write later."""
+        if not isinstance(value, slice):
+            return value
+        bounds = (value.start, value.stop, value.step)
+        return slice(*(int(one) if isinstance(one, self.torch.Tensor) else one for one in bounds))
+
     def settings(self, inputs: Sequence[Any]) -> Settings:
         """What is in force."""
         torch = self.torch
@@ -172,7 +185,8 @@ class Torch:
         states = tuple(
             (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices
         )
-        return Settings(torch.is_grad_enabled(), states if any(on for _, on, _ in states) else None)
+        autocast = states if any(on for _, on, _ in states) else None
+        return Settings(torch.is_grad_enabled(), autocast, self._switches.read())
 
     def random_states(self, inputs: Sequence[Any]) -> list[Any]:
         """Of the generators that an op on these inputs may draw from."""
@@ -212,6 +226,7 @@ class Torch:
                 for device, on, dtype in settings.autocast or self._off(inputs):
                     stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
             stack.enter_context(torch.set_grad_enabled(settings.grad))
+            stack.enter_context(self._switches.standing(settings.switches))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpacked))
             return [self._alone(one) for one in self.results(compute(inputs))], saved
 

@@ -22,6 +22,7 @@ logger = logging.getLogger("amanda")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
           "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+_KNOWN = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
@@ -159,6 +160,8 @@ class RematTool(amanda.Tool):
         with store.lock:
             operation.cost = 1.0 if self._unit else seconds
             store.finish(operation, result, pure)
+            if len(self._sizes) >= _KNOWN:  # numbers among the inputs may be others each time
+                self._sizes.clear()
             self._sizes[key] = operation.size
             store.make_room(0, site.place)
         return result

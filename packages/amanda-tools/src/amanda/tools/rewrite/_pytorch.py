@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.tools.rewrite._dataflow import Node
-from amanda.tools.rewrite._stand_ins import Form, delay_of, delayed, form_of, memory, tensors, value_of
+from amanda.tools.rewrite._stand_ins import (
+    HOOKS,
+    Form,
+    delay_of,
+    delayed,
+    form_of,
+    memory,
+    tensors,
+    value_of,
+)
 from amanda.tools.rewrite._steps import Step, Steps
 
 if TYPE_CHECKING:
@@ -56,8 +65,11 @@ class TorchSteps(Steps):
     def settle(self, written: Sequence[Any] = ()) -> None:
         """Compute what was put off and reads any of these tensors; else all."""
         for delay in list(self.waiting) if self.waiting else ():
-            if not written or memory(written) & memory(delay.inputs):
+            if not written:
                 delay.value()
+            elif memory(written) & memory(delay.inputs):
+                delay.value()
+                delay.is_written = True
 
 
 class Delay(Step):
@@ -65,6 +77,7 @@ class Delay(Step):
 
     modes: autograd and autocast, as they were when it was due; below autograd, where a kernel has it
     computed, the keys of dispatch are restored too.
+    is_written: whether its inputs were written after it; a write through `.data` has another version.
     """
 
     def __init__(
@@ -87,13 +100,20 @@ class Delay(Step):
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._versions = _versions(inputs)
         self._read = read
+        self.is_written = False
         self._value: Any = None
         self._lock = threading.RLock()
 
     @property
     def is_intact(self) -> bool:
         """Whether nothing has been written into its inputs since."""
-        return _versions(self.inputs) == self._versions
+        return not self.is_written and _versions(self.inputs) == self._versions
+
+    def is_read(self) -> bool:
+        """Where the output was computed to learn its form, the hooks on it are those of a tensor."""
+        if any(one._backward_hooks or one.retains_grad for one in tensors([self._value])):
+            self.reader = self.reader or HOOKS[0]
+        return super().is_read()
 
     def value(self) -> Any:
         """The output, computed at most once."""

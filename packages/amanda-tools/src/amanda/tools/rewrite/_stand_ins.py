@@ -95,6 +95,9 @@ _READ_BY_METHODS = (
 )  # fmt: skip
 """Methods that no kernel computes."""
 
+HOOKS = ("register_hook", "retain_grad")
+"""Methods that ask for the gradient, which comes only if nothing is replaced."""
+
 
 @cache
 def _classes() -> tuple[Any, Any]:
@@ -135,15 +138,28 @@ def _classes() -> tuple[Any, Any]:
 
     for name in _READ_BY_METHODS:
         setattr(Delayed, name, _reading(getattr(torch.Tensor, name)))
+    for name in HOOKS:
+        setattr(Delayed, name, _watching(getattr(torch.Tensor, name)))
     return Delayed, PutOff
 
 
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._amanda_delay.read(method.__name__), method.__name__)(*args, **kwargs)
+        value = self._amanda_delay.read(method.__name__)
+        own = value if self.requires_grad else value.detach()
+        return getattr(own, method.__name__)(*args, **kwargs)
 
     return read
+
+
+def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def watch(self: Any, *args: Any) -> Any:
+        self._amanda_delay.read(method.__name__)
+        return method(self, *args)
+
+    return watch
 
 
 def _data(given: Any, reader: str) -> Any:

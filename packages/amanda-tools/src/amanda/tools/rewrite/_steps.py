@@ -30,6 +30,10 @@ class Step:
         """Whether nothing has been written into its inputs since."""
         return True
 
+    def is_read(self) -> bool:
+        """Whether anything outside of the match has read its output, or wants its gradient."""
+        return bool(self.reader)
+
 
 class Steps:
     """The steps by what they have made, in a framework whose ops cannot be put off: they compute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -15,7 +16,10 @@ from amanda.tools.rewrite._named import named
 from amanda.tools.rewrite._pattern import PatternError, Rule
 from amanda.tools.rewrite._result import RewriteResult
 from amanda.tools.rewrite._sites import Sites
+from amanda.tools.rewrite._stand_ins import HOOKS
 from amanda.tools.rewrite._steps import Step, Steps
+
+logger = logging.getLogger("amanda")
 
 FIRST = "the match was not known yet"
 OTHERWISE = "control flow: its ops came otherwise"
@@ -143,7 +147,7 @@ class RewriteTool(amanda.Tool):
     ) -> Any:
         found = {node.id: Step(node, inputs, original, steps.makers(inputs))}
         reason = _gather(site, node.id, found)
-        read = next((step for step in found.values() if step.reader), None)
+        read = next((step for step in found.values() if step.is_read()), None)
         if read is not None and not reason:
             self._break(site, read)
             return NotImplemented
@@ -178,6 +182,12 @@ class RewriteTool(amanda.Tool):
         """What an op of a match was to make is read by something else."""
         site = self._sites.role(step.node.id)
         if site is not None and step.is_used:
+            if step.reader in HOOKS:
+                logger.warning(
+                    "%s was called on what %s at %s makes after its match was replaced: no gradient arrives "
+                    "there in this execution; rewrite replaces the match no more",
+                    step.reader, step.node.type, step.node.source,
+                )  # fmt: skip
             self._break(site, step)
         elif site is not None:
             site.fallbacks[OTHERWISE] += 1
