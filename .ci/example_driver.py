@@ -21,6 +21,7 @@ from amanda.drivers.tinyframe import FakeDriver
 from amanda.testing import fake
 """
 RENAMED = {
+    r"amanda\.testing\._fake_driver": "amanda.drivers.tinyframe",
     r"from amanda\.testing import fake\b": "import tinyframe",
     r"return fake\n": "return tinyframe\n",
     r"amanda\.testing\.fake": "tinyframe",
@@ -32,12 +33,11 @@ RENAMED = {
 
 def example() -> dict[Path, str]:
     """The files of the template that belong to the example, and what is in them."""
-    driver = TEMPLATE / "src/amanda/drivers/{{ framework }}" / ONLY_HERE.format("_driver.py")
+    driver = TEMPLATE / "src/amanda/drivers/{{ framework }}"
     suite = (CORE / "tests/test_fake_driver.py").read_text().partition("\n\nclass Hearing")[0]
-    files = {
-        driver: (CORE / "src/amanda/testing/_fake_driver.py").read_text(),
-        TEMPLATE / "tests" / ONLY_HERE.format("test_driver.py"): suite.replace(IMPORTED, IMPORTS) + "\n",
-    }
+    files = {TEMPLATE / "tests" / ONLY_HERE.format("test_driver.py"): suite.replace(IMPORTED, IMPORTS) + "\n"}
+    for file in CORE.glob("src/amanda/testing/_fake_driver/_[!_]*.py"):
+        files[driver / ONLY_HERE.format(file.name)] = file.read_text()
     framework = TEMPLATE / "tests" / ONLY_HERE.format("tinyframe")
     files |= {framework / file.name: file.read_text() for file in CORE.glob("src/amanda/testing/fake/*.py")}
     return {file: tidied(renamed(text)) for file, text in files.items()}
