@@ -206,6 +206,37 @@ def test_loading_into_a_tool_in_use_lets_its_ops_be_analysed_anew() -> None:
     assert tool.made == ["first", "second"] * 2
 
 
+class Renewing(Scaling):
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op().__name__ == "matmul":
+            scale = self.keep(context, "scale", self._make, load=self._loaded, renew=self._renew)
+            context.insert_before_op(self.scaled, [0], scale=scale)
+
+    @staticmethod
+    def _loaded(number: float) -> fake.Parameter:
+        return fake.Parameter([number], ())
+
+    @staticmethod
+    def _renew(former: fake.Parameter, value: fake.Parameter) -> fake.Parameter:
+        former.numbers[:] = value.numbers
+        return former
+
+
+def test_a_parameter_that_was_made_before_loading_may_be_kept() -> None:
+    tool, model = Renewing(), Network()
+    tool.prepare(model, x())
+    held = list(tool.parameters())
+    for number in (10.0, 20.0):
+        tool.load_state_dict(dict.fromkeys(tool.state_dict(), number))
+        tool.prepare(model, x())
+        assert list(map(id, tool.parameters())) == list(map(id, held))
+        assert [one.numbers for one in held] == [[number], [number]]
+    tool.load_state_dict({})
+    tool.prepare(model, x())
+    assert [one.numbers for one in tool.parameters()] == [[2.0], [2.0]]
+    assert held[0].numbers == [20.0]
+
+
 def test_loading_in_an_open_scope_takes_effect() -> None:
     tool, model = Scaling(), Network()
     with amanda.apply(tool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import amanda
 from amanda.errors import AmandaError
@@ -86,7 +88,7 @@ def trained(
             batch = torch.randint(0, TRAINED, (64,))
             tool.train(step < 0.6 * steps)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch]) + tool.loss()
+            loss = F.cross_entropy(model(images[batch]), labels[batch]) + tool.loss()
             loss.backward()
             optimizer.step()
     tool.train(False)
@@ -143,6 +145,57 @@ def test_the_target_is_reached_on_digits_and_outlives_the_tool(
         with amanda.apply(again):
             assert torch.equal(model(images), said)
     assert len(list(again.parameters())) == len(list(tool.parameters())) > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_that_is_loaded_later_is_computed_with_and_trained_on(
+    name: str, digits: tuple[Tensor, Tensor]
+) -> None:
+    make, tool_of, _ = CASES[name]
+    images, labels = (one[:16] for one in digits)
+
+    def start(tool: DynamicPruneTool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = make()
+        model.eval()
+        tool.prepare(model, images)
+        return model, torch.optim.SGD([*model.parameters(), *tool.parameters()], 0.1, momentum=0.9)
+
+    def train(
+        tool: DynamicPruneTool, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+    ) -> list[Tensor]:
+        with amanda.apply(tool):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                (F.cross_entropy(model(images), labels) + tool.loss()).backward()
+                optimizer.step()
+        return [one.detach().clone() for one in [*model.parameters(), *tool.parameters()]]
+
+    tool = tool_of()
+    one = start(tool)
+    train(tool, *one, 2)
+    saved = copy.deepcopy([one[0].state_dict(), tool.state_dict(), one[1].state_dict()])
+    again = tool_of()
+    other = start(again)
+    other[0].load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    other[1].load_state_dict(saved[2])
+    assert all(map(torch.equal, train(tool, *one, 2), train(again, *other, 2)))
+
+    third = tool_of()
+    third.load_state_dict({key: value[..., :0] for key, value in tool.state_dict().items()})
+    assert third.waiting_state()
+    with pytest.raises(AmandaError, match="it belongs to another model"):
+        third.prepare(one[0], images)
+
+
+def test_what_was_loaded_is_trained_by_itself(digits: tuple[Tensor, Tensor]) -> None:
+    model, images = convolutional(), digits[0][:16]
+    tool, other = DynamicChannelPruneTool(), DynamicChannelPruneTool()
+    tool.prepare(model, images)
+    other.load_state_dict(tool.state_dict())
+    other.prepare(model, images)
+    assert not {id(one) for one in tool.parameters()} & {id(one) for one in other.parameters()}
 
 
 def test_the_same_seed_gives_the_same_training(digits: tuple[Tensor, Tensor]) -> None:

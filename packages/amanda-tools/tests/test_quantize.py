@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
@@ -258,6 +259,33 @@ def test_learned_step_sizes_have_the_losses_of_those_written_by_hand(method: Any
     learned = [value for name, value in tool.state_dict().items() if name.endswith("scale")]
     torch.testing.assert_close(learned, list(by_hand.scales), rtol=1e-4, atol=1e-6)
     assert all((one - other).abs().max() > 0 for one, other in zip(learned, scales, strict=True))
+
+
+def test_an_optimizer_that_has_the_scales_trains_those_that_are_loaded() -> None:
+    x = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(2))
+
+    def started() -> tuple[Any, ...]:
+        conv, linear = layers()
+        model, tool = (
+            nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear),
+            QuantizeTool("lsq+", weight_bits=3, activation_bits=3),
+        )
+        tool.prepare(model, x)
+        return model, tool, torch.optim.Adam([*model.parameters(), *tool.parameters()], 0.01)
+
+    def trained(model: nn.Module, tool: QuantizeTool, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        with amanda.apply(tool):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+        return [one.detach().clone() for one in [*model.parameters(), *tool.parameters()]]
+
+    one, other = started(), started()
+    trained(*one)
+    for mine, saved in zip(other, one, strict=True):
+        mine.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert all(map(torch.equal, trained(*one), trained(*other)))
 
 
 # ---- state and files ----

@@ -49,6 +49,7 @@ class _Registry:
         self.layers: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
+        self.former: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded")
@@ -164,6 +165,7 @@ class Tool:
         make: Callable[[], Any],
         load: Callable[[Any], Any] | None = None,
         variable: Any = None,
+        renew: Callable[[Any, Any], Any] | None = None,
     ) -> Any:
         """State of this tool at one op, or of a variable, made when it is first asked for.
 
@@ -171,6 +173,8 @@ class Tool:
         taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
         variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
         it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
+        renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
+        what was loaded: writes it there and returns the parameter, or returns another value to be kept.
         Call it in an analysis routine.
         """
         own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
@@ -183,7 +187,9 @@ class Tool:
                 values[key] = make()
             else:
                 value = loaded.pop(found)
-                values[key] = value if load is None else load(value)
+                value = value if load is None else load(value)
+                former = self._amanda.former.pop(key, None)
+                values[key] = value if former is None or renew is None else renew(former, value)
         return values[key]
 
     def _path(self, path: str, variable: Any) -> str:
@@ -220,15 +226,14 @@ class Tool:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take state that `state_dict` gave, also of another process; ops are analysed anew."""
-        self._amanda.state = {}
-        self._amanda.loaded = dict(state)
+        registry = self._amanda
+        registry.former.update(_trained(registry.state.get("values", {})))
+        registry.state, registry.loaded = {}, dict(state)
         forget_all(self)
 
     def parameters(self) -> Iterator[Any]:
         """The kept values that an optimizer may train: those that require a gradient."""
-        for value in self._amanda.state.get("values", {}).values():
-            if getattr(value, "requires_grad", getattr(value, "trainable", False)):
-                yield value
+        yield from _trained(self._amanda.state.get("values", {})).values()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Run `model` once on an example, so that this tool's state is made; the model's result."""
@@ -238,6 +243,14 @@ class Tool:
     def preparing(self) -> AbstractContextManager[Any]:
         """Context around the run of `prepare`, for a tool to which it is more than any other run."""
         return nullcontext()
+
+
+def _trained(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that an optimizer may train."""
+    return {
+        key: value for key, value in values.items()
+        if getattr(value, "requires_grad", getattr(value, "trainable", False))
+    }  # fmt: skip
 
 
 def _read_first(path: str | None, scope: str) -> str:

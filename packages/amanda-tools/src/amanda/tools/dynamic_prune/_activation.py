@@ -109,6 +109,10 @@ class ActivationPruneTool(DynamicPruneTool):
         for block in self._blocks.values():
             block.mask = block.used = None
 
+    def _forget(self) -> None:
+        self._convolutions.clear()
+        self._blocks.clear()
+
     def _pruned(self) -> Iterable[Pruned]:
         return (one.pruned for one in self._convolutions.values())
 

@@ -99,6 +99,9 @@ class AttentionPruneTool(DynamicPruneTool):
         for one in self._attentions.values():
             one.alive = one.later = None
 
+    def _forget(self) -> None:
+        self._attentions.clear()
+
     def _pruned(self) -> Iterable[Pruned]:
         return (one.pruned for one in self._attentions.values())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -60,13 +60,38 @@ class DynamicPruneTool(amanda.Tool):
     def _pruned(self) -> Iterable[Pruned]:
         return ()
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take predictors that `state_dict` gave; parameters that were made before get their values.
+
+        Where these are all there is, ops are not analysed anew.
+        """
+        own = self.state_dict()
+        known = not self.waiting_state() and _shapes(own) == _shapes(state)
+        if not (known and all(_renew(value, state[name]) for name, value in own.items())):
+            self._forget()
+            super().load_state_dict(state)
+
+    def _forget(self) -> None:
+        """Ops are about to be analysed anew."""
+
     def _trainable(self, context: amanda.OpContext, name: str, like: Any, make: Callable[[], Array]) -> Any:
-        """A predictor's parameter at an op, on the device of `like`."""
+        """A predictor's parameter at an op, on the device of `like`.
 
-        def trainable(value: Any) -> Any:
-            return framework(like).parameter(value, like)
+        Raises AmandaError where one of another shape was loaded.
+        """
+        start, tensors = make(), framework(like)
 
-        return self.keep(context, name, lambda: trainable(make()), load=trainable)
+        def load(loaded: Any) -> Any:
+            if tuple(loaded.shape) != start.shape:
+                raise AmandaError(
+                    f"{name} that was loaded for {self.place(context)} is of shape {tuple(loaded.shape)}, "
+                    f"not {start.shape}: it belongs to another model"
+                )
+            return tensors.parameter(loaded, like)
+
+        return self.keep(
+            context, name, lambda: tensors.parameter(start, like), load=load, renew=tensors.renewed
+        )
 
     def _noise(self, like: Any) -> Any:
         """Logistic noise for the logits of a gate in training."""
@@ -74,6 +99,15 @@ class DynamicPruneTool(amanda.Tool):
             return None
         uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
         return framework(like).tensor(np.log(uniform) - np.log1p(-uniform), like)
+
+
+def _renew(value: Any, loaded: Any) -> bool:
+    tensors = framework(value)
+    return tensors.renewed(value, tensors.parameter(loaded, value)) is value
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items()}
 
 
 def checked_share(name: str, value: float) -> float:

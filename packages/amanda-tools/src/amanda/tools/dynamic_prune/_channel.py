@@ -84,6 +84,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         for layer in self._layers.values():
             layer.saliency = layer.gate = None
 
+    def _forget(self) -> None:
+        self._layers.clear()
+
     def _pruned(self) -> Iterable[Pruned]:
         return (layer.pruned for layer in self._layers.values())
 

@@ -17,6 +17,12 @@ def parameter(value: Any, like: Any) -> Array:
     return np.array(array, np.float64 if like.dtype == np.float64 else np.float32)
 
 
+def renewed(former: Array, value: Array) -> Array:
+    """An array with other values."""
+    former[...] = value
+    return former
+
+
 def tensor(array: Any, like: Array) -> Array:
     """An array in the type of `like`."""
     return np.asarray(array).astype(like.dtype)

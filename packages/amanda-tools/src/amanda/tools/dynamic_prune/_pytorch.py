@@ -12,14 +12,22 @@ if TYPE_CHECKING:
 
 
 def parameter(value: NDArray[Any] | Tensor, like: Tensor) -> Tensor:
-    """A trainable tensor where `like` is, itself if it is one; of half precision it would not train."""
+    """A trainable tensor of its own where `like` is; of half precision it would not train."""
     import torch
 
-    if isinstance(value, torch.nn.Parameter) and value.device == like.device:
-        return value
     dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float32
     with torch.inference_mode(False):
-        return torch.nn.Parameter(torch.as_tensor(value).detach().to(like.device, dtype))
+        return torch.nn.Parameter(torch.as_tensor(value).detach().to(like.device, dtype, copy=True))
+
+
+def renewed(former: Tensor, value: Tensor) -> Tensor:
+    """A parameter with other values, or these where they lie elsewhere."""
+    import torch
+
+    if former.device != value.device or former.dtype != value.dtype:
+        return value
+    with torch.no_grad():
+        return former.copy_(value)
 
 
 def tensor(array: NDArray[Any], like: Tensor) -> Tensor:

@@ -6,13 +6,26 @@ from typing import Any
 
 
 def parameter(value: Any, like: Any) -> Any:
-    """A variable, itself if it is one, outside of any graph; of half precision it would not train."""
+    """A variable of its own, outside of any graph; of half precision it would not train."""
     import tensorflow as tf
 
-    if isinstance(value, tf.Variable):
-        return value
     with tf.init_scope():
+        if isinstance(value, tf.Variable):
+            if not tf.executing_eagerly():
+                return value
+            value = value.numpy()
         return tf.Variable(value, dtype=tf.float64 if like.dtype == tf.float64 else tf.float32)
+
+
+def renewed(former: Any, value: Any) -> Any:
+    """A variable with other values, or these where they are of another type."""
+    import tensorflow as tf
+
+    with tf.init_scope():
+        if former.dtype != value.dtype or not tf.executing_eagerly():
+            return value
+        former.assign(value)
+    return former
 
 
 def tensor(array: Any, like: Any) -> Any:

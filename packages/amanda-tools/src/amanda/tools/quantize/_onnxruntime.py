@@ -65,6 +65,11 @@ def made(value: Any, reference: Any, trained: bool) -> NDArray[np.float32]:
     return np.array(value, np.float32)
 
 
+def renewed(former: NDArray[np.float32], value: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The value: no optimizer holds the former one."""
+    return value
+
+
 def assign(state: NDArray[np.float32], value: Any) -> None:
     """Write new values into state."""
     state[...] = np.asarray(value, np.float32).reshape(state.shape)

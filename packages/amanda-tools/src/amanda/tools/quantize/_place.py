@@ -199,7 +199,7 @@ def _quantizer(
         def make(loaded: Any = start) -> Any:
             return quantizer.xp.made(loaded, value, trained)
 
-        return keep(reader, part.replace(" ", ""), make, load=make)
+        return keep(reader, part.replace(" ", ""), make, load=make, renew=quantizer.xp.renewed)
 
     quantizer.keep(kept)
     return quantizer

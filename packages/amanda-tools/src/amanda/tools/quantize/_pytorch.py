@@ -195,6 +195,14 @@ def made(value: Any, reference: Any, trained: bool) -> Tensor:
     return torch.nn.Parameter(tensor) if trained else tensor
 
 
+def renewed(former: Tensor, value: Tensor) -> Tensor:
+    """A parameter with other values, or these where it is not like them."""
+    if former.shape != value.shape or former.device != value.device:
+        return value
+    assign(former, value)
+    return former
+
+
 def assign(state: Tensor, value: Any) -> None:
     """Write new values into state."""
     import torch

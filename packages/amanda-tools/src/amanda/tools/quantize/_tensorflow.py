@@ -103,6 +103,16 @@ def made(value: Any, reference: Any, trained: bool) -> Any:
         return tf.Variable(np.asarray(value, np.float32), trainable=trained, dtype=tf.float32)
 
 
+def renewed(former: Any, value: Any) -> Any:
+    """A variable with other values, or these where it is not like them."""
+    tf = _tf()
+    with tf.init_scope():
+        if former.shape != value.shape or not tf.executing_eagerly():
+            return value
+        former.assign(value)
+    return former
+
+
 def assign(state: Any, value: Any) -> None:
     """Write new values into state."""
     state.assign(np.asarray(value, np.float32).reshape(state.shape))
