@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import amanda
 from amanda.tools.dynamic_prune import AttentionPruneTool
@@ -269,6 +270,31 @@ def test_attention_to_another_sequence_is_left_as_it_is() -> None:
         ("encoder.layers.0.self_attn", 0), ("encoder.layers.1.self_attn", 4),
         ("decoder.layers.0.self_attn", 0), ("decoder.layers.1.self_attn", 4),
     ]  # fmt: skip
+
+
+class Cached(nn.Module):
+    """Attention to a sequence whose keys and values go through a cache, as transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (
+            layer(one).unflatten(-1, (3, 4)).transpose(1, 2)
+            for layer, one in zip(self.layers, (x, y, y), strict=True)
+        )
+        k, v = torch.cat([torch.tensor([]), k], -2), torch.cat([torch.tensor([]), v], -2)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+def test_keys_from_a_cache_are_of_the_sequence_that_they_were_made_of() -> None:
+    model, tool = nn.ModuleList(Cached() for _ in range(4)), AttentionPruneTool(keep=0.5)
+    x, y = torch.randn(2, 2, 8, 12).unbind()
+    with amanda.apply(tool):
+        for i, layer in enumerate(model):
+            x = layer(x, x if i % 2 == 0 else y)
+    assert [row[6] for row in tool.result.rows()] == [0, 0.5]
 
 
 class Windows(nn.Module):

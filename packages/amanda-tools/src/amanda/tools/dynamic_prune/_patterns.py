@@ -15,6 +15,8 @@ _BETWEEN = frozenset(
 )  # fmt: skip
 """Ops between the product of queries and keys and the softmax."""
 
+_PARTS = 50  # of a tensor that was put together, at most
+
 
 @dataclass(frozen=True)
 class Residual:
@@ -47,12 +49,24 @@ def residual(flow: Flow, node: Node) -> Residual | None:
 
 def is_of_one_sequence(flow: Flow, product: Node) -> bool:
     """Whether queries and keys are made of one tensor, as far as their layers show."""
-    made_of = []
-    for number in product.reads[:2]:
-        layers = (one for _, one in flow.back(number) if one is not None and one.type in LAYERS)
-        layer = next(layers, None)
-        made_of.append(None if layer is None else layer.data)
-    return len(made_of) < 2 or None in made_of or made_of[0] == made_of[1]
+    queries, *keys = (_layered(flow, number) for number in product.reads[:2])
+    return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
+
+
+def _layered(flow: Flow, number: int) -> set[int | None]:
+    """What the layers read that made a tensor, or its parts: caches append keys to those they have."""
+    parts, found, looked_at = [number], set[int | None](), 0
+    while parts and looked_at < _PARTS:
+        looked_at += 1
+        for _, node in flow.back(parts.pop()):
+            if node is not None and node.type in LAYERS:
+                found.add(node.data)
+            elif node is not None and node.type == "cat":
+                parts.extend(node.reads)
+            else:
+                continue
+            break
+    return found
 
 
 def scores_of(flow: Flow, node: Node) -> Node | None:
