@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,88 +13,10 @@ from acting import inserting
 
 import amanda
 from amanda.drivers.tensorflow.graph import _traced
+from amanda.testing import GraphSample, Scaling, TraceableTests
 
 tf1 = tf.compat.v1
 X = np.linspace(-1, 1, 6, dtype="f4").reshape(2, 3)
-SCALE: Any = 1.0
-
-
-class Scaling(amanda.Tool):
-    """Scales what tanh gives by what it holds in several ways."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-        self.set_up()
-        self.add_inst_for_op(self.analyse)
-
-    def set_up(self) -> None:
-        """Nothing more is needed."""
-
-    def analyse(self, context: amanda.OpContext) -> None:
-        if context.get_op_type() == "Tanh":
-            context.insert_after_op(self.routine())
-
-    def routine(self) -> Callable[..., Any]:
-        return self.scaled
-
-    @amanda.traceable
-    def scaled(self, output: Any) -> Any:
-        return output * self.held
-
-    def hold(self, held: Any) -> None:
-        self.held = held
-
-
-class InContainer(Scaling):
-    def set_up(self) -> None:
-        self.all = {"one": [self.held]}
-
-    @amanda.traceable
-    def scaled(self, output: Any) -> Any:
-        return output * self.all["one"][0]
-
-    def hold(self, held: Any) -> None:
-        self.all["one"][0] = held
-
-
-class InObject(Scaling):
-    def set_up(self) -> None:
-        self.options = SimpleNamespace(scale=self.held)
-
-    @property
-    def scale(self) -> Any:
-        return self.options.scale
-
-    @amanda.traceable
-    def scaled(self, output: Any) -> Any:
-        return output * self.scale
-
-    def hold(self, held: Any) -> None:
-        self.options.scale = held
-
-
-class InClosure(Scaling):
-    def routine(self) -> Callable[..., Any]:
-        held = self.held
-
-        def hold(value: Any) -> None:
-            nonlocal held
-            held = value
-
-        self.hold = hold  # type: ignore[method-assign]
-        return amanda.traceable(lambda output: output * held)
-
-
-class InGlobal(Scaling):
-    def set_up(self) -> None:
-        self.hold(self.held)
-
-    @amanda.traceable
-    def scaled(self, output: Any) -> Any:
-        return output * SCALE
-
-    def hold(self, held: Any) -> None:
-        globals()["SCALE"] = held
 
 
 class InModule(Scaling):
@@ -251,49 +172,65 @@ def close(one: Any, other: Any) -> None:
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+class Program(GraphSample):
+    op: ClassVar = "Tanh"
+
+    def __init__(self, program: Callable[[], tuple[Callable[[], Any], int]], traces: list[Any]) -> None:
+        self.run, self.times = program()
+        self.traces = traces
+
+    def check(self, scale: float) -> None:
+        close(self.run(), by_hand(self.times, scale))
+
+    def tensor(self, number: float) -> Any:
+        return tf.constant(number)
+
+    def copies(self) -> int:
+        return len(self.traces)
+
+
+class TestTraceable(TraceableTests):
+    @pytest.fixture(params=[function, nested, session])
+    def sample(self, request: pytest.FixtureRequest, traces: list[Any]) -> GraphSample:
+        return Program(request.param, traces)
+
+    @pytest.mark.parametrize("kind", [InModule, InLayer, InProperty])
+    @pytest.mark.parametrize("tensors", [False, True])
+    def test_what_objects_of_packages_hold_instead_is_read(
+        self, sample: GraphSample, kind: type[Scaling], tensors: bool
+    ) -> None:
+        self.test_what_is_held_instead_is_read(sample, kind, tensors)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_set_anew_is_read_in_every_mode(program: Any, traces: list[Any]) -> None:
-    tool = Scaling(2.0)
-    run, times = program()
+    sample = Program(program, traces)
+    tool = Scaling(sample, 2.0)
     with amanda.apply(tool) as scope:
         for held in (2.0, 2.0, 5.0, 5.0, 2.0):
             tool.hold(held)
-            close(run(), by_hand(times, held))
-        assert len(traces) == 2 * (times if program is nested else 1)
+            sample.check(held)
+        assert len(traces) == 2 * (sample.times if program is nested else 1)
     tool.hold(3.0)
-    close(run(), by_hand(times, 1.0))
+    sample.check(1.0)
     with amanda.apply(tool):
-        close(run(), by_hand(times, 3.0))
+        sample.check(3.0)
         tool.hold(5.0)
-        close(run(), by_hand(times, 5.0))
-    assert len(traces) == 3 * (times if program is nested else 1)
-    assert not told(scope)
-
-
-@pytest.mark.parametrize("program", [function, session])
-@pytest.mark.parametrize("kind", [InContainer, InObject, InClosure, InGlobal, InModule, InLayer, InProperty])
-@pytest.mark.parametrize("tensors", [False, True])
-def test_what_is_held_instead_is_read(kind: type[Scaling], program: Any, tensors: bool) -> None:
-    values = [tf.constant(one) if tensors else one for one in (2.0, 5.0)]
-    tool = kind(values[0])
-    run, times = program()
-    with amanda.apply(tool) as scope:
-        for held in (values[0], values[1], values[0]):
-            tool.hold(held)
-            for _ in range(2):
-                close(run(), by_hand(times, float(held)))
+        sample.check(5.0)
+    assert len(traces) == 3 * (sample.times if program is nested else 1)
     assert not told(scope)
 
 
 @pytest.mark.parametrize("program", [nested, loop, session_in_functions])
 def test_what_changes_often_is_read_by_python(program: Any, traces: list[Any]) -> None:
-    tool, other = Scaling(0.0), inserting("insert_after_op", "Tanh", amanda.traceable(lambda y: y + 0.0))
-    run, times = program()
+    sample = Program(program, traces)
+    tool = Scaling(sample, 0.0)
+    other = inserting("insert_after_op", "Tanh", amanda.traceable(lambda y: y + 0.0))
     counts = []
     with amanda.apply(tool, other) as scope:
         for i in range(12):
             tool.hold(i / 4)
-            close(run(), by_hand(times, i / 4))
+            sample.check(i / 4)
             counts.append(len([one for one in traces if one.tool is tool]))
     assert counts[8:] == [counts[7]] * 4
     assert counts[7] == 8 * counts[0]
@@ -314,21 +251,22 @@ def test_few_values_in_many_combinations_do_not_make_copies_without_end(traces: 
         def scaled(self, output: Any) -> Any:
             return output * (self.first + 4.0 * self.second + 16.0 * self.third)
 
-    tool = Combined()
-    run, _ = function()
+    sample, tool = Program(function, traces), Combined()
     with amanda.apply(tool):
         for i in range(64):
             tool.first, tool.second, tool.third = i % 4, i // 4 % 4, i // 16
-            close(run(), by_hand(1, i))
+            sample.check(i)
     assert len(traces) == 32
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["tape inside", "tape outside"])
-def test_gradients_follow_what_is_set_anew(inside: bool) -> None:
+def test_gradients_follow_what_is_set_anew(inside: bool, traces: list[Any]) -> None:
     class Gradients(Scaling):
-        def __init__(self, held: Any) -> None:
-            self.held = held
+        def set_up(self) -> None:
             self.add_inst_for_op(self.analyse_backward, backward=True)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            """Forward there is nothing to do."""
 
         def analyse_backward(self, context: amanda.OpContext) -> None:
             if context.get_backward_op().type == "TanhGrad":
@@ -343,18 +281,18 @@ def test_gradients_follow_what_is_set_anew(inside: bool) -> None:
     compute = tf.tanh if inside else tf.function(lambda x: tf.tanh(x))
     run = tf.function(lambda x: gradient(compute, x)) if inside else (lambda x: gradient(compute, x))
     x = tf.constant(X)
-    bare, tool = run(x), Gradients(2.0)
+    bare, tool = run(x), Gradients(Program(function, traces), 2.0)
     with amanda.apply(tool):
         for held in (2.0, 5.0, 2.0, 3.0):
             tool.hold(held)
             close(run(x), bare * held)
 
 
-def test_a_scale_that_a_callback_sets_holds_for_the_next_epoch() -> None:
-    keras = importlib.import_module("keras")
-    tool = Scaling(1.0)
+def test_a_scale_that_a_callback_sets_holds_for_the_next_epoch(traces: list[Any]) -> None:
+    tool = Scaling(Program(keras, traces), 1.0)
 
     def trained() -> tuple[Any, list[float]]:
+        keras = importlib.import_module("keras")
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, activation="tanh")])
         model.compile("sgd", "mse")
@@ -372,43 +310,6 @@ def test_a_scale_that_a_callback_sets_holds_for_the_next_epoch() -> None:
     assert not told(scope)
 
 
-class Hiding(Scaling):
-    @amanda.traceable
-    def scaled(self, output: Any) -> Any:
-        self.last = output.shape
-        return output * getattr(self, "".join(["he", "ld"]))
-
-
-@pytest.mark.parametrize("program", [function, session])
-def test_what_a_graph_does_not_follow_is_reported(program: Any) -> None:
-    run, _ = program()
-    with amanda.apply(Hiding(tf.constant(1.0))) as scope:
-        run()
-    assert "they set last; a graph does not" in str(scope.report)
-    assert "no name in its code leads to" in str(scope.report)
-
-
-class Listing(Scaling):
-    def set_up(self) -> None:
-        self.scales: list[Any] = []
-
-    @amanda.traceable
-    def scaled(self, output: Any) -> Any:
-        self.scales.append(self.held)
-        return output * self.scales[-1]
-
-
-@pytest.mark.parametrize("program", [nested, session])
-def test_what_tracing_changes_is_no_reason_to_trace_again(program: Any) -> None:
-    run, times = program()
-    tool = Listing(2.0)
-    with amanda.apply(tool) as scope:
-        for _ in range(3):
-            close(run(), by_hand(times, 2.0))
-    assert len(tool.scales) == times
-    assert "they set scales; a graph does not" in str(scope.report)
-
-
 class Numbering(Scaling):
     """Reads what its analysis, which comes after some routines have been traced, sets."""
 
@@ -422,31 +323,22 @@ class Numbering(Scaling):
 
 
 def test_what_the_analysis_of_later_ops_sets_is_read_from_then_on(traces: list[Any]) -> None:
-    run, _ = nested()
-    tool = Numbering(0.0)
+    sample = Program(nested, traces)
+    tool = Numbering(sample, 0.0)
     with amanda.apply(tool) as scope:
-        close(run(), np.tanh(np.tanh(X)) * 2)
+        close(sample.run(), np.tanh(np.tanh(X)) * 2)
         for _ in range(2):
-            close(run(), by_hand(2, 2.0))
+            sample.check(2.0)
     assert len(traces) == 4
     assert not told(scope)
 
 
-def test_a_variable_is_read_by_python_when_it_is_assigned() -> None:
+def test_a_variable_is_read_by_python_when_it_is_assigned(traces: list[Any]) -> None:
     scale = tf.Variable(2.0)
-    run, times = function()
-    tool = Scaling(scale)
+    sample = Program(function, traces)
+    tool = Scaling(sample, scale)
     with amanda.apply(tool) as scope:
         for held in (2.0, 5.0):
             scale.assign(held)
-            close(run(), by_hand(times, held))
+            sample.check(held)
     assert told(scope) == ["it cannot be traced: it reads a variable, so it runs as Python"]
-
-
-def test_with_the_cache_off_every_execution_reads() -> None:
-    run, times = function()
-    tool = Scaling(2.0)
-    with amanda.apply(tool), amanda.cache_disabled():
-        for held in (2.0, 5.0):
-            tool.hold(held)
-            close(run(), by_hand(times, held))

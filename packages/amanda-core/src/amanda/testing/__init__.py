@@ -19,12 +19,25 @@ except ModuleNotFoundError as error:
         'amanda.testing needs pytest: pip install "amanda-core[testing]"', name="pytest"
     ) from None
 
-pytest.register_assert_rewrite("amanda.testing._suite")
+pytest.register_assert_rewrite("amanda.testing._suite", "amanda.testing._traceable")
 
 from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
+from amanda.testing._held import Scaling  # noqa: E402
 from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample  # noqa: E402
 from amanda.testing._suite import DriverTests  # noqa: E402
+from amanda.testing._traceable import GraphSample, TraceableTests  # noqa: E402
 
-__all__ = ["DriverTests", "FakeDriver", "Sample", "attached", "never", "notimpl", "notyet"]
+__all__ = [
+    "DriverTests",
+    "FakeDriver",
+    "GraphSample",
+    "Sample",
+    "Scaling",
+    "TraceableTests",
+    "attached",
+    "never",
+    "notimpl",
+    "notyet",
+]

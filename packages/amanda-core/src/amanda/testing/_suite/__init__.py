@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
-from typing import Any, ClassVar
 
 import pytest
 
 from amanda import interceptor
 from amanda.testing._attached import attached
+from amanda.testing._gaps import Gaps
 from amanda.testing._sample import Sample
 from amanda.testing._suite._caching import CachingTests
 from amanda.testing._suite._contexts import ContextTests
@@ -37,13 +36,9 @@ class DriverTests(
     ScopeTests,
     TransparencyTests,
     FailureTests,
+    Gaps,
 ):
-    """What holds for every eager driver; a subclass has a fixture `sample` that gives its `Sample`.
-
-    gaps: marks of the tests that do not pass yet, by name: `notimpl`, `notyet` or `never`.
-    """
-
-    gaps: ClassVar[dict[str, pytest.MarkDecorator]] = {}
+    """What holds for every eager driver; a subclass has a fixture `sample` that gives its `Sample`."""
 
     @pytest.fixture
     def sample(self) -> Sample:
@@ -70,20 +65,3 @@ class DriverTests(
             check=False,
         )
         assert done.returncode == 0, done.stdout[-8000:]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name, mark in vars(cls).get("gaps", {}).items():
-            test = getattr(cls, name, None)
-            if not isinstance(test, types.FunctionType):
-                raise TypeError(f"{cls.__name__}.gaps names {name}, which is no test of the suite")
-            setattr(cls, name, mark(_copied(test)))
-
-
-def _copied(test: types.FunctionType) -> types.FunctionType:
-    copy = types.FunctionType(
-        test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
-    )
-    copy.__kwdefaults__ = test.__kwdefaults__
-    copy.__dict__.update({**vars(test), "pytestmark": list(getattr(test, "pytestmark", []))})
-    return copy

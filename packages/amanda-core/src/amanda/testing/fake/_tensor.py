@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from amanda.testing.fake._autograd import AccumulateGrad, Node
 
 Number: TypeAlias = "float | complex"
-Nested: TypeAlias = "Number | Sequence[Nested]"
 
 _TYPE_CODES = {"float64": "d", "float32": "f", "int64": "q"}
 

@@ -15,12 +15,7 @@ from amanda.tools.prune._masks import channels_kept, elements_kept, n_m_kept, ti
 
 
 class Pattern(ABC):
-    """Which elements are dropped together.
-
-    own_sparsity: where the pattern has one itself.
-    """
-
-    own_sparsity: float | None = None
+    """Which elements are dropped together."""
 
     @abstractmethod
     def kept(self, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
@@ -48,11 +43,6 @@ class Vectors(Pattern):
 
     n: int
     m: int
-
-    @property
-    def own_sparsity(self) -> float:  # type: ignore[override]
-        """The share that it drops."""
-        return 1 - self.n / self.m
 
     def kept(self, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
         """The largest of each m."""

@@ -14,7 +14,6 @@ from amanda.errors import AmandaError
 
 LOWEST, OCTAVES = -88, 128
 """Magnitudes from 2**-88 (3e-27) up to 2**40 (1e12) have bins of their own."""
-SMALLEST = 2.0**LOWEST
 
 
 @dataclass(frozen=True)
