@@ -703,6 +703,23 @@ def test_attention_over_another_axis_is_left_alone() -> None:
     assert "condition" in tool.result.matches[0].why
 
 
+def test_an_op_that_is_put_off_and_computed_has_the_gradients_of_each_of_its_inputs() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8), torch.rand(2, 5, 8)
+
+    def attend() -> list[Tensor]:
+        q = layer(x)
+        y = (q @ q.transpose(-1, -2)).softmax(-2) @ q  # another axis: no attention
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [layer.weight, layer.bias])]
+
+    wanted, program = attend(), Model(attend)
+    tool = RewriteTool("fuse_attention")
+    with amanda.apply(tool):
+        for _ in range(4):
+            torch.testing.assert_close(program(), wanted)
+    assert sum(tool.result.matches[0].fallbacks.values()) == 4
+
+
 def test_dropout_is_removed_also_in_place() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5, inplace=True))
     x = torch.rand(3, 4)

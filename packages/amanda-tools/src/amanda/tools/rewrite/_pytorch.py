@@ -13,6 +13,7 @@ from amanda.tools.rewrite._dataflow import Node
 from amanda.tools.rewrite._stand_ins import (
     HOOKS,
     Form,
+    aliased,
     delay_of,
     delayed,
     form_of,
@@ -78,6 +79,7 @@ class Delay(Step):
     modes: autograd and autocast, as they were when it was due; below autograd, where a kernel has it
     computed, the keys of dispatch are restored too.
     is_written: whether its inputs were written after it; a write through `.data` has another version.
+    is_put_off: whether a tensor stands for the output, whose gradient goes to what was `given`.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class Delay(Step):
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._versions = _versions(inputs)
         self._read = read
-        self.is_written = False
+        self.is_written = self.is_put_off = False
+        self.given: list[Any] = []
         self._value: Any = None
         self._lock = threading.RLock()
 
@@ -120,7 +123,9 @@ class Delay(Step):
         with self._lock:
             if self._value is None:
                 with amanda.disabled(), self._as_it_was():
-                    self._value = self.compute(*map(value_of, self.inputs))
+                    values = map(value_of, self.inputs)
+                    self.given = [aliased(one) if self.is_put_off else one for one in values]
+                    self._value = self.compute(*self.given)
             return self._value
 
     def read(self, reader: str) -> Any:

@@ -40,6 +40,7 @@ def delayed(delay: Delay, form: Form) -> torch.Tensor:
     """What stands for the output of a delay."""
     if not form.requires_grad:
         return _stand_in(delay, form)
+    delay.is_put_off = True
     stand_in: torch.Tensor = _classes()[1].apply(delay, form, *tensors(delay.inputs))
     stand_in._amanda_delay = delay  # type: ignore[attr-defined]
     return stand_in
@@ -59,6 +60,15 @@ def value_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(map(delay_of, value)):
         return type(value)(map(value_of, value))
     return value
+
+
+def aliased(value: Any) -> Any:
+    """A value with tensors of their own, so that gradients arriving there are not those of what made it."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return value.view_as(value)
+    return type(value)(map(aliased, value)) if type(value) in (list, tuple) else value
 
 
 def tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -126,11 +136,12 @@ def _classes() -> tuple[Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            inputs = list(tensors(ctx.delay.inputs))
-            wanted = [value_of(one) for one in inputs if one.requires_grad]
+            value, inputs = ctx.delay.value(), list(tensors(ctx.delay.inputs))
+            given = zip(inputs, tensors(ctx.delay.given), strict=True)
+            wanted = [alias for one, alias in given if one.requires_grad]
             found = iter(
                 torch.autograd.grad(
-                    ctx.delay.value(), wanted, gradients, retain_graph=True,
+                    value, wanted, gradients, retain_graph=True,
                     create_graph=torch.is_grad_enabled(), allow_unused=True,
                 )
             )  # fmt: skip
