@@ -658,6 +658,24 @@ def test_a_parameter_and_its_transpose_are_one_weight(pattern: str) -> None:
     assert not model.weight.grad[model.weight == 0].any()
 
 
+def test_the_mask_of_a_parameter_is_found_whichever_form_is_read_first() -> None:
+    class Decoder(AutoEncoder):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.weight.t()).relu(), self.weight)
+
+    first, again = PruneTool(sparsity=0.5), PruneTool(sparsity=0.5)
+    with amanda.apply(first):
+        AutoEncoder()(torch.rand(4, 16))
+    again.load_state_dict(first.state_dict())
+    model = Decoder()
+    model.weight.data *= torch.rand(8, 16)  # so that a mask made now would be another
+    again.prepare(model, torch.rand(4, 8))
+    again.finalize(model)
+    (mask,) = masks(first)
+    assert torch.equal(model.weight != 0, mask)
+    assert torch.equal(masks(again)[0], mask)
+
+
 def test_what_comes_back_counts_the_gradients_of_every_form() -> None:
     model, x = AutoEncoder(), torch.rand(4, 16)
     tool = PruneTool(sparsity=0.5, regrow="gradient", frequency=1, regrow_fraction=0.5)
@@ -697,6 +715,49 @@ def test_parts_and_the_whole_of_a_parameter_are_masked_alike() -> None:
         tool.finalize(layer)
         assert all(torch.equal(layer(*one)[0], y) for one, y in zip(calls, made, strict=True))
         assert (layer.in_proj_weight == 0).float().mean() == 0.5
+
+
+class EitherFirst(nn.Module):
+    """An embedding and a product with one parameter, of which either may be called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.other = nn.Linear(4, 4)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, tokens: Tensor, first: str) -> tuple[Tensor, Tensor]:
+        if first == "embedding":
+            found = self.embedding(tokens)
+            return found, self.head(self.other(x))
+        made = self.head(self.other(x))
+        return self.embedding(tokens), made
+
+
+@pytest.mark.parametrize("mode", ["eager", "instrument"])
+def test_what_an_embedding_reads_too_is_left_whichever_is_called_first(mode: Any) -> None:
+    x, tokens = torch.rand(2, 4), torch.tensor([1, 5])
+    results = []
+    for first in ("embedding", "product"):
+        torch._dynamo.reset()
+        model = EitherFirst()
+        call = torch.compile(model, backend="aot_eager") if mode == "instrument" else model
+        tool = PruneTool(sparsity=0.5)
+        with amanda.apply(tool, compiled=mode):
+            call(x, tokens, first)
+            y = call(x, tokens, first)
+            sum(one.sum() for one in y).backward()  # type: ignore[union-attr]
+        assert tool.result.left == {"linear of head": "an embedding reads it too"}
+        assert [row[2] for row in tool.result.rows()] == ["other"]
+        assert sorted(tool.state_dict()) == ["other.weight/mask", "other.weight/updated", "step"]
+        assert model.head.weight.grad is not None
+        assert model.head.weight.grad.ne(0).all(0).any()
+        tool.finalize(model)
+        assert all(map(torch.equal, model(x, tokens, first), y))
+        results += y
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
 
 
 @pytest.mark.parametrize("form", ["weight.T", "weight"])

@@ -360,3 +360,65 @@ def test_what_an_embedding_reads_too_is_left_in_any_form(mode: str) -> None:
         np.testing.assert_allclose(np.asarray(MODES[mode](model)(tokens)), y, rtol=1e-5)
     assert "embedding" in str(tool.result.left)
     assert not tool.result.rows()
+
+
+class Experts(tf.Module):  # type: ignore[misc]
+    """A product and a convolution whose weights are slices of variables, which the data choose."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        draws = np.random.default_rng(5)
+        self.way = way
+        self.weight = tf.Variable(draws.standard_normal((3, 4, 4)).astype(np.float32))
+        self.kernel = tf.Variable(draws.standard_normal((3, 1, 1, 4, 4)).astype(np.float32))
+
+    def __call__(self, x: Any, chosen: Any) -> Any:
+        if self.way == "batch":
+            return tf.matmul(x[:, None], tf.gather(self.weight, [chosen, chosen]))
+        weight, kernel = (
+            tf.gather(one, chosen) if self.way == "gather" else one[chosen]
+            for one in (self.weight, self.kernel)
+        )
+        return tf.nn.conv2d(tf.reshape(x @ weight, (1, 1, -1, 4)), kernel, 1, "SAME")
+
+
+@pytest.mark.parametrize("way", ["index", "gather", "batch"])
+@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+def test_slices_that_the_data_choose_are_told_to_be_left(mode: str, way: str) -> None:
+    x, tool = np.random.default_rng(6).random((2, 4), np.float32), PruneTool(sparsity=0.5)
+    if mode == "session":
+        with tf.Graph().as_default():
+            v1 = tf.compat.v1
+            model, chosen = Experts(way), v1.placeholder(tf.int32, ())
+            y = model(tf.constant(x), chosen)
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                wanted = [session.run(y, {chosen: i}) for i in (0, 2)]
+                with amanda.apply(tool):
+                    found = [session.run(y, {chosen: i}) for i in (0, 2)]
+    else:
+        model = Experts(way)
+        call = tf.function(model) if mode == "function" else model
+        wanted = [model(tf.constant(x), tf.constant(i)).numpy() for i in (0, 2)]
+        with amanda.apply(tool):
+            found = [call(tf.constant(x), tf.constant(i)).numpy() for i in (0, 2)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert len(tool.result.left) == (1 if way == "batch" else 2)
+    assert "select" in str(tool.result.left)
+    assert not tool.result.rows()
+
+
+def test_slices_that_are_always_the_same_have_masks_in_a_graph() -> None:
+    kernel = tf.Variable(np.random.default_rng(5).standard_normal((3, 1, 1, 4, 4)).astype(np.float32))
+    x, tool = tf.ones((1, 2, 2, 4)), PruneTool(sparsity=0.5)
+
+    @tf.function
+    def model(x: Any) -> Any:
+        return tf.nn.conv2d(tf.nn.conv2d(x, kernel[0], 1, "SAME"), kernel[2], 1, "SAME")
+
+    with amanda.apply(tool):
+        found = model(x).numpy()
+    for one in (0, 2):
+        kernel.scatter_nd_update([[one]], [kernel[one] * element_mask(kernel[one], 0.5)])
+    np.testing.assert_allclose(model(x).numpy(), found, rtol=1e-5)
+    assert len(tool.result.rows()) == 2

@@ -45,6 +45,12 @@ def makes_a_weight(context: amanda.OpContext) -> bool:
     return ".parametrizations." in f".{context.get_scope()}."
 
 
+def in_memory_order(form: Form) -> tuple[int, ...]:
+    """The axes of a part in the order in which they lie in memory, which is one for all of its forms."""
+    extents, strides, _ = form
+    return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
+
+
 class Parts:
     """What the state of parts is kept under, whichever op of a place happens to read them first.
 

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
-from amanda.tools.mapping._tensorflow_names import IN_PLACE, WORDS
+from amanda.tools.mapping._tensorflow_names import IN_PLACE, PASSES, READS, WORDS
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 _AXES = {"2": "HW", "3": "DHW"}
-_READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
-_PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
 
 
 def standard(context: OpContext) -> None:
@@ -82,9 +80,9 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
             op = value.op
         except AttributeError:  # an eager tensor has none
             return False
-        if op.type in _READS:
+        if op.type in READS:
             return True
-        if op.type not in _PASSES or not op.inputs:
+        if op.type not in PASSES or not op.inputs:
             return False
         seen, value = seen + 1, op.inputs[0]
     return False

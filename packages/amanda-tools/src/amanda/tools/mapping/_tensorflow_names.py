@@ -65,3 +65,15 @@ IN_PLACE = frozenset({
     "ResourceStridedSliceAssign",
 })  # fmt: skip
 """Types that write their result into the variable that is their first input."""
+
+READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
+"""Types that give what a variable holds."""
+
+PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
+"""Types that give all of their first input, in another form maybe."""
+
+SELECTS = frozenset({
+    "StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd", "Split",
+    "SplitV", "Unpack",
+})  # fmt: skip
+"""Types that give elements of an input that other inputs choose."""

@@ -69,7 +69,7 @@ def stored(array: Any) -> Tensor:
     import torch
 
     with torch.inference_mode(False):
-        return torch.as_tensor(array).clone()
+        return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
 
 
 def identity(holder: Tensor) -> int:

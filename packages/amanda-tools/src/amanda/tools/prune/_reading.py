@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any
 
 from amanda.tools.prune._framework import Array, Framework
@@ -42,6 +43,10 @@ class Reading(Masked):
         grown = [(one.grown, one.part) for one in self._masked if one.grown is not None]
         return self._carried(grown, 0) if grown else None
 
+    def is_of(self, weights: Container[int]) -> bool:
+        """Whether it reads any of these weights, by their ids."""
+        return any(id(one) in weights for one in self._weights)
+
     @property
     def within(self) -> list[Weight]:
         """Those weights of which this form has every element."""
@@ -49,6 +54,12 @@ class Reading(Masked):
             more = self._weights[len(self._covers) :]
             self._covers += [self.framework.covers(self._part, one.part, self._whole) for one in more]
         return [one for one, covered in zip(self._weights, self._covers, strict=True) if covered]
+
+    def masked(self, value: Any) -> Any:
+        """The parameter as an op shall read it; None for no change."""
+        for one in self.within:
+            one.begin(partial(self.value_of, one, value))
+        return super().masked(value)
 
     def value_of(self, weight: Weight, value: Any) -> Any:
         """The value of a weight within, from that of this form."""
@@ -65,9 +76,10 @@ class Reading(Masked):
     def _carried(self, pieces: Sequence[tuple[Array, Any]], fill: Any) -> Array:
         return self.framework.carried(pieces, self._part, self._whole, fill)
 
-    def _tensors_like(self, value: Any) -> tuple[Any, Any]:
+    def tensors_like(self, value: Any) -> tuple[Any, Any]:
+        """Mask and beginnings in the type of a tensor, where it is."""
         seen = [one.changes for one in self._masked]
         if seen != self._seen:
             self._tensors.clear()
             self._seen = seen
-        return super()._tensors_like(value)
+        return super().tensors_like(value)

@@ -13,6 +13,7 @@ from amanda.tools.mapping import StandardMapping, holder_of, may_vary, weight_gr
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._making import make_masks
 from amanda.tools.prune._met import Met
+from amanda.tools.prune._moved import ELSEWHERE, Moved
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._reading import Reading
@@ -72,6 +73,7 @@ class PruneTool(amanda.Tool):
         )  # fmt: skip
         self._schedule = steps
         self._met = Met(self._options, Selection(type, module, exclude), self.keep, self.place)
+        self._moved = Moved(self._met)
         self._key = f"pruned by {next(_numbers)}"
         self._mask_key = f"{self._key}, for good"
         self._preparing = self._stepped = self._static = False
@@ -82,6 +84,7 @@ class PruneTool(amanda.Tool):
         if self._options.needs_steps:
             self.depends_on(self._steps)
         self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._moved.follow_symbols, require_outputs=True)
         if mask_gradients or regrow == "gradient":
             self.add_inst_for_op(self._backward, backward=True)
 
@@ -147,7 +150,9 @@ class PruneTool(amanda.Tool):
 
     def state_dict(self) -> dict[str, Any]:
         """Masks by "module path/op/name", what else belongs to them, and "step", the next one."""
-        return {**super().state_dict(), "step": self.step_number + 1 if self._stepped else self._first}
+        retracted = {id(array) for one in self._met.retracted for array in one.state}
+        kept = {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
+        return {**kept, "step": self.step_number + 1 if self._stepped else self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave, also in another process; the steps go on."""
@@ -160,29 +165,39 @@ class PruneTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
-        index = context["weight_index"]
-        self._met.look_at(context)
-        if index is None or context["phase"] != "forward":
+        again = self._met.look_at(context)
+        if again:
+            self.analyse_again(again)
+        if context["phase"] != "forward":
             return
-        weight = self._met(context, context.get_inputs()[index], context.get_variable(index))
-        if weight is not None and context.is_static():
-            self._inline(context, index, weight)
-        elif weight is not None:
-            context[self._key] = weight
-            mask = context[self._mask_key] = self._final_mask(context, index, weight)
-            if mask is not None:
-                context.insert_before_op(_times, inputs=[index], mask=mask)
-            elif may_vary(context, index):
-                part = (
-                    self._mask_part_within_autograd if self._is_differentiated(context) else self._mask_part
-                )
-                context.insert_before_op(part, inputs=[index], find=partial(self._part, context))
-            else:
-                routine = self._mask_within_autograd if self._is_differentiated(context) else self._mask
-                context.insert_before_op(routine, inputs=[index], weight=weight)
+        self._moved.follow(context)
+        index = self._moved.weight_index(context)
+        if index is None or self._moved.leaves(context, index):
+            return
+        value = context.get_inputs()[index]
+        find = self._moved.finder(context, index)
+        if find is None and context.is_static():
+            self._inline(context, index, self._weight(context, value, context.get_variable(index)))
+            return
+        found = self._weight(context, value, context.get_variable(index)) if find is None else find(value)
+        if found is None and find is None:
+            return
+        context[self._key] = found if isinstance(found, Weight | Reading) else None  # else it holds tensors
+        mask = context[self._mask_key] = self._final_mask(context, index, found)
+        within = self._is_differentiated(context)
+        if mask is not None:
+            context.insert_before_op(_times, inputs=[index], mask=mask)
+        elif find is not None or may_vary(context, index):
+            routine = self._mask_part_within_autograd if within else self._mask_part
+            context.insert_before_op(routine, inputs=[index], find=find or partial(self._part, context))
+        else:
+            of_weight = self._mask_within_autograd if within else self._mask
+            context.insert_before_op(of_weight, inputs=[index], weight=found)
 
-    def _inline(self, context: amanda.OpContext, index: int, weight: Weight | Reading) -> None:
+    def _inline(self, context: amanda.OpContext, index: int, weight: Weight | Reading | None) -> None:
         """Mask a weight of a file for good; what it holds is asked for once, when the tool is prepared."""
+        if weight is None:
+            return
         if isinstance(weight, Weight) and not weight.is_masked and weight.magnitudes is None:
             weight.magnitudes = weight.gathered(context.get_value(index), revive=False)
         if weight.is_masked:
@@ -205,13 +220,26 @@ class PruneTool(amanda.Tool):
         elif mask is not None and self._options.mask_gradients:
             context.insert_after_backward_op(_times, grad_inputs=[index], mask=mask)
 
-    def _part(self, context: amanda.OpContext, value: Any) -> Weight | Reading | None:
-        return self._met(context, value, holder_of(value))
+    def _weight(self, context: amanda.OpContext, value: Any, holder: Any) -> Weight | Reading | None:
+        return self._met(context, value, holder, context["weight_layout"])
 
-    def _final_mask(self, context: amanda.OpContext, index: int, weight: Weight | Reading) -> Any:
+    def _part(self, context: amanda.OpContext, value: Any) -> Weight | Reading | None:
+        holder = holder_of(value)
+        if holder is None:
+            self._met.leave(context, ELSEWHERE)
+            return None
+        return self._weight(context, value, holder)
+
+    def _final_mask(self, context: amanda.OpContext, index: int, weight: Any) -> Any:
         """The mask as a tensor, where a compiler shall have it: no other will be made. None elsewhere."""
         compiles = context.namespace.matches("pytorch/*/graph")
-        if not compiles or self._preparing or self._schedule.goes_on or weight.grown is not None:
+        if (
+            weight is None
+            or not compiles
+            or self._preparing
+            or self._schedule.goes_on
+            or weight.grown is not None
+        ):
             return None
         try:
             value = context.get_value(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -33,7 +33,7 @@ class Masked:
         """The weight as an op shall read it; None for no change."""
         if not self.is_masked:
             return None
-        mask, grown = self._tensors_like(value)
+        mask, grown = self.tensors_like(value)
         return value * mask if grown is None else (value - grown) * mask
 
     def inlined(self) -> Mapping[str, Any]:
@@ -43,13 +43,13 @@ class Masked:
 
     def masked_gradient(self, gradient: Any) -> Any:
         """The gradient where the weight is kept; None for no change."""
-        return gradient * self._tensors_like(gradient)[0] if self.is_masked else None
+        return gradient * self.tensors_like(gradient)[0] if self.is_masked else None
 
     def mask_like(self, value: Any) -> Any:
         """The mask in the type of a tensor, where it is."""
-        return self._tensors_like(value)[0]
+        return self.tensors_like(value)[0]
 
-    def _tensors_like(self, value: Any) -> tuple[Any, Any]:
+    def tensors_like(self, value: Any) -> tuple[Any, Any]:
         """Mask and beginnings in the type of a tensor, where it is."""
         framework = framework_of(value)
         key = framework, get_dtype_name(value), str(getattr(value, "device", ""))
@@ -68,6 +68,8 @@ class Weight(Masked):
     kept, in the weight's own layout, and grown: see above.  updated: the step for which they were made,
     `NEVER` while nothing is dropped.  permutation: the order of the input channels; or None.
     These four are written in place: they are the tool's state.  changes: how often they were.
+    is_left: whether it turned out to be none that is pruned.  readers: ids of the ops that read it.
+    state: what the tool keeps of it.
     magnitudes, gradient: what a step has gathered for the next mask, outputs and inputs first.
     """
 
@@ -87,6 +89,9 @@ class Weight(Masked):
     magnitudes: Array | None = None
     gradient: Array | None = None
     changes: int = 0
+    is_left: bool = False
+    readers: set[int] = field(default_factory=set)
+    state: list[Any] = field(default_factory=list)
     _fresh: Array | None = None
     _tensors: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -103,18 +108,17 @@ class Weight(Masked):
     @property
     def is_masked(self) -> bool:  # type: ignore[override]
         """Whether it has a mask yet."""
-        return bool(self.updated[0] != NEVER)
+        return not self.is_left and bool(self.updated[0] != NEVER)
 
     def precedes(self, update: int | None) -> bool:
         """Whether its mask was made for an earlier step than this one."""
-        return update is not None and int(self.updated[0]) < update
+        return not self.is_left and update is not None and int(self.updated[0]) < update
 
     # ---- what ops read ----
 
     def masked(self, value: Any) -> Any:
         """The weight as an op shall read it; None for no change."""
-        if self._fresh is not None:
-            self._begin_at(value)
+        self.begin(lambda: value)
         return super().masked(value)
 
     def finalized(self, values: Array) -> Array:
@@ -129,9 +133,11 @@ class Weight(Masked):
         self._tensors.clear()
         self.changes += 1
 
-    def _begin_at(self, value: Any) -> None:
-        """Let the elements that have just come back be counted from this value, so that they begin at 0."""
-        start = self.framework.plain(value)
+    def begin(self, value: Callable[[], Any]) -> None:
+        """Let elements that have just come back be counted from the present value: they begin at 0."""
+        if self._fresh is None:
+            return
+        start = self.framework.plain(value())
         assert self.grown is not None
         here = [self.framework.like(one, start) for one in (self._fresh, self.grown)]
         self.grown[...] = do("where", here[0], start, here[1])

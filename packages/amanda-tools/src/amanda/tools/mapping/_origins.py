@@ -1,0 +1,183 @@
+"""Tensors of PyTorch that ops have copied or selected out of parameters: which elements of it they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import amanda
+from amanda.tools.mapping._parts import Form, form_of, holder_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COPIES = frozenset({"contiguous", "clone", "to"})
+"""Ops whose result is their input element by element, elsewhere in memory or in another type."""
+SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
+"""Ops that select elements by indices, which the data may choose."""
+
+_MOST = 64
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a tensor is of a parameter.
+
+    holder: the parameter.  of: gives the same elements of any tensor in the parameter's shape.
+    form: which part of the parameter it is, element by element; None of elements that were selected.
+    """
+
+    holder: Tensor
+    of: Callable[[Tensor], Tensor]
+    form: Form | None
+
+
+class _Made(NamedTuple):
+    """A tensor that lives as long as its storage, and its origin, of which it does not keep the parameter."""
+
+    storage: Any
+    layout: Form
+    holder: Callable[[], Tensor | None]
+    of: Callable[[Tensor], Tensor]
+    form: Form | None
+
+
+class Origins:
+    """Where copies and selections of parameters' elements come from, as long as they live.
+
+    In eager mode routines follow each execution.  Of a graph's symbols no more is known than that they are
+    selections, which ops are analysed in the order in which they compute.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+        self._most = _MOST
+        self._symbols: dict[int, Any] = {}
+
+    def of(self, value: Tensor) -> Origin | None:
+        """The origin of what is no view of a parameter; None of what was computed."""
+        found = self._made.get(value.untyped_storage()._cdata) if _is_stored(value) else None
+        holder = None if found is None or found.storage.expired() else found.holder()
+        if found is None or holder is None:
+            return None
+        form = form_of(value)
+        if form == found.layout:
+            return Origin(holder, found.of, found.form)
+        own = None if found.form is None else _composed(found.form, found.layout, form)
+        return Origin(holder, partial(_viewed, found.of, found.layout, form), own)
+
+    def follow(self, context: amanda.OpContext) -> None:
+        """Let an op leave word of what it makes of a parameter; call it in a forward analysis routine."""
+        if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
+            return
+        if self._source(next(iter(context.get_inputs()), None)) is None:
+            return
+        compute = None if context["type"] in COPIES else context.get_computation()
+        context.insert_before_op(_hold)
+        context.insert_after_op(self._note, compute=compute)
+
+    def follow_symbols(self, context: amanda.OpContext) -> None:
+        """The same for an op of a graph, whose outputs are known."""
+        if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/graph"):
+            return
+        selects = context["type"] in SELECTIONS and context.get_variable(0) is not None
+        if selects or self.is_selected(context.get_inputs()[0]):
+            for one in context.get_outputs() or ():
+                if getattr(one, "_base", one) is None:  # else it is a view of the parameter, which is known
+                    self._symbols[id(one)] = weakref.ref(one)
+
+    def is_selected(self, symbol: Any) -> bool:
+        """Whether a symbol of a graph was selected out of a parameter, or is a view of such a one."""
+        base = getattr(symbol, "_base", None)
+        known = self._symbols.get(id(symbol if base is None else base))
+        return known is not None and known() is (symbol if base is None else base)
+
+    @amanda.differentiable  # to be given what is a view of a parameter as that
+    def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+        inputs = run.pop(_HELD)
+        source = self._source(inputs[0])
+        if source is None or holder_of(made) is not None or not _is_stored(made):
+            return
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        if len(self._made) >= self._most:
+            self._made = {key: one for key, one in self._made.items() if not one.storage.expired()}
+            self._most = max(_MOST, 2 * len(self._made))
+        storage, of, form = made.untyped_storage(), source.of, source.form
+        if compute is not None:
+            of, form = partial(_selected, compute, of, inputs[1:]), None
+        lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._made[storage._cdata] = _Made(lives, form_of(made), weakref.ref(source.holder), of, form)
+
+    def _source(self, value: Any) -> Origin | None:
+        """Where an input comes from: a view of a parameter, or what was made of one."""
+        if not _is_stored(value):
+            return None
+        holder = holder_of(value)
+        if holder is None:
+            return self.of(value)
+        form = form_of(value)
+        return Origin(holder, partial(_viewed, _itself, form_of(holder), form), form)
+
+
+_HELD = "amanda.tools.mapping.origins"
+
+
+@amanda.differentiable
+def _hold(*inputs: Any, run: dict[str, Any]) -> None:
+    run[_HELD] = inputs
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _selected(
+    compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], others: Any, whole: Tensor
+) -> Tensor:
+    return compute([of(whole), *others])
+
+
+def _viewed(of: Callable[[Tensor], Tensor], layout: Form, form: Form, whole: Tensor) -> Tensor:
+    """What `of` gives, laid out in memory like the tensor that it stands for, as a view of that one."""
+    import torch
+
+    values = of(whole)
+    extents, strides, offset = layout
+    laid = torch.empty_strided(extents, strides, dtype=values.dtype, device=values.device)
+    laid.copy_(values)
+    return laid.as_strided(form[0], form[1], form[2] - offset)
+
+
+def _composed(part: Form, layout: Form, form: Form) -> Form | None:
+    """Which part of a parameter a view of a copy of a part is; None of one that no strides describe."""
+    import torch
+
+    extents, strides, offset = part
+    if not prod((*extents, *form[0])):
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(extents, strides, strict=True))
+    places = torch.arange(offset, offset + last + 1).as_strided(extents, strides)
+    found = _viewed(_itself, layout, form, places)
+    first = found[(0,) * found.dim()]
+    steps = [int(found.select(axis, 1)[(0,) * (found.dim() - 1)] - first) if size > 1 else 1
+             for axis, size in enumerate(found.shape)]  # fmt: skip
+    made = tuple(found.shape), tuple(steps), int(first)
+    reach = sum((size - 1) * step for size, step in zip(*made[:2], strict=True))
+    if min(steps, default=0) < 0:
+        return None
+    whole = torch.arange(made[2], made[2] + reach + 1).as_strided(*made[:2])
+    return made if torch.equal(whole, found) else None
+
+
+def _is_stored(value: Any) -> bool:
+    """Whether a value is a tensor with memory of its own kind."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    return type(value) in (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,81 @@
+"""Slices of TensorFlow's variables that the data may choose: which one an op reads is known as it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import amanda
+from amanda.tools.mapping._tensorflow_names import PASSES, READS, SELECTS
+
+_PASSES = PASSES | {"Squeeze", "ExpandDims"}
+_VALUE_AT = {"Split": 1}
+
+
+class Slices:
+    """Tensors that ops have selected out of variables.
+
+    In eager mode a routine follows each execution; a graph tells by itself, and which are always the same.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def follow(self, context: amanda.OpContext) -> None:
+        """Let an op leave word of what it selects of a variable; call it in a forward analysis routine."""
+        name = context.get_op_type()
+        if name not in SELECTS | _PASSES or not context.namespace.matches("tensorflow/*/eager"):
+            return
+        inputs = context.get_inputs()
+        held = name in SELECTS and any(context.get_variable(i) is not None for i in range(len(inputs)))
+        if held or any(map(self._is_made, inputs)):
+            context.insert_after_op(self._note)
+
+    def reads(self, context: amanda.OpContext, index: int, chosen: bool) -> bool:
+        """Whether an input of an op was selected out of a variable.
+
+        chosen: whether the data have to choose it, as they may in eager mode.
+        """
+        value = context.get_inputs()[index]
+        return self._is_made(value) or _is_selected(value, chosen)
+
+    def _is_made(self, value: Any) -> bool:
+        known = self._made.get(id(value))
+        return known is not None and known() is value
+
+    def _note(self, *made: Any) -> None:
+        for one in made:
+            for tensor in one if isinstance(one, (list, tuple)) else [one]:
+                self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor)))
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._made.pop(key, None)
+
+
+def _is_selected(symbol: Any, chosen: bool) -> bool:
+    """Whether a symbol of a graph was selected out of a variable; and by the data, if it is to be chosen."""
+    selects = False
+    while True:
+        try:
+            op = symbol.op
+        except AttributeError:  # an eager tensor has none
+            return False
+        if op.type in READS or (op.inputs and _is_handle(op.inputs[0])):
+            return selects or op.type in SELECTS
+        if op.type not in SELECTS | _PASSES or not op.inputs:
+            return False
+        at = _VALUE_AT.get(op.type, 0)
+        if op.type in SELECTS and not selects:
+            selects = not (chosen and _is_constant([one for i, one in enumerate(op.inputs) if i != at]))
+        symbol = op.inputs[at]
+
+
+def _is_handle(symbol: Any) -> bool:
+    return str(getattr(symbol.dtype, "name", "")) == "resource"
+
+
+def _is_constant(symbols: Any) -> bool:
+    import tensorflow as tf
+
+    return all(tf.get_static_value(one) is not None for one in symbols)
