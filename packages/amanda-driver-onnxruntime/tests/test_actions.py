@@ -25,20 +25,6 @@ def session() -> Any:
     return session_of(two_layers())
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sessions that the driver makes."""
-    sessions: list[Any] = []
-    create = onnxruntime.InferenceSession.__init__
-
-    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
-        create(self, *args, **kwargs)
-        sessions.append(self)
-
-    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", recording)
-    return sessions
-
-
 def result(session: Any, *tools: amanda.Tool) -> Any:
     with amanda.apply(*tools):
         return session.run(None, {"x": X})[0]

@@ -372,6 +372,9 @@ class TestOnnxRuntimeDriver(DriverTests):
             ],
             NO_BACKWARD,
         ),
+        "test_a_traceable_routine_is_accepted_and_run": never(
+            "a traceable routine is called when it is traced"
+        ),
     }
 
     @pytest.fixture
@@ -397,14 +400,3 @@ class TestOnnxRuntimeDriver(DriverTests):
         self, sample: Sample, action: str
     ) -> None:
         super().test_an_exception_in_a_routine_leaves_the_framework_as_it_was(sample, action)
-
-    @pytest.mark.parametrize(
-        "mark",
-        [
-            amanda.observer,
-            pytest.param(amanda.traceable, marks=never("a traceable routine is called when it is traced")),
-            amanda.differentiable,
-        ],
-    )
-    def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
-        super().test_marked_routines_are_accepted_and_run(sample, mark)

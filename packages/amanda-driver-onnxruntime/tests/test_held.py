@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx_models import model_of, node, session_of
 
@@ -81,20 +80,6 @@ def run(session: Any) -> Any:
 
 def close(one: Any, other: Any) -> None:
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sessions that are made."""
-    sessions: list[Any] = []
-    create = onnxruntime.InferenceSession.__init__
-
-    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
-        create(self, *args, **kwargs)
-        sessions.append(self)
-
-    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", recording)
-    return sessions
 
 
 class TestTraceable(TraceableTests):

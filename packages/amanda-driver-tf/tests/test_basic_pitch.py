@@ -15,6 +15,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+from unfused import unfused
 
 import amanda
 
@@ -47,10 +48,8 @@ def audio() -> Any:
 @pytest.fixture(autouse=True)
 def _without_fusion() -> Iterator[None]:
     """No operators folded or fused, so that a copy of the graph computes the same, to the bit."""
-    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+    with unfused():
+        yield
 
 
 def by_signature(model: Any, audio: Any) -> Outputs:

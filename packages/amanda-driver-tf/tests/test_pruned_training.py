@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
+from unfused import unfused
 
 import amanda
 
@@ -67,10 +68,8 @@ def batches() -> list[tuple[Array, NDArray[np.int32]]]:
 @pytest.fixture(autouse=True)
 def _without_fusion() -> Iterator[None]:
     """No operators folded or fused, so that both programs compute the same, to the bit."""
-    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+    with unfused():
+        yield
 
 
 def first_weights() -> list[Array]:

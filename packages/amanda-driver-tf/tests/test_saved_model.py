@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
+from unfused import unfused
 
 import amanda
 from amanda.errors import ArtefactError, NotTraceableError
@@ -58,10 +59,8 @@ def alone(folder: Path, given: NDArray[Any], tmp_path: Path) -> Outputs:
 
 @pytest.fixture(autouse=True)
 def _without_fusion() -> Any:
-    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+    with unfused():
+        yield
 
 
 def basic_pitch() -> Path:

@@ -8,7 +8,7 @@ import torch
 
 import amanda
 from amanda import interceptor
-from amanda.testing import never
+from amanda.testing import Unchanged, never
 
 # What the pure-Python interceptor does not see, by the name of the test that shows it.
 TAKEN = "without native code a callable taken before the scope is not seen"
@@ -139,32 +139,13 @@ class Seen(amanda.Tool):
         self.names.append(name)
 
 
-class Untouched(amanda.Tool):
-    """Routines at every point of every op, which hand back what they were given."""
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(self._forward)
-        self.add_inst_for_op(self._backward, backward=True)
-
-    def _forward(self, context: amanda.OpContext) -> None:
-        context.insert_before_op(self._same)
-        context.insert_after_op(self._same)
-
-    def _backward(self, context: amanda.OpContext) -> None:
-        context.insert_before_backward_op(self._same)
-        context.insert_after_backward_op(self._same)
-
-    def _same(self, *values: Any) -> Any:
-        return values
-
-
 @pytest.fixture
 def seen() -> Seen:
     """A tool that notes ids and names of the ops that execute."""
     return Seen()
 
 
-@pytest.fixture(params=[amanda.Tool, Seen, Untouched])
+@pytest.fixture(params=[amanda.Tool, Seen, Unchanged])
 def harmless(request: pytest.FixtureRequest) -> amanda.Tool:
     """Tools that change nothing: an empty one, one that looks, one with routines at every point."""
     tool: amanda.Tool = request.param()

@@ -6,21 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from leaves import leaf, same
 from torch import Tensor
-from torch.testing import assert_close
 
 import amanda
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
-
-
-def same(result: Any, expected: Any) -> None:
-    assert_close(result, expected, rtol=0, atol=0)
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float, requires_grad=True)
 
 
 def test_gradients_are_changed_before_and_after_a_backward_op(acting: Act, applied: Applied) -> None:

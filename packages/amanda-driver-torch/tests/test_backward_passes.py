@@ -5,22 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from leaves import leaf, same
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.testing import assert_close
 
 import amanda
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
-
-
-def same(result: Any, expected: Any) -> None:
-    assert_close(result, expected, rtol=0, atol=0)
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float, requires_grad=True)
 
 
 def test_a_graph_gone_through_twice_runs_its_routines_twice_and_is_analysed_once(applied: Applied) -> None:

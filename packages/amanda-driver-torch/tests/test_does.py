@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from leaves import same
 from torch import Tensor
-from torch.testing import assert_close
 
 import amanda
 
@@ -17,10 +17,6 @@ Applied = Callable[..., Any]
 
 X = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
 WEIGHT = torch.ones(2, 3)
-
-
-def same(result: Any, expected: Any) -> None:
-    assert_close(result, expected, rtol=0, atol=0)
 
 
 def doubled(*values: Any) -> list[Any]:

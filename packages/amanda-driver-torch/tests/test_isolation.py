@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from leaves import leaf, same
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.testing import assert_close
@@ -16,14 +17,6 @@ Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
 
 MASK = torch.tensor([1.0, 0.0, 1.0])
-
-
-def same(result: Any, expected: Any) -> None:
-    assert_close(result, expected, rtol=0, atol=0)
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float, requires_grad=True)
 
 
 def masked(weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from leaves import leaf, same
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -16,14 +17,6 @@ from amanda.drivers.torch._saved import _Saved
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
-
-
-def same(result: Any, expected: Any) -> None:
-    assert_close(result, expected, rtol=0, atol=0)
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float, requires_grad=True)
 
 
 def scaled(x: Tensor) -> Tensor:

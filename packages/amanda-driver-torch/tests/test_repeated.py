@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from leaves import leaf
 from torch import Tensor, nn
 
 import amanda
@@ -25,10 +26,6 @@ class Calling(nn.Module):
 
     def forward(self) -> Any:
         return self.program()
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float, requires_grad=True)
 
 
 def gradient(program: Callable[[Tensor], Tensor]) -> Callable[[], list[float]]:

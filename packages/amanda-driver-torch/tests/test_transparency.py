@@ -1,32 +1,10 @@
 """A tool that changes nothing leaves results, random state, models and torch itself as they were."""
 
-from typing import Any
-
 import pytest
 import torch
 
 import amanda
-
-
-class Everywhere(amanda.Tool):
-    """Routines before and after every op, forward and backward, that hand back what they were given."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.add_inst_for_op(self.forward)
-        self.add_inst_for_op(self.backward, backward=True)
-
-    def forward(self, context: amanda.OpContext) -> None:
-        context.insert_before_op(self.routine)
-        context.insert_after_op(self.routine)
-
-    def backward(self, context: amanda.OpContext) -> None:
-        context.insert_before_backward_op(self.routine)
-        context.insert_after_backward_op(self.routine)
-
-    def routine(self, *values: Any) -> Any:
-        self.calls += 1
-        return values
+from amanda.testing import Unchanged
 
 
 def model() -> torch.nn.Module:
@@ -55,7 +33,7 @@ def attributes(net: torch.nn.Module) -> list[list[str]]:
     return [sorted(vars(module)) for module in net.modules()] + [dir(p) for p in net.parameters()]
 
 
-@pytest.mark.parametrize("tool", [amanda.Tool, Everywhere])
+@pytest.mark.parametrize("tool", [amanda.Tool, Unchanged])
 def test_training_with_dropout_is_bit_identical(tool: type[amanda.Tool]) -> None:
     bare, net = train(model()), model()
     before = attributes(net)
@@ -66,7 +44,7 @@ def test_training_with_dropout_is_bit_identical(tool: type[amanda.Tool]) -> None
 
 
 def test_routines_did_run() -> None:
-    tool = Everywhere()
+    tool = Unchanged()
     with amanda.apply(tool):
         train(model())
     assert tool.calls > 1000
@@ -75,14 +53,14 @@ def test_routines_did_run() -> None:
 def test_the_state_dict_has_no_more_keys_inside_a_scope() -> None:
     net = model()
     keys = list(net.state_dict())
-    with amanda.apply(Everywhere()):
+    with amanda.apply(Unchanged()):
         train(net)
         assert list(net.state_dict()) == keys
 
 
 def test_a_leaf_keeps_the_gradient_that_reaches_it_not_a_copy() -> None:
     net = model()
-    with amanda.apply(Everywhere()):
+    with amanda.apply(Unchanged()):
         for _ in range(2):
             net.zero_grad()
             net(torch.randint(0, 10, (3, 5))).square().mean().backward()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
+from unfused import unfused
 
 import amanda
 from amanda.tools.quantize import QuantizeTool
@@ -45,10 +46,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_fusion() -> Any:
-    before = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+    with unfused():
+        yield
 
 
 def test_a_saved_model_is_quantised_as_it_is_when_it_runs(saved: Path, tmp_path: Path) -> None:

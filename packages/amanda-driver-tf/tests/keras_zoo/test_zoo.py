@@ -12,19 +12,19 @@ import pytest
 import tensorflow as tf
 
 import amanda
+from amanda.testing import Silent, Unchanged
 
 from . import models
 from .observation import Facts, attributes, differences, distances, replaced
 from .programs import PROGRAMS, FunctionProgram, Program
 from .subject import Subject
-from .tools import Silent, Unchanged
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what models warn of is not ours
 
 KNOWN: dict[tuple[str, str], str] = {}
 """Why a model is not as it is without tools in a mode, by its name and the mode; one that is fails."""
 
-ONE_BY_ONE: tuple[tuple[type[Silent], ...], ...] = ((Silent,), (Unchanged,))
+ONE_BY_ONE: tuple[tuple[type[Unchanged], ...], ...] = ((Silent,), (Unchanged,))
 TOGETHER = ((Silent, Unchanged),)
 """In one scope, which builds one graph for both: so models beyond the sample are tested."""
 
@@ -71,7 +71,7 @@ def test_a_model_trains_under_tools_as_without(subject: Subject, mode: str) -> N
     assert differences(bare, program.observed().facts) == [], "it differs without a tool"
 
 
-def check_steps(program: Program, bare: Facts, before: Mapping[Any, Any], tools: Sequence[Silent]) -> None:
+def check_steps(program: Program, bare: Facts, before: Mapping[Any, Any], tools: Sequence[Unchanged]) -> None:
     """Two steps under tools are as they are without, and instrumented alike."""
     work: list[list[tuple[int, int, int]]] = []
     facts = program.observed(

@@ -333,18 +333,10 @@ class TestGraphDriver(DriverTests):
         "test_a_scope_does_not_follow_a_fork": pytest.mark.xfail(
             reason="never: a forked child of TensorFlow waits for threads that it does not have", run=False
         ),
+        "test_a_traceable_routine_is_accepted_and_run": never(
+            "a traceable routine is called when it is traced"
+        ),
     }
-
-    @pytest.mark.parametrize(
-        "mark",
-        [
-            amanda.observer,
-            pytest.param(amanda.traceable, marks=never("a traceable routine is called when it is traced")),
-            amanda.differentiable,
-        ],
-    )
-    def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
-        super().test_marked_routines_are_accepted_and_run(sample, mark)
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
         assert isinstance(sample, SessionSample)

@@ -1,7 +1,6 @@
 """Ops that the compiler leaves to Python, between its graphs and where it captures none."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,6 @@ import amanda
 
 # Dynamo asks for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Doubling(amanda.Tool):

@@ -1,6 +1,6 @@
 """torch.compile in scopes with compiled="instrument": ops of graphs, before, in and after scopes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,6 @@ from amanda.errors import ScopeError
 
 X = torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
 GRADIENT = torch.ones(2, 2)
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Counted(amanda.Tool):

@@ -17,12 +17,9 @@ X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
 @pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
+def _compiled_autograd(_compiler: None) -> Iterator[None]:
     with torch._dynamo.config.patch(compiled_autograd=True):
         yield
-    torch._dynamo.reset()
 
 
 class Changing(amanda.Tool):

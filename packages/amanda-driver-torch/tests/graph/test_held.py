@@ -1,6 +1,5 @@
 """What traceable routines hold: graphs follow its changes, and write what routines write."""
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -11,13 +10,6 @@ import amanda
 from amanda.testing import GraphSample, Scaling, TraceableTests
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class CompiledLayer(GraphSample):

@@ -5,7 +5,7 @@ compiled by inductor.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what models and the compile
 
 PRODUCTS = ("convolution", "addmm", "mm", "bmm", "scaleddotproduct")
 WORDS = ("conv2d", "linear", "addmm", "matmul", "mm", "bmm", "scaled_dot_product_attention")
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Counted(amanda.Tool):

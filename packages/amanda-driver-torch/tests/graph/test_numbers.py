@@ -1,6 +1,6 @@
 """Numbers that a compiled function is given: dynamo makes symbols of them, of floats by way of tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,13 +9,6 @@ from torch import nn
 
 import amanda
 from amanda.errors import RoutineError
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def scaled(x: torch.Tensor, factor: float, rows: int) -> torch.Tensor:

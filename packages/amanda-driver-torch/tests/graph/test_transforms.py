@@ -1,19 +1,12 @@
 """torch.func's transforms in compiled functions: their ops run as they are, and it is reported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import amanda
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def per_row(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import amanda
+from amanda.testing import Silent, Unchanged
 
 from . import timm_models, transformers_models
 from .observation import differences, observed
@@ -20,37 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what models warn of is not 
 
 KNOWN: dict[str, str] = {}
 """Why a model is not as it is without tools, by its name; one that is fails."""
-
-
-class Silent(amanda.Tool):
-    """Routines at every point of every op, which look at the values and give none back."""
-
-    def __init__(self) -> None:
-        self.analyses = self.calls = 0
-        self.add_inst_for_op(self._forward)
-        self.add_inst_for_op(self._backward, backward=True)
-
-    def _forward(self, context: amanda.OpContext) -> None:
-        self.analyses += 1
-        context.insert_before_op(self._routine)
-        context.insert_after_op(self._routine)
-
-    def _backward(self, context: amanda.OpContext) -> None:
-        self.analyses += 1
-        context.insert_before_backward_op(self._routine)
-        context.insert_after_backward_op(self._routine)
-
-    def _routine(self, *values: Any) -> Any:
-        self.calls += 1
-        return None
-
-
-class Unchanged(Silent):
-    """Routines that give back the values they are given."""
-
-    def _routine(self, *values: Any) -> Any:
-        self.calls += 1
-        return values
 
 
 def parameters() -> Iterator[Any]:
@@ -87,7 +57,7 @@ def test_a_model_trains_under_tools_as_without(subject: Subject) -> None:
             model,
             inputs,
             lambda tool=tool: amanda.apply(tool),  # type: ignore[misc]
-            lambda tool=tool, work=work: work.append((tool.analyses, tool.calls)),  # type: ignore[misc]
+            lambda tool=tool, work=work: work.append((tool.analyses + tool.backward_analyses, tool.calls)),  # type: ignore[misc]
             steps,
         )
         assert differences(bare, facts) == []

@@ -23,6 +23,7 @@ pytest.register_assert_rewrite("amanda.testing._suite", "amanda.testing._traceab
 
 from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
+from amanda.testing._harmless import Silent, Unchanged  # noqa: E402
 from amanda.testing._held import Scaling  # noqa: E402
 from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample  # noqa: E402
@@ -35,7 +36,9 @@ __all__ = [
     "GraphSample",
     "Sample",
     "Scaling",
+    "Silent",
     "TraceableTests",
+    "Unchanged",
     "attached",
     "never",
     "notimpl",

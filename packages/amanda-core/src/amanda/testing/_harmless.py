@@ -1,0 +1,42 @@
+"""Tools that are everywhere and change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amanda.context import OpContext
+from amanda.tool import Tool
+
+
+class Unchanged(Tool):
+    """Routines at every point of every op, which give back the values that they are given.
+
+    analyses, backward_analyses, calls: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.analyses = self.backward_analyses = self.calls = 0
+        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _forward(self, context: OpContext) -> None:
+        self.analyses += 1
+        context.insert_before_op(self.routine)
+        context.insert_after_op(self.routine)
+
+    def _backward(self, context: OpContext) -> None:
+        self.backward_analyses += 1
+        context.insert_before_backward_op(self.routine)
+        context.insert_after_backward_op(self.routine)
+
+    def routine(self, *values: Any) -> Any:
+        """What is called at every point."""
+        self.calls += 1
+        return values
+
+
+class Silent(Unchanged):
+    """Routines at every point of every op, which look at the values and give none back."""
+
+    def routine(self, *values: Any) -> Any:
+        self.calls += 1
