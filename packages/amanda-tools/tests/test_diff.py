@@ -53,16 +53,6 @@ def compared(model: nn.Module, other: nn.Module, *inputs: Tensor, **options: Any
 
 
 @pytest.fixture(scope="module")
-def transformers() -> Any:
-    """The transformers package, which imports torchvision, which needs two ops that a CPU build lacks."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", signature)
-    return pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module")
 def bert(transformers: Any) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.BertConfig(

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_models import resnet50
 
 import amanda
 from amanda.tools.flops import FlopsTool
@@ -100,26 +101,6 @@ def test_what_is_kept_does_not_grow_with_executions(model: keras.Model, images: 
     assert tool.result.total("macs") == 6 * (CONVOLUTION + DEPTHWISE + DENSE)
 
 
-def resnet50(layers: Any, make: Any) -> Any:
-    """The ResNet-50 of torchvision in Keras' layers: strides are in the 3x3 convolutions."""
-
-    def convolution(x: Any, channels: int, size: int, stride: int = 1) -> Any:
-        x = layers.Conv2D(channels, size, stride, "same", use_bias=False)(x)
-        return layers.BatchNormalization()(x)
-
-    images = layers.Input((224, 224, 3))
-    x = layers.ReLU()(convolution(images, 64, 7, 2))
-    x = layers.MaxPooling2D(3, 2, "same")(x)
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            width, stride = 64 << stage, 2 if stage and not block else 1
-            y = layers.ReLU()(convolution(x, width, 1))
-            y = layers.ReLU()(convolution(y, width, 3, stride))
-            x = convolution(x, 4 * width, 1, stride) if not block else x
-            x = layers.ReLU()(layers.Add()([convolution(y, 4 * width, 1), x]))
-    return make(images, layers.Dense(1000)(layers.GlobalAveragePooling2D()(x)))
-
-
 def in_a_session(make: Callable[[Any], Any], images: Any) -> Callable[[], Any]:
     """One prediction by a model in a graph; Keras 3 has no layers for sessions."""
     import tf_keras
@@ -134,7 +115,7 @@ def in_a_session(make: Callable[[Any], Any], images: Any) -> Callable[[], Any]:
 
 
 TWINS = {
-    "resnet50": (lambda library: resnet50(library.layers, library.Model), 4_089_184_256),
+    "resnet50": (resnet50, 4_089_184_256),
     "mobilenet_v2": (lambda library: library.applications.MobileNetV2(weights=None), 300_774_272),
 }
 """Keras' twins of torchvision's models, and the multiply-accumulates of both for an image of 224 by 224."""

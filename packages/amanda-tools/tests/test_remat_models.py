@@ -19,16 +19,6 @@ from amanda.tools.remat import RematTool
 Run = Callable[[], Tensor]
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    """The transformers package, which imports torchvision, which needs two ops that a CPU build lacks."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", signature)
-    return pytest.importorskip("transformers")
-
-
 def resnet(depth: int, in_place: bool) -> tuple[nn.Module, Run]:
     import torchvision
 

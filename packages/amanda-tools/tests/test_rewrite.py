@@ -605,7 +605,7 @@ def test_each_convolution_of_a_model_of_torchvision_takes_its_normalisation(
     name: str, pairs: int, torchvision: Any
 ) -> None:
     torch.manual_seed(0)
-    model = with_statistics(getattr(torchvision, name)())
+    model = with_statistics(getattr(torchvision.models, name)())
     images = torch.rand(1, 3, 32, 32)
     tool = RewriteTool(["fold_batch_norm"])
     with torch.no_grad():
@@ -614,16 +614,6 @@ def test_each_convolution_of_a_model_of_torchvision_takes_its_normalisation(
     assert all(match.replaced == 1 for match in tool.result.matches)
     scale = wanted.abs().max()
     torch.testing.assert_close(result / scale, wanted / scale, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def torchvision() -> Any:
-    """Its models; it needs two ops that a CPU build of torch lacks."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", signature)
-    return pytest.importorskip("torchvision").models
 
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 32}

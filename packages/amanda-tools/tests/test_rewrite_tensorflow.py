@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_models import resnet50
 
 import amanda
 from amanda.tools.rewrite import Capture, Op, RewriteTool, Rule, insert_after
@@ -135,32 +136,15 @@ def test_a_normalisation_that_learns_is_not_folded() -> None:
     assert "condition" in tool.result.matches[0].why
 
 
-def resnet50(library: Any) -> Any:
-    """The ResNet-50 of torchvision in Keras' layers."""
-    layers = library.layers
-
-    def convolution(x: Any, channels: int, size: int, stride: int = 1) -> Any:
-        x = layers.Conv2D(channels, size, stride, "same", use_bias=False)(x)
-        return layers.BatchNormalization()(x)
-
-    images = layers.Input((32, 32, 3))
-    x = layers.ReLU()(convolution(images, 64, 7, 2))
-    x = layers.MaxPooling2D(3, 2, "same")(x)
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            width, stride = 64 << stage, 2 if stage and not block else 1
-            y = layers.ReLU()(convolution(x, width, 1))
-            y = layers.ReLU()(convolution(y, width, 3, stride))
-            x = convolution(x, 4 * width, 1, stride) if not block else x
-            x = layers.ReLU()(layers.Add()([convolution(y, 4 * width, 1), x]))
-    return library.Model(images, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+def resnet(library: Any) -> Any:
+    return resnet50(library, 32, 10)
 
 
 def mobilenet_v2(library: Any) -> Any:
     return library.applications.MobileNetV2((32, 32, 3), weights=None, classes=10)
 
 
-@pytest.mark.parametrize(("make", "pairs"), [(resnet50, 53), (mobilenet_v2, 52)])
+@pytest.mark.parametrize(("make", "pairs"), [(resnet, 53), (mobilenet_v2, 52)])
 def test_twins_of_models_of_torchvision_are_folded_in_every_mode(make: Any, pairs: int) -> None:
     pytest.importorskip("tf_keras")
     images = np.random.default_rng(2).random((1, 32, 32, 3)).astype(np.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from seen_types import types_in
 from torch import nn
 
 import amanda
@@ -18,16 +19,6 @@ from amanda.testing import never
 from amanda.tools.mapping import StandardMapping, itemsize
 
 VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
-
-
-def types_in(run: Callable[[], Any]) -> list[str]:
-    seen: list[str] = []
-    tool = amanda.Tool()
-    tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append(context["type"]))
-    with amanda.apply(tool):
-        run()
-    return seen
 
 
 def documented() -> list[tuple[str, str]]:

@@ -11,21 +11,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from seen_types import types_in
 
 import amanda
 from amanda.tools.mapping import StandardMapping, _tensorflow_names
 
 VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
-
-
-def types_in(run: Callable[[], Any]) -> list[str]:
-    seen: list[str] = []
-    tool = amanda.Tool()
-    tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append(context["type"]))
-    with amanda.apply(tool):
-        run()
-    return seen
 
 
 A, B = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[0.5, 1.0], [1.5, 2.0]])

@@ -56,14 +56,19 @@ class Boundary:
             session._extend_graph()
         return prepared
 
+    def _prepared_now(
+        self, session: Any, feeds: Any, fetches: Any, targets: Any
+    ) -> tuple[Route, Execution] | None:
+        activation = interceptor.active()
+        if activation is None:
+            return None
+        return self.prepared(session, request_of(feeds, fetches, targets), activation.state)
+
     def _run(
         self, run: Any, session: Any, options: Any, feeds: Any, fetches: Any, targets: Any, metadata: Any
     ) -> Any:
-        activation = interceptor.active()
-        prepared = activation and self.prepared(
-            session, request_of(feeds, fetches, targets), activation.state
-        )
-        if not prepared:
+        prepared = self._prepared_now(session, feeds, fetches, targets)
+        if prepared is None:
             return run(session, options, feeds, fetches, targets, metadata)
         route, execution = prepared
         feeds = route.feeds(feeds, execution.number)
@@ -107,11 +112,8 @@ class Boundary:
     def _set_up(
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
     ) -> Any:
-        activation = interceptor.active()
-        prepared = activation and self.prepared(
-            session, request_of(feeds, fetches, targets), activation.state
-        )
-        if not prepared:
+        prepared = self._prepared_now(session, feeds, fetches, targets)
+        if prepared is None:
             return call(session, function, c_session, feeds, fetches, targets)
         route, execution = prepared
         handle = call(
