@@ -358,6 +358,11 @@ def test_what_cannot_be_is_said() -> None:
             tool.paths(labels)  # type: ignore[arg-type]
     with pytest.raises(PathError, match="no paths"):
         union([])
+    with amanda.apply(tool):
+        torch.rand(2, 3).relu()
+    with pytest.raises(PathError, match="nothing that chooses leads to relu"):
+        tool.paths()
+    assert "nothing that chooses" in str(tool.result)
 
 
 def test_the_union_of_paths_has_all_of_each_and_a_file_keeps_it(tmp_path: Path) -> None:

@@ -710,6 +710,25 @@ def test_an_op_that_is_put_off_and_computed_has_the_gradients_of_each_of_its_inp
     assert sum(tool.result.matches[0].fallbacks.values()) == 4
 
 
+def test_compiled_graphs_keep_matches_of_several_ops_and_say_so() -> None:
+    torch._dynamo.reset()
+    model = normalised()
+    wanted = model(IMAGES)
+    compiled, tool = torch.compile(model, backend="aot_eager"), RewriteTool(["fold_batch_norm"])
+    inserted = RewriteTool(insert_after(Op("relu"), lambda y: y + 1))
+    with amanda.apply(tool, compiled="instrument"):
+        for _ in range(2):
+            assert torch.equal(compiled(IMAGES), wanted)
+    assert [(one.replaced, "single ops are replaced" in one.why) for one in tool.result.matches] == [
+        (0, True), (0, True)
+    ]  # fmt: skip
+    layers = nn.Sequential(model[0], nn.ReLU(), model[3])
+    with amanda.apply(inserted, compiled="instrument"):
+        changed = torch.compile(layers, backend="aot_eager")(IMAGES)
+    torch.testing.assert_close(changed, model[3](model[0](IMAGES).relu() + 1))
+    torch._dynamo.reset()
+
+
 def test_dropout_is_removed_also_in_place() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5, inplace=True))
     x = torch.rand(3, 4)

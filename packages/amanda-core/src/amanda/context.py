@@ -203,6 +203,7 @@ class OpContext(dict[str, Any]):
 
         reads: in a graph, inputs of other ops that have been analysed before, by op id and position: `func`
         is given their values as the list `reads`, and gradients go to them, past the ops in between.
+        Graphs of TensorFlow and ONNX Runtime have them, those of PyTorch refuse them.
         Raises ReplaceConflictError when another tool replaces the op already.
         """
         if reads and self._facts.graph is None:

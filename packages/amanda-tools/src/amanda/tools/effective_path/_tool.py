@@ -151,7 +151,7 @@ class EffectivePathTool(amanda.Tool):
         """A path for each sample of the last pass.
 
         labels: which class to explain of each sample; by default the one with the largest output.
-        Raises PathError where no pass has given (samples, classes).
+        Raises PathError where no pass has given (samples, classes), or no path leads back from there.
         """
         graph = self._trace.graph
         steps = self._steps(graph)
@@ -165,6 +165,12 @@ class EffectivePathTool(amanda.Tool):
             )
         extraction = Extraction(graph, steps, self._rules, self.theta, self._mode)
         found = extraction.paths(start, chosen)
+        if not any(path.layers for path in found):
+            raise PathError(
+                f"nothing that chooses leads to {start.type} in {start.op.module!r} at {start.op.source}, as "
+                "far as the pass shows: output= says in which modules to begin; a program compiled in "
+                'part shows how the parts hang together with compiled="eager"'
+            )
         self._missing = extraction.missing
         return found
 

@@ -24,6 +24,7 @@ logger = logging.getLogger("amanda")
 FIRST = "the match was not known yet"
 OTHERWISE = "control flow: its ops came otherwise"
 WRITTEN = "what its ops were given was written in between"
+COMPILED = 'in graphs of compiled="instrument" single ops are replaced, and no matches of several'
 DECLINED = "the rule's condition does not hold"
 
 
@@ -130,6 +131,9 @@ class RewriteTool(amanda.Tool):
             return
         own = [one for one in read if one[0] == last.id]
         others = [one for one in read if one[0] != last.id]
+        if others and context.namespace.matches("pytorch"):
+            site.fallbacks[COMPILED] += 1
+            return
         positions = [position for _, position in own]
         replace: Callable[..., Any] = self._replace_in_graph
         if context.is_static():

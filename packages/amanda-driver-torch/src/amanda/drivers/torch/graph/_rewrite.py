@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from amanda.backend import BackwardPlan, GraphAnalysis, Namespace, OpFacts, backward_id, digest
+from amanda.backend import BackwardPlan, GraphAnalysis, Namespace, OpFacts, backward_id, digest, explained
+from amanda.errors import ActionError
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import Paths
@@ -100,6 +101,12 @@ class Rewriting:
             values, _ = TENSORS.flatten(call.outputs)
             facts.inputs = list(call.call.inputs)
             combined = self._analysis.forward(facts, values)
+            if combined.replace is not None and combined.replace.reads:
+                with explained(facts, combined.replace.tool, str(combined.replace)):
+                    raise ActionError(
+                        f"{combined.replace} of {facts.name} is to read inputs of other ops, which graphs of "
+                        "PyTorch do not hand on: replace one op alone, or run op by op"
+                    )
             self._steps[node].append(Step(facts, combined))
 
     def _facts(self, node: Node, call: NativeCall) -> OpFacts:

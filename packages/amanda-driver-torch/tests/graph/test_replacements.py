@@ -1,0 +1,47 @@
+"""Replacements of ops in compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amanda
+from amanda.errors import ActionError
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class FromAfar(amanda.Tool):
+    """Replaces a ReLU by a function of what the layer before it reads."""
+
+    def __init__(self) -> None:
+        self.layer = 0
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            self.layer = context.get_op_id()
+        elif context.get_op_type() == "relu":
+            context.replace_op(self.compute, reads=[(self.layer, 0)])
+
+    def compute(self, x: Any, reads: Any) -> Any:
+        return x + reads[0]
+
+
+def test_a_replacement_that_reads_inputs_of_other_ops_is_refused() -> None:
+    compiled = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), backend="aot_eager")
+    with (
+        amanda.apply(FromAfar(), compiled="instrument"),
+        pytest.raises(ActionError, match="of relu is to read inputs of other ops") as caught,
+    ):
+        compiled(torch.rand(2, 3))
+    assert "FromAfar" in "".join(caught.value.__notes__)
