@@ -289,16 +289,6 @@ def test_keras_on_torch_is_finalized() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    """The transformers package, which imports torchvision, which needs two ops that a CPU build lacks."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", signature)
-    return pytest.importorskip("transformers")
-
-
 def test_the_experts_of_a_transformer_have_the_same_masks_in_either_implementation(transformers: Any) -> None:
     config = transformers.MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

@@ -659,3 +659,67 @@ def test_what_a_parametrization_computes_a_weight_by_is_left() -> None:
     assert [row.module for row in tool.result] == ["0"]
     made = fake_quantize(dense, *choose_qparams(*extremes(dense, (0,)), grid), grid, (0,))
     assert torch.equal(y, F.linear(x, made, model[0].bias))
+
+
+class Gathered(nn.Module):
+    """Experts of quite different sizes, whose weights are gathered for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        sizes = torch.tensor([1.0, 20.0, 400.0]).reshape(3, 1, 1)
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 4) * sizes), nn.Parameter(torch.randn(3, 8, 4))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        hidden = torch.bmm(self.up[chosen], x.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(hidden.unsqueeze(1), self.down.index_select(0, chosen)).squeeze(1)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("method", ["static", "dynamic", "qat"])
+def test_weights_that_the_data_select_have_the_scales_of_what_is_read(method: Any, per_channel: bool) -> None:
+    model, by_hand, x = Gathered(), Gathered(), torch.rand(3, 4)
+    tool = QuantizeTool(method, weight_bits=4, activation_bits=None, per_channel=per_channel)
+    grid = Grid.of(4, symmetric=True)
+    for parameter, axis in ((by_hand.up, 0), (by_hand.down, 1)):
+        axes = (axis,) if per_channel else ()
+        rows = [
+            fake_quantize(row, *choose_qparams(*extremes(row, axes), grid), grid, axes)
+            for row in parameter.data
+        ]
+        parameter.data = torch.stack(rows)
+    for chosen in (torch.tensor([0, 2, 2]), torch.tensor([1, 0, 1])):
+        with amanda.apply(tool):
+            y = model(x, chosen)
+            y.sum().backward()
+        torch.testing.assert_close(y, by_hand(x, chosen))
+    assert model.up.grad is not None
+    assert model.up.grad.any()
+    assert not tool.result.left
+
+
+@pytest.mark.parametrize("mode", ["eager", "instrument"])
+def test_learned_scales_of_what_the_data_select_are_told_to_be_left(mode: Any) -> None:
+    torch._dynamo.reset()
+    model, x, chosen = Gathered(), torch.rand(3, 4), torch.tensor([0, 2, 2])
+    tool, y = QuantizeTool("lsq", weight_bits=4, activation_bits=None), model(x, chosen)
+    with amanda.apply(tool, compiled=mode):
+        found = (torch.compile(model, backend="eager") if mode == "instrument" else model)(x, chosen)
+    assert torch.equal(found, y)
+    assert "its scale is learned" in str(tool.result)
+
+
+@pytest.mark.parametrize("method", ["static", "qat"])
+@pytest.mark.parametrize("first", ["product", "embedding"])
+def test_an_embedding_and_a_product_of_one_parameter_have_the_same_scales(first: str, method: Any) -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    tool = QuantizeTool(method, weight_bits=4, activation_bits=None, type=["linear", "embedding"])
+    calls = [lambda: head(torch.eye(4)).T, lambda: embedding(torch.arange(8))]
+    with amanda.apply(tool):
+        one, other = [call() for call in (calls if first == "product" else calls[::-1])]
+    assert torch.equal(one, other)
+    assert not torch.equal(one, embedding.weight)
+    product, lookup = tool.result.tensors
+    assert product.scale == lookup.scale

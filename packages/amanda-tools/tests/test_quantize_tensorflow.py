@@ -16,7 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import amanda
-from amanda.tools.quantize import QuantizeError, QuantizeTool
+from amanda.tools.quantize import (
+    Grid,
+    QuantizeError,
+    QuantizeTool,
+    choose_qparams,
+    extremes,
+    fake_quantize,
+)
 
 RATE = 0.05
 Arrays = list[NDArray[np.float32]]
@@ -281,3 +288,43 @@ def test_an_error_in_a_graph_is_the_tools_own(weights: Weights) -> None:
     with pytest.raises(QuantizeError, match="input 0 has no scale") as caught, amanda.apply(tool):
         Session(weights, tool).forward(weights.batches[0])
     assert any("Conv2D" in note for note in caught.value.__notes__)
+
+
+class Experts(tf.Module):  # type: ignore[misc]
+    """A convolution with kernels of quite different sizes: slices of a variable that the data choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = np.array([1, 20, 400], np.float32).reshape(3, 1, 1, 1, 1)
+        draws = np.random.default_rng(5)
+        self.kernel = tf.Variable(draws.standard_normal((3, 1, 1, 4, 4)).astype(np.float32) * sizes)
+
+    def __call__(self, x: Any, chosen: Any) -> Any:
+        return tf.nn.conv2d(x, self.kernel[chosen], 1, "SAME")
+
+
+@pytest.mark.parametrize("method", ["static", "qat", "lsq"])
+@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+def test_slices_that_the_data_choose_have_scales_of_their_own(mode: str, method: Any) -> None:
+    x, tool = np.ones((1, 1, 1, 4), np.float32), QuantizeTool(method, weight_bits=4, activation_bits=None)
+    model, v1 = Experts(), tf.compat.v1
+    kernels = model.kernel.numpy()
+    if mode == "session":
+        with tf.Graph().as_default():
+            model, chosen = Experts(), v1.placeholder(tf.int32, ())
+            y = model(tf.constant(x), chosen)
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                with amanda.apply(tool):
+                    found = [session.run(y, {chosen: i}) for i in (0, 2, 1)]
+    else:
+        call = tf.function(model) if mode == "function" else model
+        with amanda.apply(tool):
+            found = [call(tf.constant(x), tf.constant(i)).numpy() for i in (0, 2, 1)]
+    grid = Grid.of(4, symmetric=True)
+    for i, one in zip((0, 2, 1), found, strict=True):
+        kernel = kernels[i]
+        if method != "lsq":
+            kernel = fake_quantize(kernel, *choose_qparams(*extremes(kernel, (3,)), grid), grid, (3,))
+        np.testing.assert_allclose(one.reshape(-1), kernel.reshape(4, 4).sum(0), rtol=1e-4)
+    assert bool(tool.result.left) == (method == "lsq")

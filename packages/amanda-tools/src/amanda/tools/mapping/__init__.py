@@ -4,7 +4,8 @@ from amanda.tools.mapping._backend import backend_of
 from amanda.tools.mapping._gradient import weight_gradient
 from amanda.tools.mapping._itemsize import itemsize
 from amanda.tools.mapping._local import is_partial, local, share
-from amanda.tools.mapping._origins import Origin, Origins
+from amanda.tools.mapping._moved import Moved
+from amanda.tools.mapping._origins import Origin
 from amanda.tools.mapping._parts import (
     Form,
     Parts,
@@ -15,12 +16,11 @@ from amanda.tools.mapping._parts import (
     may_vary,
 )
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
-from amanda.tools.mapping._slices import Slices
 from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
 from amanda.tools.mapping._vocabulary import VOCABULARY
 
 __all__ = [
-    "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Origin", "Origins", "Parts", "Rule", "RuleError",
-    "Slices", "StandardMapping", "backend_of", "form_of", "holder_of", "in_memory_order", "is_partial",
+    "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Moved", "Origin", "Parts", "Rule",
+    "RuleError", "StandardMapping", "backend_of", "form_of", "holder_of", "in_memory_order", "is_partial",
     "itemsize", "local", "makes_a_weight", "may_vary", "share", "weight_gradient",
 ]  # fmt: skip

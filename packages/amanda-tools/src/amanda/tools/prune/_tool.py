@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import StandardMapping, holder_of, may_vary, weight_gradient
+from amanda.tools.mapping import Moved, StandardMapping, holder_of, may_vary, weight_gradient
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._making import make_masks
 from amanda.tools.prune._met import Met
-from amanda.tools.prune._moved import ELSEWHERE, Moved
+from amanda.tools.prune._moved import ELSEWHERE, MovedWeights
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._reading import Reading
@@ -73,18 +73,18 @@ class PruneTool(amanda.Tool):
         )  # fmt: skip
         self._schedule = steps
         self._met = Met(self._options, Selection(type, module, exclude), self.keep, self.place)
-        self._moved = Moved(self._met)
+        moved = Moved()
+        self._moved = MovedWeights(self._met, moved)
         self._key = f"pruned by {next(_numbers)}"
         self._mask_key = f"{self._key}, for good"
         self._preparing = self._stepped = self._static = False
         self._first, self.step_number = 0, 0
         self._steps = Steps()
         self._steps.on_step(self._turn)
-        self.depends_on(StandardMapping())
+        self.depends_on(StandardMapping(), moved)
         if self._options.needs_steps:
             self.depends_on(self._steps)
         self.add_inst_for_op(self._forward)
-        self.add_inst_for_op(self._moved.follow_symbols, require_outputs=True)
         if mask_gradients or regrow == "gradient":
             self.add_inst_for_op(self._backward, backward=True)
 
@@ -170,7 +170,6 @@ class PruneTool(amanda.Tool):
             self.analyse_again(again)
         if context["phase"] != "forward":
             return
-        self._moved.follow(context)
         index = self._moved.weight_index(context)
         if index is None or self._moved.leaves(context, index):
             return

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import amanda
 from amanda import interceptor
-from amanda.tools.mapping import Parts, form_of, holder_of, may_vary
+from amanda.tools.mapping import Moved, Parts, form_of, holder_of, may_vary
 from amanda.tools.quantize._fake import FixedScale
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._noise import Noise
@@ -45,24 +45,40 @@ class PartQuantizers:
         return self._found[key]
 
 
+class Weight(NamedTuple):
+    """Which input of an op is its weight, if any.
+
+    axes: of what has scales of its own: its output channels, rows of an embedding, and each in a batch of
+    weights that were selected.
+    varies: whether the data may choose the elements of the parameter that it has each time.
+    """
+
+    position: int | None
+    axes: tuple[int, ...]
+    varies: bool
+
+
 class Place:
     """The quantizers of what an op reads, by the input and by the place in a list of tensors there.
 
     positions: of those inputs.  made: the quantizers that were met here first.
     calibrated, executions: how often it was calibrated, and quantised.
+    left: why its weight is left as it is.
     recompute: the op as a function of its inputs; None where it cannot be repeated.
     """
 
     def __init__(
-        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers
+        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers, moved: Moved
     ) -> None:
         self.phase, self.type = context["phase"], context["type"]
         self.module, self.source = context.get_scope(), context.get_source()
         self.recompute = context["recompute"]
+        self._is_learned = options.method in ("lsq", "lsq+")
         self.calibrated = self.executions = 0
         self.output = Noise()
         self.made: list[Quantizer] = []
-        make = partial(_quantizer, context, options, keep)
+        self.left, self._weight = "", _weight_of(context, options, moved)
+        make = partial(_quantizer, context, options, keep, self._weight)
         self._part = self._find_part(context, make, parts)
         self.quantizers = dict(self._quantizers(context, make))
         self.positions = sorted({position for position, _ in self.quantizers})
@@ -71,7 +87,7 @@ class Place:
         self, context: amanda.OpContext, make: Make, parts: PartQuantizers
     ) -> Callable[[Any], Quantizer | None] | None:
         """What gives the quantizer of the weight that is read now; None where it is always the same."""
-        index = context["weight_index"]
+        index = self._weight.position
         if index is None or not may_vary(context, index):
             return None
         return partial(parts.of, context, partial(make, index, None), self.made)
@@ -79,12 +95,15 @@ class Place:
     def _quantizers(
         self, context: amanda.OpContext, make: Make
     ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
-        inputs = context.get_inputs()
+        inputs, weight = context.get_inputs(), self._weight
         for position in context["operands"]:
             value = inputs[position]
+            if position == weight.position and weight.varies and self._is_learned:
+                self.left = "its scale is learned, and an index selects what it reads of a parameter"
+                continue
             parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
             for item, one in parts:
-                if self._part is not None and (position, item) == (context["weight_index"], None):
+                if self._part is not None and (position, item) == (weight.position, None):
                     quantizer = self._part(one)
                 else:
                     quantizer = make(position, item, one, context, "")
@@ -177,23 +196,25 @@ def _numbers(array: Any) -> tuple[float, ...] | None:
 
 
 def _quantizer(
-    context: amanda.OpContext, options: Options, keep: Keep, position: int, item: int | None, value: Any,
-    reader: amanda.OpContext, suffix: str,
+    context: amanda.OpContext, options: Options, keep: Keep, weight_of: Weight, position: int,
+    item: int | None, value: Any, reader: amanda.OpContext, suffix: str,
 ) -> Quantizer | None:  # fmt: skip
     """The quantizer of one tensor, whose state is kept at `reader`; None where it stays as it is."""
     kind = context["dtype"](value)
-    weight = item is None and position == context["weight_index"]
+    weight = item is None and position == weight_of.position
     bits = options.weight_bits if weight else options.activation_bits
     if kind is None or not kind.startswith(("float", "bfloat")) or bits is None:
         return None
     if getattr(value, "is_meta", False):
         return None
-    axes = _channel_axes(context["weight_layout"]) if weight and options.per_channel else ()
+    axes = weight_of.axes if weight else ()
     channels = prod(context["shape"](value)[axis] for axis in axes)
     name = (
         f"weight{suffix}" if weight else f"input {position}" if item is None else f"input {position}.{item}"
     )
-    quantizer = make_quantizer(name, weight, axes, channels, options, context["arithmetic"])
+    quantizer = make_quantizer(
+        name, weight, axes, channels, options, context["arithmetic"], weight and weight_of.varies
+    )
 
     def kept(part: str, start: Any, trained: bool) -> Any:
         def make(loaded: Any = start) -> Any:
@@ -203,6 +224,19 @@ def _quantizer(
 
     quantizer.keep(kept)
     return quantizer
+
+
+def _weight_of(context: amanda.OpContext, options: Options, moved: Moved) -> Weight:
+    index = context["weight_index"] if context.is_static() else moved.weight_index(context)
+    if index is None:
+        return Weight(None, (), False)
+    is_moved = context.get_variable(index) is None and moved.is_moved(context, index)
+    varies = is_moved and not context.is_static() and moved.varies(context, index)
+    layout = "OI" if context["type"] == "embedding" else moved.weight_layout(context, index)
+    rank = len(context["shape"](context.get_inputs()[index]) or ())
+    batch = rank - len(layout or "") if varies else 0
+    axes = _channel_axes(layout) if options.per_channel else ()
+    return Weight(index, (*range(batch), *(batch + axis for axis in axes)), varies)
 
 
 def _channel_axes(layout: str | None) -> tuple[int, ...]:

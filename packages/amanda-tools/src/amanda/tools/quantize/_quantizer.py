@@ -127,6 +127,34 @@ class Dynamic(Quantizer):
         return self._fake(x, *self._qparams(*extremes(x, self.axes)))
 
 
+class Anew(Quantizer):
+    """The scale of what is read this time, for a weight of which the data choose the elements."""
+
+    parts: Mapping[str, bool] = {}
+
+    def observe(self, x: Any) -> None:
+        """Nothing: each value has a scale of its own."""
+
+    def __call__(self, x: Any, frozen: bool) -> Any:
+        """The value on a grid of its own, whose gradient passes where it was not clipped."""
+        if self.options.weight_observer == "minmax":
+            extent = extremes(self.xp.constant(x), self.axes)
+        else:
+            observer = self.options.make_observer(self.is_weight, self.axes)
+            observer.observe(self.xp.constant(x))
+            extent = observer.range()
+        scale, zero_point = (self.xp.like(self.xp.wide(x), one) for one in self._qparams(*extent))
+        grid, axes, rounding = self.grid, self.axes, self.options.rounding
+
+        def forward(x: Any) -> Any:
+            return fake_quantize(x, scale, zero_point, grid, axes, rounding)
+
+        def backward(gradient: Any, x: Any) -> tuple[Any]:
+            return (fake_quantize_gradient(gradient, x, scale, zero_point, grid, axes, rounding),)
+
+        return self.xp.with_gradient(forward, backward, [x])
+
+
 class Trained(Quantizer):
     """Training with the straight-through estimator: the scale follows the values until it is frozen.
 
@@ -261,10 +289,10 @@ class Learned(Quantizer):
 
 
 def make_quantizer(
-    name: str, weight: bool, axes: Sequence[int], channels: int, options: Options, xp: Any
+    name: str, weight: bool, axes: Sequence[int], channels: int, options: Options, xp: Any, anew: bool = False
 ) -> Quantizer:
-    """The quantizer of a tensor, by the method."""
-    kind: type[Quantizer] = {
+    """The quantizer of a tensor, by the method; anew: its elements are others each time."""
+    kind: type[Quantizer] = Anew if anew else {
         "static": Static, "dynamic": Static if weight else Dynamic, "qat": Trained, "lsq": Learned,
         "lsq+": Learned,
     }[options.method]  # fmt: skip

@@ -44,6 +44,7 @@ class QuantizeResult(Result):
     """Every tensor that is quantised, in the order in which the ops were met.
 
     waiting: names of scales that were loaded and belong to no op that was met.
+    left: weights that were selected and are not quantised, by type and module, and why.
     """
 
     name: ClassVar[str] = "quantize"
@@ -56,10 +57,14 @@ class QuantizeResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self, tensors: Iterable[Quantized], method: str = "static", waiting: Sequence[str] = ()
+        self,
+        tensors: Iterable[Quantized],
+        method: str = "static",
+        waiting: Sequence[str] = (),
+        left: Mapping[str, str] | None = None,
     ) -> None:
         self.tensors = tuple(tensors)
-        self.method, self.waiting = method, tuple(waiting)
+        self.method, self.waiting, self.left = method, tuple(waiting), dict(left or {})
 
     def __iter__(self) -> Any:
         return iter(self.tensors)
@@ -81,15 +86,16 @@ class QuantizeResult(Result):
 
     def notes(self) -> Sequence[str]:
         """What the columns say."""
+        left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
         if not self.tensors:
-            return ["No op of the types that are to be quantised was met."]
+            return left or ["No op of the types that are to be quantised was met."]
         notes = ["Of a tensor with a scale for each channel, the largest; least and most can be represented."]
         if any(one.output_sqnr is not None for one in self.tensors):
             notes.append(
                 "SQNR: the tensor against what took its place; output SQNR: the op's outputs against those "
                 "of the same inputs unquantised; none where there is no noise."
             )
-        return notes + not_met("scales", self.waiting)
+        return [*notes, *not_met("scales", self.waiting), *left]
 
     def facts(self) -> Mapping[str, Any]:
         """The method, and every scale and zero point."""
@@ -97,7 +103,7 @@ class QuantizeResult(Result):
             {"axes": one.axes, "low": one.low, "high": one.high, "scale": one.scale,
              "zero_point": one.zero_point} for one in self.tensors
         ]  # fmt: skip
-        return {"method": self.method, "qparams": kept}
+        return {"method": self.method, "qparams": kept, "left": self.left}
 
 
 def _finite(ratio: float | None) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import MappingTool, StandardMapping, makes_a_weight
+from amanda.tools.mapping import MappingTool, Moved, StandardMapping, makes_a_weight
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
@@ -72,10 +72,10 @@ class QuantizeTool(amanda.Tool):
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
-        self._parts = PartQuantizers()
+        self._parts, self._moved = PartQuantizers(), Moved()
         frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
         rules = [[name, framework.describe] for name, framework in frameworks]
-        self.depends_on(StandardMapping(), MappingTool(rules))
+        self.depends_on(StandardMapping(), MappingTool(rules), self._moved)
         self.add_inst_for_op(self._analyse)
 
     # ---- phases ----
@@ -109,7 +109,12 @@ class QuantizeTool(amanda.Tool):
         """Every tensor that is quantised, with its scale, zero point and noise."""
         rows = [row for place in self._places.values() for row in place.rows()]
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
-        return QuantizeResult(rows, self.options.method, waiting)
+        left = {
+            f"{place.type} of {place.module or place.source}": place.left
+            for place in self._places.values()
+            if place.left
+        }
+        return QuantizeResult(rows, self.options.method, waiting, left)
 
     def clear(self) -> None:
         """Forget scales and noise; ops are analysed anew."""
@@ -173,7 +178,7 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self.options, self.keep, self._parts)
+            self._places[name] = Place(context, self.options, self.keep, self._parts, self._moved)
         place = self._places[name]
         if not place.positions:
             return
