@@ -73,6 +73,19 @@ def test_a_loop_in_a_conditional(graph, everywhere, control_flow) -> None:
         same_in_scope(graph, y, {p: predicate, x: [0.5, 1.5]}, everywhere)
 
 
+def test_a_loop_in_a_conditional_in_a_loop_has_gradients(graph, everywhere, control_flow) -> None:
+    x = tf1.placeholder(tf.float32, [2])
+
+    def loop(v):
+        return tf1.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, v * v), [tf.constant(0), v])[1]
+
+    def body(i, v):
+        return i + 1, tf1.cond(tf.equal(i % 2, 0), lambda: loop(v) * v, lambda: v * 0.5)
+
+    y = tf1.while_loop(lambda i, _: i < 3, body, [tf.constant(0), x])[1]
+    same_in_scope(graph, [y, *tf.gradients(y, x)], {x: [0.5, 1.5]}, everywhere)
+
+
 def test_a_conditional_in_nested_loops(graph, everywhere, control_flow) -> None:
     x = tf1.placeholder(tf.float32, [])
 
@@ -143,3 +156,22 @@ def test_what_comes_round_again_to_a_merge_is_reported(graph) -> None:
         assert session.run(y) == 3
     assert len(seen) == 1
     assert [entry.what for entry in scope.report] == ["routines before while/Merge"]
+
+
+@pytest.mark.parametrize("predicate", [True, False])
+def test_routines_before_a_merge_get_what_either_branch_gives(graph, predicate) -> None:
+    tf1.disable_control_flow_v2()
+    try:
+        p = tf1.placeholder(tf.bool, [])
+        y = tf1.cond(p, lambda: tf.constant(2.0), lambda: tf.constant(3.0))
+    finally:
+        tf1.enable_control_flow_v2()
+    tool = amanda.Tool()
+
+    def analysis(context) -> None:
+        if context.get_op().type == "Merge":
+            context.insert_before_op(lambda value: value * 10.0)
+
+    tool.add_inst_for_op(analysis)
+    with tf1.Session(graph=graph) as session, amanda.apply(tool):
+        assert session.run(y, {p: predicate}) == (20.0 if predicate else 30.0)

@@ -26,6 +26,7 @@ The caller runs `rewrite` in `context.eager_mode()` with instrumentation off, th
 
 from ._backward import ForwardMap, records
 from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
+from ._flow import enters
 from ._functions import NUMBER, Function, body_of, copy_of, edited, function_named, function_of
 from ._generators import callees, draws
 from ._reads import TensorFlowReads
@@ -34,6 +35,7 @@ from ._slots import calling
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
 from ._traced import constant
 from ._values import GraphTensors, variable_of
+from ._waits import either
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -56,6 +58,8 @@ __all__ = [
     "copy_of",
     "draws",
     "edited",
+    "either",
+    "enters",
     "function_named",
     "function_of",
     "records",

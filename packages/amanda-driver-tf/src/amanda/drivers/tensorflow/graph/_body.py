@@ -48,7 +48,7 @@ class Body:
     variable_of: what holds the variable that a symbolic tensor was read of; None for others.
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
     number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
-    on whether routines are ahead of it.
+    on whether routines are ahead of it: those of the Merge of a loop are ahead of what enters that.
     backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
     stacked: names of the operations whose gradients read their values where others read them too.
@@ -57,6 +57,8 @@ class Body:
     guessed: whether names tell the forward operation of some gradient operation.
     order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
     depth_at: as `depth`, where it depends on the operation.
+    end_of: by the numbers that two nodes read, what the second waits for instead of the first: the end of the
+    loop that this is in, and the second is not; None where there is none. It is there where `number_at` is.
     """
 
     ops: Sequence[tf.Operation]
@@ -80,6 +82,7 @@ class Body:
     order_of: Callable[[tf.Operation], int] = lambda op: 1
     variable_of: Callable[[Any], Any] = lambda tensor: None
     depth_at: Callable[[tf.Operation], int] | None = None
+    end_of: Callable[[str, str], str | None] | None = None
 
     def depth_of(self, op: tf.Operation) -> int:
         """How many loops are around an operation, whose rounds the number tells."""
@@ -97,6 +100,7 @@ class Rewritten:
     called: names of the nodes whose functions were edited.
     changed: whether anything was inserted; if not, the vanilla graph may run.
     backward: whether there are gradient operations in it, or in what it calls.
+    numbers: the number that nodes with routines read, by their names.
     """
 
     nodes: list[Any]
@@ -106,6 +110,7 @@ class Rewritten:
     changed: bool
     called: Sequence[str] = ()
     backward: bool = False
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

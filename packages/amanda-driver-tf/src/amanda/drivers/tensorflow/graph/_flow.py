@@ -6,10 +6,10 @@ enters. Of a Switch or Merge each value has a node of its own, since one that is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ._side import Side, enum
+from ._side import Side, enum, is_plain
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -33,18 +33,34 @@ def behind_flow(ops: Iterable[tf.Operation]) -> set[tf.Operation]:
     return found
 
 
+def enters(merge: tf.Operation) -> dict[int, tf.Operation]:
+    """By the position of an input of a loop's Merge, the operation by which a value enters the loop."""
+    found = {i: tensor.op for i, tensor in enumerate(merge.inputs) if tensor.op.type in PASSING[:2]}
+    return {i: op for i, op in found.items() if not op.get_attr("is_constant")}
+
+
 def at_flow(
     insertions: Insertions, op: tf.Operation, plan: Combined | BackwardPlan, inputs: Side, outputs: Side,
-    facts: OpFacts,
+    facts: OpFacts, read: Callable[[tf.Operation, int], str],
+    redirect: Callable[[tf.Operation, int, str], None],
 ) -> None:  # fmt: skip
-    """Insert what the plan of an operation of control flow asks for; it is never replaced."""
+    """Insert what the plan of an operation of control flow asks for; it is never replaced.
+
+    read, redirect: tell, and change, what an input of another operation reads now, by its position.
+    """
     if plan.replace is not None:
         insertions.rewriting.report(f"the replacement of {op.name}", f"{op.type} is control flow, and stays")
     if op.type in PASSING:
         insertions.insert_all(op, [*plan.before, *plan.after], inputs, facts, "before")
     elif op.type in MERGES:
         once = [i for i, tensor in enumerate(inputs.tensors) if tensor.op.type not in PASSING[2:]]
-        _each(insertions, op, plan.before, inputs, facts, once)
+        entering = {i: inputs.tensors[i].op for i in once if inputs.tensors[i].op in enters(op).values()}
+        refs = [read(entering[i], 0) if i in entering else ref for i, ref in enumerate(inputs.refs)]
+        for i, ref in _each(insertions, op, plan.before, inputs, facts, refs, once).items():
+            if i in entering:  # a Merge is left out with its loop only where it reads what enters this itself
+                redirect(entering[i], 0, ref)
+            else:
+                inputs.refs[i] = ref
         selected = inputs.flat(inputs.selected([action.select for action in plan.before]))
         if any(i not in once for i in selected):
             insertions.rewriting.report(
@@ -53,26 +69,30 @@ def at_flow(
         insertions.insert_all(op, plan.after, outputs, facts, "after")
     else:
         insertions.insert_all(op, plan.before, inputs, facts, "before")
-        _each(insertions, op, plan.after, outputs, facts, range(outputs.count))
+        every = range(len(outputs.refs))
+        for i, ref in _each(insertions, op, plan.after, outputs, facts, outputs.refs, every).items():
+            outputs.refs[i] = ref
 
 
 def _each(
     insertions: Insertions, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts,
-    positions: Sequence[int],
-) -> None:  # fmt: skip
-    """A node for each value; a routine gets None for the others."""
-    if not actions:
-        return
-    selected = side.selected([action.select for action in actions])
-    for i in positions:
-        if i in selected:
-            gives = side.changeable([i])
-            inserted = insertions.node(actions, facts, side.count, [i], [None], gives)
-            inserted.dtypes = [side.tensors[k].dtype.base_dtype for k in gives]
-            types = [enum(side.tensors[k]) for k in gives]
-            name = insertions.add(
-                op, inserted, [side.refs[i]], [enum(side.tensors[i])], types,
-                ahead=True, instead=True, waits=(),
-            )  # fmt: skip
-            for k in gives:
-                side.refs[k] = insertions.output_of(name, 0)
+    refs: Sequence[str], positions: Iterable[int],
+) -> dict[int, str]:  # fmt: skip
+    """A node for each tensor at these flat positions; how what it gives is read.
+
+    A routine gets None for the other values; of a list only the one tensor.  refs: how they are read so far.
+    """
+    found: dict[int, str] = {}
+    selected = side.selected([action.select for action in actions]) if actions else ()
+    values = {i: value for value in selected for i in side.flat([value]) if i in positions}
+    for i, value in values.items():
+        gives = [value] if is_plain(side.tensors[i]) else []
+        inserted = insertions.node(actions, facts, side.count, [value], [None], gives)
+        inserted.dtypes = [side.tensors[i].dtype.base_dtype for _ in gives]
+        kind = enum(side.tensors[i])
+        name = insertions.add(
+            op, inserted, [refs[i]], [kind], [kind for _ in gives], ahead=True, instead=True, waits=()
+        )
+        if gives:
+            found[i] = insertions.output_of(name, 0)
+    return found

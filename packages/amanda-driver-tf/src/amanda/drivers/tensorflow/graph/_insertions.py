@@ -16,6 +16,7 @@ from ._original import original
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import Node, Packed, py_func
 from ._traced import Traced, tell_python, traced
+from ._waits import Waits
 
 
 class Read(NamedTuple):
@@ -37,6 +38,7 @@ class Insertions:
     ahead, behind: names of those that an operation waits for, or that wait for it.
     sources: where the values are kept that an inserted node gives, by how they are written.
     forward: by the name of a gradient operation, that of its forward operation where it is in this body.
+    waits: what the nodes wait for.
     """
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
@@ -48,6 +50,7 @@ class Insertions:
         self.ahead: dict[str, list[str]] = {}
         self.sources: dict[str, tuple[Any, int, int]] = {}
         self.forward: Mapping[str, str] = {}
+        self.waits = Waits(body, self.made)
         self._places: dict[int, int] = {}
         self._pack: list[tuple[Node, list[str], list[int], str]] = []
         self._packed_at: set[str] = set()
@@ -210,9 +213,11 @@ class Insertions:
         types = [one for _, _, types, _ in self._pack for one in types]
         names = list(dict.fromkeys(name for *_, name in self._pack))
         waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
-        waits = list(dict.fromkeys([*waits, *(one for name in names for one in self._after_forward(name))]))
-        node = py_func(f"amanda/{slot}", slot, [self.body.number, *refs, *waits], types, ())
+        number = self.body.number
+        waits += [one for name in names for one in self._after_forward(name, number)]
+        node = py_func(f"amanda/{slot}", slot, [number, *refs, *dict.fromkeys(waits)], types, ())
         self.made.append(node)
+        self.waits.note(node.name, "", number)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
         self._pack, self._packed_at, self._packed_bytes, self._flushed = [], set(), 0, [node.name]
@@ -295,14 +300,15 @@ class Insertions:
         """
         name = self.body.node_name(op)
         slot = self.rewriting.add(inserted)
-        number = self.body.number_at(op, ahead) if self.body.number_at else self.body.number
+        number = self.waits.number_at(op, ahead)
         if waits is None:
             waits = self._waits(name, refs) if ahead else [f"^{name}"]
         if self.forward.get(name) in self._packed_at:
             self.flush()
-        waits = list(dict.fromkeys([*waits, *self._after_forward(name)]))
+        waits = list(dict.fromkeys([*waits, *self._after_forward(name, number)]))
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
+        self.waits.note(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
         if not instead and not (ahead and (gives or not refs or _decides(op))):
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
@@ -314,9 +320,9 @@ class Insertions:
             return f"{name}:{index}" if index else name
         return f"{name}:output:{index}"
 
-    def _after_forward(self, name: str) -> list[str]:
+    def _after_forward(self, name: str, number: str) -> list[str]:
         """What routines at a gradient operation wait for: those of its forward operation hand on `run`."""
-        return [f"^{one}" for one in self.inserted.get(self.forward.get(name, ""), ())]
+        return self.waits.after(self.inserted.get(self.forward.get(name, ""), ()), number)
 
     def _waits(self, name: str, refs: Sequence[str]) -> list[str]:
         """Control inputs of what runs before an operation: it runs after the same nodes, if it runs."""

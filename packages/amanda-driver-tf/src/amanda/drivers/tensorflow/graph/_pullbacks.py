@@ -113,8 +113,9 @@ class Pullbacks:
         depth = self._rewriting.depths.get(taped.place[0], 0)
         pullback = Pullback(taped.place, [k for k, *_ in outputs], [k for k, _ in inputs], depth)
         identity, made = taped.node
-        body = self._insertions.body
-        waits = [f"^{made}"] if identity == body.identity and not (body.depth_at and depth) else []
+        here = identity == self._insertions.body.identity
+        order = self._insertions.waits
+        waits = order.after([made], order.number_at(op, True)) if here else []
         name = self._insertions.add(
             op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
             [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True, waits=waits,

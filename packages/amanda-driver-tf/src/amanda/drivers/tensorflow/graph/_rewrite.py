@@ -76,8 +76,9 @@ class _Rewriter:
             name: forward
             for op, found in self.forward.items()
             if (forward := self._forward_name.get(name := body.node_name(op), "")) in body.nodes
-            and self._in_flow.isdisjoint((op, found))
+            and (body.end_of is not None or self._in_flow.isdisjoint((op, found)))
         }
+        self.insertions.waits.in_flow = {body.node_name(op) for op in self._in_flow}
 
     def run(self) -> Rewritten:
         """The edited body."""
@@ -96,11 +97,13 @@ class _Rewriter:
             called = rewrite_calls(self.body, self.rewriting, op, rewrite, self._read_at, made)
             if called is not None:
                 backward = backward or called.backward
+                name, number = self.body.node_name(op), self.insertions.waits.number_at(op, True)
                 if called.backward:
-                    self._wait_for_calls(op)
-                self.called[self.body.node_name(op)] = called.number
+                    self._wait_for_calls(op, number)
+                self.called[name] = called.number
+                self.insertions.waits.note(name, name, number)
                 if op not in self._in_flow:
-                    self._calls.append(self.body.node_name(op))
+                    self._calls.append(name)
         self.insertions.flush()
         if self.forward and self.rewriting.taped:
             self.passing.tell_missed(self.body.backward)
@@ -114,10 +117,11 @@ class _Rewriter:
         numbered = [name for name, number in self.called.items() if number]
         outputs = [self.returned.get(edge) or self._read_output(edge) for edge in self.body.outputs]
         return Rewritten(
-            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered, backward
-        )
+            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered, backward,
+            {self.removed.get(name, name): number for name, number in self.insertions.waits.numbers.items()},
+        )  # fmt: skip
 
-    def _wait_for_calls(self, op: tf.Operation) -> None:
+    def _wait_for_calls(self, op: tf.Operation, number: str) -> None:
         """Let a call of gradients come after the calls before it, which keep what they need.
 
         It waits for the last call of gradients, which has waited for others, and those since.  Behind control
@@ -125,12 +129,11 @@ class _Rewriter:
         """
         name = self.body.node_name(op)
         if op in self._in_flow:
-            if self.body.depth_at and self.body.depth_of(op):
-                return
             near = {self._forward_name.get(name), *(self.body.node_name(one.op) for one in op.inputs)}
             waits = [one for one in self.called if one in near]
         else:
             waits, self._calls = self._calls, []
+        waits = [text[1:] for text in self.insertions.waits.after(waits, number)]
         ahead = self.insertions.ahead.setdefault(name, [])
         ahead += [self.removed.get(one, one) for one in waits]
 
@@ -156,7 +159,7 @@ class _Rewriter:
         inputs, side = self._input_side(op, node), self._output_side(op, node)
         flow = self.body.syntax.dead_values and op.type in FLOW
         if flow:
-            at_flow(self.insertions, op, combined, inputs, side, facts)
+            at_flow(self.insertions, op, combined, inputs, side, facts, self._read_at, self._redirect)
         else:
             self.insertions.insert_all(op, combined.before, inputs, facts, "before")
         edges = self._edges(node)
@@ -291,7 +294,7 @@ class _Rewriter:
         refs = [self.body.syntax.write(edge) for edge in edges]
         after = Side(refs, [outputs[i] for i in leaving], [None] * len(leaving))
         if self.body.syntax.dead_values and op.type in FLOW:
-            at_flow(self.insertions, op, plan, before, after, facts)
+            at_flow(self.insertions, op, plan, before, after, facts, self._read_at, self._redirect)
         else:
             self.insertions.insert_all(op, plan.before, before, facts, "before")
             if plan.replace is not None and leaving:

@@ -127,7 +127,7 @@ class Copies:
         number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
         number.attr["dtype"].type = types_pb2.DT_INT64
         number.attr["shape"].shape.SetInParent()
-        nodes = [*rewritten.nodes, number, *frames.carriers(NUMBER)]
+        nodes = [*rewritten.nodes, number, *frames.carriers(rewritten)]
         copied = _with_draws(graph, partition(own, nodes), rewriting, frames)
         feeds = _Feeds(graph, request.feeds)
         copied = [*feeds.redirected(copied), *feeds.placeholders]
@@ -154,7 +154,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
     graph = session.graph
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.of)
-    frames, stacks = Frames(ops), Stacks(ops, forward.of)
+    frames, stacks = Frames(ops, NUMBER), Stacks(ops, forward.of)
     reference = ref(graph)
     body = Body(
         ops,
@@ -167,11 +167,12 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         read_value=Reading(session),
         variable_of=variable_of,
         functions=lambda name: function_named(name, reference()),
-        number_at=lambda op, ahead: frames.number_at(op, ahead, NUMBER),
+        number_at=frames.number_at,
         alone=frames.alone,
         guessed=forward.by_name,
         order_of=lambda op: 2 if op.name in forward.second else 1,
         depth_at=frames.depth_at,
+        end_of=frames.end_of,
         captured=stacks.captured,
         stacked=stacks.read,
     )

@@ -5,6 +5,7 @@ In a loop the execution's number is a vector, which goes on with the round of ea
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
-from ..graph import constant
+from ..graph import Rewritten, constant, either, enters
 
 Frame = tuple[str, ...]
 Guard = tuple[str, int]
@@ -22,18 +23,22 @@ class Frames:
     """Of each operation its frame, and the branches of conditionals that it lies in.
 
     ops: in an order where each comes after those that it reads, but for the ends of loops.
+    number: the node that carries the execution's number outside of all loops.
     """
 
-    def __init__(self, ops: Sequence[Any]) -> None:
+    def __init__(self, ops: Sequence[Any], number: str) -> None:
+        self._number = number
         self._frame: dict[str, Frame] = {}
         self._guards: dict[tuple[str, int], frozenset[Guard]] = {}
-        self._enters: dict[Frame, Any] = {}
+        self._enters: dict[Frame, list[Any]] = {}
         self._outer: dict[Frame, frozenset[Guard]] = {}
         self._inner: dict[str, Frame] = {}
         self._conditions: dict[Frame, str] = {}
         self._left: dict[Frame, Any] = {}
         for op in ops:
             self._place(op)
+        self._carried = {self._carrier(frame): frame for frame in ((), *self._enters)}
+        self._carried |= {_entering(self._carrier(frame)): frame[:-1] for frame in self._conditions}
 
     def _place(self, op: Any) -> None:
         known = [one for one in (*(t.op for t in op.inputs), *op.control_inputs) if one.name in self._frame]
@@ -46,7 +51,7 @@ class Frames:
             guards |= frozenset.intersection(*read) if merges else frozenset.union(*read)
         if op.type in ("Enter", "RefEnter"):
             frame = (*frame, op.get_attr("frame_name").decode())
-            self._enters.setdefault(frame, op)
+            self._enters.setdefault(frame, []).append(op)
             self._outer[frame] = self._outer.get(frame, frozenset()) | guards
         elif op.type in ("Exit", "RefExit"):
             guards = self._outer.get(frame, frozenset())
@@ -79,65 +84,125 @@ class Frames:
     def _depth(self, frame: Frame) -> int:
         return sum(frame[: i + 1] in self._conditions for i in range(len(frame)))
 
-    def number_at(self, op: Any, ahead: bool, number: str) -> str:
+    def number_at(self, op: Any, ahead: bool) -> str:
         """The node that carries the execution's number, ahead of an operation or behind it."""
         frame = self._frame[op.name]
         if ahead and op.type in ("Enter", "RefEnter"):
             frame = frame[:-1]
         if ahead and op.type in ("Exit", "RefExit"):
             frame = self._inner[op.name]
-        return _carrier(number, frame)
+        if ahead and op.type in ("Merge", "RefMerge") and frame in self._conditions and enters(op):
+            return _entering(self._carrier(frame))
+        return self._carrier(frame)
 
-    def carriers(self, number: str) -> list[Any]:
+    def end_of(self, inner: str, outer: str) -> str | None:
+        """What a node around a loop waits for instead of one in it: the end of the loop, and of its routines.
+
+        inner, outer: the numbers that the nodes read.  None where there is no loop between them.
+        """
+        around, frame = self._carried[outer], self._carried[inner]
+        loop = frame[: len(around) + 1]
+        between = loop != around and loop[:-1] == around and loop in self._conditions
+        return _end(self._carrier(loop)) if between else None
+
+    def carriers(self, rewritten: Rewritten) -> list[Any]:
         """Nodes that bring the execution's number into every frame, and count its rounds there."""
-        made = []
-        for frame, enter in self._enters.items():
-            name = _carrier(number, frame)
-            counted = frame in self._conditions
-            node = node_def_pb2.NodeDef(name=f"{name}/outer" if counted else name, op="Enter")
-            node.input.extend([_carrier(number, frame[:-1]), *self._waits(frame)])
-            node.attr["T"].type = types_pb2.DT_INT64
-            node.attr["frame_name"].s = enter.get_attr("frame_name")
-            node.attr["is_constant"].b = True
-            node.attr["parallel_iterations"].i = enter.get_attr("parallel_iterations")
+        made = self._ends(rewritten) if rewritten.backward else []
+        ends = {node.name for node in made}
+        for frame in self._enters:
+            name = self._carrier(frame)
+            node = self._enter(f"{name}/outer" if frame in self._conditions else name, frame, constant=True)
+            ended = self._ended(frame)
+            if ended is not None:
+                waits = [one for one, inner in self._inner.items() if inner == ended]
+                waits += [end for end in (_end(self._carrier(ended)),) if end in ends]
+                begun = self._ahead(ended, rewritten)
+                if begun:
+                    made.append(either(f"{name}/begun", begun))
+                    waits.append(f"{name}/begun")
+                node.input.extend(f"^{one}" for one in waits)
             made.append(node)
-            if counted:
+            if frame in self._conditions:
                 made += self._rounds(name, frame, node)
         return made
 
-    def _waits(self, frame: Frame) -> list[str]:
-        """A loop of gradients begins when the loop that it belongs to, where values are kept, has ended."""
+    def _ahead(self, loop: Frame, rewritten: Rewritten) -> list[str]:
+        """The nodes with routines on what enters a loop."""
+        at_enters = [one for op in self._enters[loop] for one in rewritten.inserted.get(op.name, ())]
+        entering = _entering(self._carrier(loop))
+        return [*at_enters, *(one for one, number in rewritten.numbers.items() if number == entering)]
+
+    def _enter(self, name: str, frame: Frame, constant: bool) -> Any:
+        enter = self._enters[frame][0]
+        node = _node(name, "Enter", [self._carrier(frame[:-1])])
+        node.attr["frame_name"].s = enter.get_attr("frame_name")
+        node.attr["is_constant"].b = constant
+        node.attr["parallel_iterations"].i = enter.get_attr("parallel_iterations")
+        return node
+
+    def _ended(self, frame: Frame) -> Frame | None:
+        """The loop that a loop of gradients belongs to: that keeps values, so it has to end before."""
         left = self._left.get(frame)
         source = None if left is None else left.inputs[0].op.inputs[0].op
-        ended = None if source is None else self._inner.get(source.name)
-        return [f"^{name}" for name, inner in self._inner.items() if ended and inner == ended]
+        return None if source is None else self._inner.get(source.name)
+
+    def _ends(self, rewritten: Rewritten) -> list[Any]:
+        """Nodes that leave a loop when all routines in it have run, in every round.
+
+        A token goes round, for the loop's own values leave it before routines end that give nothing back.
+        """
+        inside = defaultdict[Frame, list[str]](list)
+        for node, carrier in rewritten.numbers.items():
+            inside[self._carried[carrier]].append(node)
+        made: list[Any] = []
+        for frame in sorted(self._conditions, key=len, reverse=True):
+            name = self._carrier(frame)
+            if not inside[frame]:
+                continue
+            enter = self._enter(f"{name}/token", frame, constant=False)
+            ran = either(f"{name}/ran", inside[frame])
+            merge = _node(f"{name}/begin", "Merge", [enter.name, f"{name}/again"], N=2)
+            token = _node(f"{name}/all", "Identity", [merge.name, f"^{ran.name}"])
+            switch = _node(f"{name}/goes_on", "Switch", [token.name, self._conditions[frame]])
+            again = _node(f"{name}/again", "NextIteration", [f"{switch.name}:1"])
+            made += [enter, ran, merge, token, switch, again, _node(_end(name), "Exit", [switch.name])]
+            inside[frame[:-1]].append(_end(name))
+        return made
 
     def _rounds(self, name: str, frame: Frame, outer: Any) -> list[Any]:
         """Nodes that put the round of a frame behind the number of what is around it.
 
         A loop that computes gradients counts its rounds down.
         """
-        waits = [f"^{outer.name}"]
         left = self._left.get(frame)
         first = _first(f"{name}/first", left, outer.input[0])
+        entering = self._with_round(_entering(name), outer.input[0], first[-1].name, frame)
         enter = node_def_pb2.NodeDef()
         enter.CopyFrom(outer)
         enter.name, enter.input[:] = f"{name}/enter", [first[-1].name]
         enter.attr["is_constant"].b = False
         merge = _node(f"{name}/round", "Merge", [enter.name, f"{name}/next"], N=2)
         switch = _node(f"{name}/switch", "Switch", [merge.name, self._conditions[frame]])
-        step = _const(f"{name}/step", np.array([1 if left is None else -1], np.int64), waits)
+        step = _const(f"{name}/step", np.array([1 if left is None else -1], np.int64), [f"^{outer.name}"])
         changed = _node(f"{name}/changed", "AddV2", [f"{switch.name}:1", step.name])
         again = _node(f"{name}/next", "NextIteration", [changed.name])
-        axis = _const(f"{name}/axis", np.int32(0), waits)
-        made = [*first, enter, merge, switch, step, changed, again, axis]
-        around = outer.name
+        whole = self._with_round(name, outer.name, merge.name, frame)
+        return [*first, *entering, enter, merge, switch, step, changed, again, *whole]
+
+    def _with_round(self, name: str, around: str, round: str, frame: Frame) -> list[Any]:
+        """Nodes that put a round of a frame behind the number of what is around it."""
+        axis = _const(f"{name}/axis", np.int32(0), [f"^{around}"])
+        made = [axis]
         if not self._depth(frame[:-1]):
             vector = _node(f"{name}/vector", "ExpandDims", [around, axis.name], Tdim=types_pb2.DT_INT32)
             around = vector.name
             made.append(vector)
-        reads = [around, merge.name, axis.name]
-        return [*made, _node(name, "ConcatV2", reads, N=2, Tidx=types_pb2.DT_INT32)]
+        return [*made, _node(name, "ConcatV2", [around, round, axis.name], N=2, Tidx=types_pb2.DT_INT32)]
+
+    def _carrier(self, frame: Frame) -> str:
+        """The node that carries the number, and the round, in a frame."""
+        place = f"{len(frame)}_{'_'.join(frame).replace('/', '_')}"
+        return f"{self._number}/{place}" if frame else self._number
 
 
 def _first(name: str, left: Any, number: str) -> list[Any]:
@@ -187,5 +252,11 @@ def _const(name: str, value: Any, waits: Sequence[str]) -> Any:
     return node
 
 
-def _carrier(number: str, frame: Frame) -> str:
-    return number if not frame else f"{number}/{len(frame)}_{'_'.join(frame).replace('/', '_')}"
+def _entering(carrier: str) -> str:
+    """Carries the number and the first round around the frame, for what enters it."""
+    return f"{carrier}/entering"
+
+
+def _end(carrier: str) -> str:
+    """Leaves the frame when all routines have run there."""
+    return f"{carrier}/end"

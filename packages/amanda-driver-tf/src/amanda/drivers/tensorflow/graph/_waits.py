@@ -1,0 +1,82 @@
+"""What nodes wait for where no value leads from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from tensorflow.core.framework import node_def_pb2
+
+from ._slots import INT64
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from ._body import Body
+
+
+def either(name: str, nodes: Iterable[str]) -> Any:
+    """A node that runs when each of some nodes of its frame either has run or is left out.
+
+    What waits for a node that is left out is left out too, but for a ControlTrigger.
+    """
+    return node_def_pb2.NodeDef(name=name, op="ControlTrigger", input=[f"^{one}" for one in nodes])
+
+
+class Waits:
+    """The nodes of one body that others may wait for.
+
+    made: gets the nodes that are needed besides.
+    numbers: by the names of nodes the number that they read, which tells the loop that they are in.
+    in_flow: names of operations behind control flow of version 1, which may leave them out.
+    """
+
+    def __init__(self, body: Body, made: list[Any]) -> None:
+        self.numbers: dict[str, str] = {}
+        self.in_flow: Collection[str] = ()
+        self._body = body
+        self._made = made
+        self._unsure: set[str] = set()
+        self._either: dict[tuple[str, ...], str] = {}
+
+    def number_at(self, op: tf.Operation, ahead: bool) -> str:
+        """The number that nodes read ahead of an operation or behind it."""
+        return self._body.number_at(op, ahead) if self._body.number_at else self._body.number
+
+    def note(self, node: str, name: str, number: str) -> None:
+        """Let others wait for a node that reads the number, and runs where an operation of that name does."""
+        self.numbers[node] = number
+        if name in self.in_flow:
+            self._unsure.add(node)
+
+    def after(self, nodes: Iterable[str], number: str) -> list[str]:
+        """Control inputs of a node that reads the number, so that it comes after others.
+
+        A loop of gradients waits as a whole for the loop that it belongs to: its nodes need not.
+        """
+        if self._body.end_of is None:
+            return [f"^{one}" for one in nodes]
+        nodes = list(nodes)
+        here = [one for one in nodes if self.numbers[one] == number]
+        waits: list[str | None] = [one for one in here if one not in self._unsure]
+        unsure = tuple(one for one in here if one in self._unsure)
+        if unsure:
+            waits.append(self._run_or_left_out(unsure, number))
+        waits += [self._body.end_of(self.numbers[one], number) for one in nodes if one not in here]
+        return [f"^{one}" for one in waits if one is not None]
+
+    def _run_or_left_out(self, nodes: tuple[str, ...], number: str) -> str:
+        """A node that runs when each of these has run or been left out.
+
+        TensorFlow's optimizer drops a wait for what another wait comes after. Where the former is left out,
+        a node would run all the same behind a ControlTrigger; past a Merge the optimizer does not look.
+        """
+        if nodes not in self._either:
+            name = f"amanda/either{len(self._either)}"
+            passed = node_def_pb2.NodeDef(name=f"{name}/number", op="Identity", input=[number, f"^{name}"])
+            merge = node_def_pb2.NodeDef(name=f"{name}/merge", op="Merge", input=[passed.name])
+            passed.attr["T"].type = merge.attr["T"].type = INT64
+            merge.attr["N"].i = 1
+            self._made += [either(name, nodes), passed, merge]
+            self._either[nodes] = merge.name
+        return self._either[nodes]
