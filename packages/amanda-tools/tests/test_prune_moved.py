@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda.tools.prune import PruneTool, element_mask, n_m_mask
+from amanda.tools.quantize import QuantizeTool
 
 
 class Gathered(nn.Module):
@@ -236,6 +237,17 @@ def test_copies_of_parameters_are_masked_and_finalized(pattern: str) -> None:
         assert one.grad is not None
         assert (one == 0).float().mean() == 0.5
         assert not one.grad[one == 0].any()
+
+
+def test_rows_are_pruned_and_quantized() -> None:
+    model = Gathered()
+    by_hand = pruned_by_hand(model, lambda row: element_mask(row, 0.5))
+    prune, quantize = PruneTool(sparsity=0.5), QuantizeTool(weight_bits=4, activation_bits=None)
+    alone = QuantizeTool(weight_bits=4, activation_bits=None)
+    with amanda.apply(alone):
+        wanted = [by_hand(X, chosen) for chosen in BATCHES]
+    with amanda.apply(prune, quantize):
+        assert all(torch.equal(model(X, chosen), y) for chosen, y in zip(BATCHES, wanted, strict=True))
 
 
 def test_nothing_of_a_model_is_kept_when_it_is_gone() -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
 """Ops that select elements by indices, which the data may choose."""
 
 _MOST = 64
+_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Origins:
         self._made: dict[int, _Made] = {}
         self._most = _MOST
         self._symbols: dict[int, Any] = {}
+        self._held = f"origins {next(_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> Origin | None:
         """The origin of what is no view of a parameter; None of what was computed."""
@@ -77,7 +80,7 @@ class Origins:
         if self._source(next(iter(context.get_inputs()), None)) is None:
             return
         compute = None if context["type"] in COPIES else context.get_computation()
-        context.insert_before_op(_hold)
+        context.insert_before_op(_hold, name=self._held)
         context.insert_after_op(self._note, compute=compute)
 
     def follow_symbols(self, context: amanda.OpContext) -> None:
@@ -98,7 +101,7 @@ class Origins:
 
     @amanda.differentiable  # to be given what is a view of a parameter as that
     def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
-        inputs = run.pop(_HELD)
+        inputs = run.pop(self._held)
         source = self._source(inputs[0])
         if source is None or holder_of(made) is not None or not _is_stored(made):
             return
@@ -124,12 +127,9 @@ class Origins:
         return Origin(holder, partial(_viewed, _itself, form_of(holder), form), form)
 
 
-_HELD = "amanda.tools.mapping.origins"
-
-
 @amanda.differentiable
-def _hold(*inputs: Any, run: dict[str, Any]) -> None:
-    run[_HELD] = inputs
+def _hold(*inputs: Any, name: str, run: dict[str, Any]) -> None:
+    run[name] = inputs
 
 
 def _itself(tensor: Tensor) -> Tensor:
