@@ -10,8 +10,8 @@ from typing import Any
 
 import amanda
 from amanda.tools.mapping import Moved, StandardMapping, holder_of, may_vary, weight_gradient
-from amanda.tools.prune._errors import PruneError
-from amanda.tools.prune._making import make_masks
+from amanda.tools.prune._finalizing import finalize
+from amanda.tools.prune._making import Making
 from amanda.tools.prune._met import Met
 from amanda.tools.prune._moved import ELSEWHERE, MovedWeights
 from amanda.tools.prune._options import Budget, Options, Regrow
@@ -71,16 +71,14 @@ class PruneTool(amanda.Tool):
             steps, pattern_of(pattern, granularity, norm), pattern, scope, regrow, regrow_fraction, permute,
             mask_gradients, seed,
         )  # fmt: skip
-        self._schedule = steps
         self._met = Met(self._options, Selection(type, module, exclude), self.keep, self.place)
         moved = Moved()
         self._moved = MovedWeights(self._met, moved)
         self._key = f"pruned by {next(_numbers)}"
         self._mask_key = f"{self._key}, for good"
-        self._preparing = self._stepped = self._static = False
-        self._first, self.step_number = 0, 0
+        self._making = Making(self._options, self._met)
         self._steps = Steps()
-        self._steps.on_step(self._turn)
+        self._steps.on_step(self._making.turn)
         self.depends_on(StandardMapping(), moved)
         if self._options.needs_steps:
             self.depends_on(self._steps)
@@ -101,6 +99,11 @@ class PruneTool(amanda.Tool):
         """Forget masks and steps: the next step is the first."""
         self.load_state_dict({})
 
+    @property
+    def step_number(self) -> int:
+        """Which step is under way; 0 is the first."""
+        return self._making.step
+
     def step(self) -> None:
         """Begin a step here, and at no call of a model any more."""
         self._steps.step()
@@ -113,51 +116,28 @@ class PruneTool(amanda.Tool):
         Raises PruneError where a weight is computed, so that nothing holds it, and where the model has no
         weight that the tool has met.
         """
-        met = [one for one in self._met.weights.values() if one.is_masked]
-        computed = [one.module or one.source for one in met if one.holder is None]
-        if computed:
-            raise PruneError(
-                f"the weights of {', '.join(computed)} are computed at each call: make them parameters first "
-                "(torch.nn.utils.parametrize.remove_parametrizations) and let their masks go with them, by "
-                "tool.load_state_dict(tool.state_dict()) and tool.prepare(model, example); or exclude them"
-            )
-        written = 0
-        with amanda.disabled():
-            for framework in {one.framework for one in met}:
-                for holder, change in framework.variables(model):
-                    for one in met:
-                        if one.framework is framework and one.holder == holder:
-                            change(one.part, one.finalized)
-                            written += 1
-        if not written:
-            passed = f"; {self._met.passed}" if self._met.passed and not met else ""
-            raise PruneError(
-                f"none of the {len(met)} weights that the tool has pruned is of this {type(model).__name__}"
-                f"{passed}; call it in a scope of the tool, or tool.prepare(model, example)"
-            )
+        finalize(model, [one for one in self._met.weights.values() if one.is_masked], self._met.passed)
         return self.result
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Around `prepare`, which makes the masks of the first step; it is none itself."""
-        self._preparing = True
         try:
-            yield
-            self._make_gathered(self._schedule.last if self._static else self._next_update)
+            with self._making.preparing():
+                yield
         finally:
-            self._preparing = self._static = False
             self._steps.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Masks by "module path/op/name", what else belongs to them, and "step", the next one."""
         retracted = {id(array) for one in self._met.retracted for array in one.state}
         kept = {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
-        return {**kept, "step": self.step_number + 1 if self._stepped else self._first}
+        return {**kept, "step": self._making.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave, also in another process; the steps go on."""
         kept = dict(state)
-        self._first, self._stepped = int(kept.pop("step", 0)), False
+        self._making.begin_at(int(kept.pop("step", 0)))
         super().load_state_dict(kept)
         self._met.clear()
         self._steps.restart()
@@ -175,11 +155,11 @@ class PruneTool(amanda.Tool):
             return
         value = context.get_inputs()[index]
         find = self._moved.finder(context, index)
-        if find is None and context.is_static():
-            self._inline(context, index, self._weight(context, value, context.get_variable(index)))
-            return
-        found = self._weight(context, value, context.get_variable(index)) if find is None else find(value)
+        found = find(value) if find else self._weight(context, value, context.get_variable(index))
         if found is None and find is None:
+            return
+        if context.is_static():
+            self._inline(context, index, found)
             return
         context[self._key] = found if isinstance(found, Weight | Reading) else None  # else it holds tensors
         mask = context[self._mask_key] = self._final_mask(context, index, found)
@@ -193,16 +173,14 @@ class PruneTool(amanda.Tool):
             of_weight = self._mask_within_autograd if within else self._mask
             context.insert_before_op(of_weight, inputs=[index], weight=found)
 
-    def _inline(self, context: amanda.OpContext, index: int, weight: Weight | Reading | None) -> None:
+    def _inline(self, context: amanda.OpContext, index: int, weight: Any) -> None:
         """Mask a weight of a file for good; what it holds is asked for once, when the tool is prepared."""
-        if weight is None:
-            return
         if isinstance(weight, Weight) and not weight.is_masked and weight.magnitudes is None:
             weight.magnitudes = weight.gathered(context.get_value(index), revive=False)
         if weight.is_masked:
             context.insert_before_op(masked_for_good, inputs=[index], **weight.inlined())
-        elif self._preparing:
-            self._static = True
+        else:
+            self._making.await_last_masks()
 
     def _backward(self, context: amanda.OpContext) -> None:
         index = context["weight_grad_index"]
@@ -235,8 +213,8 @@ class PruneTool(amanda.Tool):
         if (
             weight is None
             or not compiles
-            or self._preparing
-            or self._schedule.goes_on
+            or self._making.is_preparing
+            or self._options.schedule.goes_on
             or weight.grown is not None
         ):
             return None
@@ -244,48 +222,22 @@ class PruneTool(amanda.Tool):
             value = context.get_value(index)
         except amanda.AmandaError:  # it is computed
             return None
-        if not weight.is_masked and isinstance(weight, Weight) and self._is_made_at_once(weight):
-            self._mask(value, weight)
+        if not weight.is_masked and isinstance(weight, Weight) and self._making.is_made_at_once(weight):
+            self._making.masked(value, weight)
         return weight.mask_like(value) if weight.is_masked else None
 
     # ---- execution ----
 
     def _mask(self, value: Any, weight: Weight | Reading) -> Any:
-        self._stepped = self._stepped or not self._preparing
-        if isinstance(weight, Weight):
-            self._look_at(weight, lambda: value)
-        else:  # in a graph it may be read ahead of the others
-            for one in weight.within:
-                self._look_at(one, partial(weight.value_of, one, value))
-        return weight.masked(value)
-
-    def _look_at(self, weight: Weight, read: Callable[[], Any]) -> None:
-        """Make the mask of a weight, or gather what it will be made of, where either is due."""
-        revive = self._options.regrow == "magnitude"
-        if self._is_made_at_once(weight):
-            update = self._schedule.latest(self.step_number)
-            if update is not None and weight.precedes(update):
-                weight.magnitudes = weight.gathered(read(), revive)
-                make_masks([weight], update, self._options)
-        elif weight.magnitudes is None and weight.precedes(self._next_update):
-            self._check_prepared()
-            weight.magnitudes = weight.gathered(read(), revive)
-
-    def _check_prepared(self) -> None:
-        is_first = self._schedule.begin == self.step_number == 0 and not self._preparing
-        if is_first and not any(one.is_masked for one in self._met.weights.values()):
-            raise PruneError(
-                'scope="global" ranks all weights of the model, and the first masks are due before they '
-                "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
-            )
+        return self._making.masked(value, weight)
 
     @amanda.differentiable
     def _mask_within_autograd(self, value: Any, weight: Weight | Reading) -> Any:
-        return self._mask(value, weight)
+        return self._making.masked(value, weight)
 
     def _mask_part(self, value: Any, find: Callable[[Any], Weight | Reading | None], run: Any) -> Any:
         weight = run[self._key] = find(value)
-        return None if weight is None else self._mask(value, weight)
+        return None if weight is None else self._making.masked(value, weight)
 
     @amanda.differentiable
     def _mask_part_within_autograd(self, value: Any, find: Callable[[Any], Any], run: Any) -> Any:
@@ -304,32 +256,6 @@ class PruneTool(amanda.Tool):
         if self._options.regrow == "gradient":
             weight.gather_gradient(gradient)
         return weight.masked_gradient(gradient) if masks else None
-
-    def _is_made_at_once(self, weight: Weight) -> bool:
-        """Whether a mask needs no more than the weight's own present value."""
-        return not self._options.is_global and not (self._options.regrow == "gradient" and weight.is_masked)
-
-    @property
-    def _next_update(self) -> int | None:
-        """The update for which this step gathers; a step of preparation for itself, another for the next."""
-        return self._schedule.latest(self.step_number + (not self._preparing))
-
-    def _turn(self, number: int) -> None:
-        self._make_gathered(self._next_update)
-        self.step_number, self._stepped = self._first + number, False
-
-    def _make_gathered(self, update: int | None) -> None:
-        """Make the masks for which the step has gathered what they need."""
-        waiting = [one for one in self._met.weights.values() if one.magnitudes is not None]
-        if self._options.regrow == "gradient":
-            for one in waiting:
-                if one.is_masked and one.gradient is None:
-                    one.magnitudes = None
-            waiting = [one for one in waiting if one.magnitudes is not None]
-        if update is None or not waiting:
-            return
-        for group in [waiting] if self._options.is_global else [[one] for one in waiting]:
-            make_masks(group, update, self._options)
 
 
 @amanda.traceable
