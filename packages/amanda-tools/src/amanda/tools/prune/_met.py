@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import numpy as np
-
 import amanda
-from amanda.tools.mapping import Origin, Parts, form_of, in_memory_order
+from amanda.tools.mapping import Origin, Parts, form_of
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._framework import framework_of
-from amanda.tools.prune._layout import canonical_extents
 from amanda.tools.prune._options import Options
+from amanda.tools.prune._read import Read, misfit, weight_of
 from amanda.tools.prune._reading import Reading
 from amanda.tools.prune._rows import order_of_axes, row_layout
 from amanda.tools.prune._selection import LOOKUPS, WITHIN, Selection
-from amanda.tools.prune._weight import NEVER, Weight
+from amanda.tools.prune._weight import Weight
 
 LOOKED_UP = "an embedding reads it too"
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What an op reads as its weight, and the parameter that holds it; None where it is computed.
-
-    held: identity of the parameter and which part of it is read; None likewise.  layout: of the value.
-    """
-
-    value: Any
-    holder: Any
-    held: Any
-    layout: str | None
-
-    @property
-    def identity(self) -> Any:
-        return None if self.held is None else self.held[0]
-
-    @property
-    def part(self) -> Any:
-        return None if self.held is None else self.held[1]
 
 
 class Met:
@@ -126,7 +101,7 @@ class Met:
             if self._selects(context):
                 self.leave(context, LOOKED_UP)
         elif key not in self.weights and key not in self._readings and key not in self._left:
-            self._meet(context, framework, key, _Read(value, holder, held, layout))
+            self._meet(context, framework, key, Read(value, holder, held, layout))
         found = self.weights.get(key) or self._readings.get(key)
         if isinstance(found, Weight):
             found.readers.add(context.get_op_id())
@@ -173,7 +148,7 @@ class Met:
             return
         whole, others = form_of(holder), self._of.setdefault(key[0], [])
         for row in rows:
-            read = _Read(row, holder, framework.held(holder, row), layout)
+            read = Read(row, holder, framework.held(holder, row), layout)
             if not any(framework.overlaps(read.part, one.part, whole) for one in others):
                 self._take(context, framework, read.held, read, whole)
         for one in others:
@@ -181,7 +156,7 @@ class Met:
         self._left.discard(key)
         self._readings[key] = Reading(framework, None, whole, others)
 
-    def _meet(self, context: amanda.OpContext, framework: Any, key: Hashable, read: _Read) -> None:
+    def _meet(self, context: amanda.OpContext, framework: Any, key: Hashable, read: Read) -> None:
         """Take a weight, or a form of a parameter, that was not met before."""
         is_form = context.namespace.matches("pytorch/*/*") and read.held is not None
         whole = form_of(read.holder) if is_form else None
@@ -196,29 +171,22 @@ class Met:
         else:
             self._take(context, framework, key, read, whole)
 
-    def _take(
-        self, context: amanda.OpContext, framework: Any, key: Hashable, read: _Read, whole: Any
-    ) -> None:
+    def _take(self, context: amanda.OpContext, framework: Any, key: Hashable, read: Read, whole: Any) -> None:
         is_named = read.held is not None and context.get_variable_path(read.holder) is not None
-        place = (context, "")
+        reader, suffix = context, ""
         if whole is not None:
-            place = self._parts.place(context, read.identity, read.part, whole, is_named)
-        self.weights[key] = self._made(context, framework, read, whole, *place)
+            reader, suffix = self._parts.place(context, read.identity, read.part, whole, is_named)
+
+        def keep(name: str, make: Callable[[], Any]) -> Any:
+            return self._keep(reader, name + suffix, make, framework.stored, read.variable)
+
+        number = len(self.weights)
+        self.weights[key] = weight_of(read, context, framework, whole, self._options, keep, number)
         if read.held is not None:
             self._of.setdefault(read.identity, []).append(self.weights[key])
 
     def _fits(self, context: amanda.OpContext, value: Any, layout: str | None) -> bool:
-        extents = context["shape"](value)
-        if extents is None or None in extents or len(extents) < 2:
-            reason: str | None = f"its shape is {extents}"
-        elif 0 in extents:
-            reason = "it has no elements"
-        elif "float" not in str(context["dtype"](value)):
-            reason = f"its type is {context['dtype'](value)}"
-        elif context.is_static() and not _is_in_file(context, context["weight_index"]):
-            reason = "it is computed when the model runs"
-        else:
-            reason = self._options.pattern.misfit(canonical_extents(extents, layout), layout is not None)
+        reason = misfit(context, value, layout, self._options.pattern)
         if reason is not None:
             self.leave(context, reason)
         return reason is None
@@ -230,63 +198,3 @@ class Met:
     def selects(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is one to prune."""
         return self._selects(context)
-
-    def _made(
-        self, context: amanda.OpContext, framework: Any, read: _Read, whole: Any, reader: amanda.OpContext,
-        suffix: str,
-    ) -> Weight:  # fmt: skip
-        """A weight with its state, which is the parameter's, or that of the op that read it first."""
-        extents = context["shape"](read.value)
-        variable = None if read.held is None else read.holder
-        order = None if read.part is None or whole is None else in_memory_order(read.part)
-        held_in = extents if order is None else _held_in(read, whole, order)
-        state: list[Any] = []
-
-        def keep(name: str, start: Any) -> Any:
-            def make() -> Any:
-                return framework.stored(start)
-
-            state.append(self._keep(reader, name + suffix, make, framework.stored, variable))
-            return state[-1]
-
-        def keep_elements(name: str, start: Any) -> Any:
-            found = keep(name, start)
-            if tuple(found.shape) != tuple(held_in):
-                raise PruneError(
-                    f"the {name} that was loaded for {context.get_scope()} is of shape {tuple(found.shape)}, "
-                    f"not {tuple(held_in)} as its weight"
-                )
-            if order is None:
-                return found
-            inverse = sorted(range(len(order)), key=order.__getitem__)
-            return found.reshape([extents[axis] for axis in order]).permute(inverse)
-
-        kept, updated = keep_elements("mask", np.ones(held_in, bool)), keep("updated", np.full(1, NEVER))
-        grown = permutation = None
-        if self._options.exchanges:
-            dtype = "float64" if context["dtype"](read.value) == "float64" else "float32"
-            grown = keep_elements("grown", np.zeros(held_in, dtype))
-        if self._options.permute:
-            channels = np.arange(canonical_extents(extents, read.layout)[1])
-            permutation = keep("permutation", channels)
-        return Weight(
-            context.get_scope(), context["type"], context.get_source(), tuple(extents), read.layout,
-            framework, read.identity, read.part, len(self.weights), kept, updated, grown, permutation,
-            state=state,
-        )  # fmt: skip
-
-
-def _held_in(read: _Read, whole: Any, order: Sequence[int]) -> Sequence[int]:
-    """The shape in which the mask of a form of a parameter is kept, which is one for all of its forms."""
-    extents = read.part[0]
-    if prod(extents) == prod(whole[0]) and in_memory_order(whole) == tuple(range(len(whole[0]))):
-        return tuple(whole[0])
-    return tuple(extents[axis] for axis in order)
-
-
-def _is_in_file(context: amanda.OpContext, index: int) -> bool:
-    """Whether an input of an op of a file is known before the model runs."""
-    try:
-        return context.get_value(index) is not context.get_inputs()[index]
-    except amanda.AmandaError:
-        return False
