@@ -239,6 +239,49 @@ def test_copies_of_parameters_are_masked_and_finalized(pattern: str) -> None:
         assert not one.grad[one == 0].any()
 
 
+class OneCall(nn.Module):
+    """One call of one of several weights, which are parts of one parameter, or parameters each."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weights = torch.randn(3, 4, 4) * torch.tensor([1.0, 20.0, 400.0]).reshape(3, 1, 1)
+        self.weights = nn.ParameterList(map(nn.Parameter, weights)) if listed else nn.Parameter(weights)
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        return F.linear(x, self.weights[chosen])
+
+
+@pytest.mark.parametrize("method", ["static", "qat", "lsq"])
+@pytest.mark.parametrize("first", ["prune", "quantize"])
+def test_tools_in_any_order_know_which_part_of_a_parameter_is_read(first: str, method: Any) -> None:
+    outputs = []
+    for listed in (False, True):
+        model, prune = OneCall(listed), PruneTool(sparsity=0.5)
+        quantize = QuantizeTool(method, weight_bits=4, activation_bits=None)
+        tools = (prune, quantize) if first == "prune" else (quantize, prune)
+        with amanda.apply(*tools):
+            outputs.append(torch.stack([model(X, chosen) for chosen in (0, 2, 1, 2)]))
+        assert len(prune.result.rows()) == len(quantize.result.tensors) == 3
+        assert not prune.result.left
+    assert torch.equal(*outputs)
+
+
+def test_what_a_tool_that_was_applied_before_made_is_told_to_be_left() -> None:
+    doubling, prune = amanda.Tool(), PruneTool(sparsity=0.5)
+
+    def double(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            context.insert_before_op(lambda weight: weight * 2, inputs=["weight"])
+
+    doubling.add_inst_for_op(double)
+    model = OneCall(listed=False)
+    wanted = model(X, 0) * 2
+    with amanda.apply(doubling, prune):
+        assert torch.equal(model(X, 0), wanted)
+    assert "applied before has changed it" in str(prune.result.left)
+
+
 def test_rows_are_pruned_and_quantized() -> None:
     model = Gathered()
     by_hand = pruned_by_hand(model, lambda row: element_mask(row, 0.5))

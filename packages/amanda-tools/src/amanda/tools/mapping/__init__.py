@@ -4,7 +4,7 @@ from amanda.tools.mapping._backend import backend_of
 from amanda.tools.mapping._gradient import weight_gradient
 from amanda.tools.mapping._itemsize import itemsize
 from amanda.tools.mapping._local import is_partial, local, share
-from amanda.tools.mapping._moved import Moved
+from amanda.tools.mapping._moved import MOVED, Moved
 from amanda.tools.mapping._origins import Origin
 from amanda.tools.mapping._parts import (
     Form,
@@ -20,7 +20,7 @@ from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
 from amanda.tools.mapping._vocabulary import VOCABULARY
 
 __all__ = [
-    "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Moved", "Origin", "Parts", "Rule",
+    "MOVED", "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Moved", "Origin", "Parts", "Rule",
     "RuleError", "StandardMapping", "backend_of", "form_of", "holder_of", "in_memory_order", "is_partial",
     "itemsize", "local", "makes_a_weight", "may_vary", "share", "weight_gradient",
 ]  # fmt: skip

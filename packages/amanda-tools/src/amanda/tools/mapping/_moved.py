@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import amanda
-from amanda.tools.mapping._origins import Origins
+from amanda.tools.mapping._origins import Origin, Origins
+from amanda.tools.mapping._parts import may_vary
 from amanda.tools.mapping._slices import Slices
 from amanda.tools.mapping._standard import StandardMapping
 
 FACTORS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 """Of the words of products: where their factors are."""
 
+_ORIGIN = "amanda.tools.mapping: origin of the weight"
+
 
 class Moved(amanda.Tool):
     """Follows copies and selections of parameters up to the ops that read them as weights.
 
-    The tools that depend on it ask it of their ops.
+    The tools that depend on it ask it of their ops.  They share one, `MOVED`, whose routines come before
+    theirs: what one of them makes of a weight, another could not tell from where it is.
     """
 
     def __init__(self) -> None:
@@ -29,8 +36,31 @@ class Moved(amanda.Tool):
             return
         if context.namespace.matches("pytorch"):
             self.origins.follow(context)
+            index = self.weight_index(context)
+            if index is not None and self.is_told(context, index):
+                context.insert_before_op(self._tell, inputs=[index])
         elif context.namespace.matches("tensorflow"):
             self._slices.follow(context)
+
+    @amanda.differentiable  # to be given what is a view of a parameter as that
+    def _tell(self, value: Any, run: dict[str, Any]) -> None:
+        run[_ORIGIN] = self.origins.source(value)
+
+    def is_told(self, context: amanda.OpContext, index: int) -> bool:
+        """Whether each execution says of which part of a parameter the weight is, to `origin`."""
+        if not context.namespace.matches("pytorch/*/eager"):
+            return False
+        if context.get_variable(index) is None:
+            return self.origins.of(context.get_inputs()[index]) is not None
+        return may_vary(context, index)
+
+    def origin(self, run: Mapping[str, Any]) -> Origin | None:
+        """What the weight was before any tool, by the dict that a routine gets; None of a computed one."""
+        found: Origin | None = run.get(_ORIGIN)
+        return found
+
+    def __reduce__(self) -> str:
+        return "MOVED"
 
     def weight_index(self, context: amanda.OpContext) -> int | None:
         """Where the weight is: as the mapping says, or the one factor of a product that is moved."""
@@ -56,11 +86,14 @@ class Moved(amanda.Tool):
         return context.namespace.matches("tensorflow") and self._slices.reads(context, index, chosen)
 
     def varies(self, context: amanda.OpContext, index: int) -> bool:
-        """Whether an input that is moved may be of other elements of the parameter next time."""
+        """Whether other elements of a parameter may be selected next time for an input that is moved."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             origin = self.origins.of(value)
             if origin is None:
                 return self.origins.is_selected(value)
-            return origin.form is None or value.numel() < origin.holder.numel()
+            return origin.form is None
         return context.namespace.matches("tensorflow") and self._slices.reads(context, index, chosen=True)
+
+
+MOVED = Moved()

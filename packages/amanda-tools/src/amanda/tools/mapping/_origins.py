@@ -77,7 +77,7 @@ class Origins:
         """Let an op leave word of what it makes of a parameter; call it in a forward analysis routine."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
             return
-        if self._source(next(iter(context.get_inputs()), None)) is None:
+        if self.source(next(iter(context.get_inputs()), None)) is None:
             return
         compute = None if context["type"] in COPIES else context.get_computation()
         context.insert_before_op(_hold, name=self._held)
@@ -102,7 +102,7 @@ class Origins:
     @amanda.differentiable  # to be given what is a view of a parameter as that
     def _note(self, made: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
         inputs = run.pop(self._held)
-        source = self._source(inputs[0])
+        source = self.source(inputs[0])
         if source is None or holder_of(made) is not None or not _is_stored(made):
             return
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -116,7 +116,7 @@ class Origins:
         lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._made[storage._cdata] = _Made(lives, form_of(made), weakref.ref(source.holder), of, form)
 
-    def _source(self, value: Any) -> Origin | None:
+    def source(self, value: Any) -> Origin | None:
         """Where an input comes from: a view of a parameter, or what was made of one."""
         if not _is_stored(value):
             return None

@@ -7,23 +7,24 @@ from functools import partial
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import Moved
+from amanda.tools.mapping import MOVED, Origin
 from amanda.tools.prune._met import Met
 from amanda.tools.prune._reading import Reading
 from amanda.tools.prune._rows import Selected
 from amanda.tools.prune._weight import Weight
 
 SELECTED = "it reads what other ops select out of a parameter, which PyTorch's eager mode alone lets follow"
-ELSEWHERE = "what it reads this time is of no parameter, or another tool has changed it before"
+ELSEWHERE = "what it reads this time is of no parameter, or a tool that was applied before has changed it"
 
-Find = Callable[[Any], Weight | Reading | Selected | None]
+Find = Callable[[Any, Origin | None], Weight | Reading | Selected | None]
+"""Gives the weight that is read, of a value and what it was before any tool."""
 
 
 class MovedWeights:
     """Finds which weights those are, in each execution anew; or notes that they are left."""
 
-    def __init__(self, met: Met, moved: Moved) -> None:
-        self._met, self._moved = met, moved
+    def __init__(self, met: Met) -> None:
+        self._met, self._moved = met, MOVED
 
     def weight_index(self, context: amanda.OpContext) -> int | None:
         """Where the weight is, moved or not."""
@@ -40,17 +41,14 @@ class MovedWeights:
         return True
 
     def finder(self, context: amanda.OpContext, index: int) -> Find | None:
-        """What gives the weight of which an op reads a copy or a selection; None for any other op."""
-        if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is not None:
-            return None
-        if not self._moved.is_moved(context, index):
+        """What gives the weight that an op reads this time; None for an op that always reads the same."""
+        if not self._moved.is_told(context, index):
             return None
         return partial(self._find, context, self._moved.weight_layout(context, index))
 
     def _find(
-        self, context: amanda.OpContext, layout: str | None, value: Any
+        self, context: amanda.OpContext, layout: str | None, value: Any, origin: Origin | None
     ) -> Weight | Reading | Selected | None:
-        origin = self._moved.origins.of(value)
         if origin is None:
             self._met.leave(context, ELSEWHERE)
             return None

@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import Moved, StandardMapping, holder_of, may_vary, weight_gradient
+from amanda.tools.mapping import MOVED, StandardMapping, weight_gradient
 from amanda.tools.prune._finalizing import finalize
 from amanda.tools.prune._making import Making
 from amanda.tools.prune._met import Met
-from amanda.tools.prune._moved import ELSEWHERE, MovedWeights
+from amanda.tools.prune._moved import Find, MovedWeights
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._reading import Reading
@@ -72,14 +72,13 @@ class PruneTool(amanda.Tool):
             mask_gradients, seed,
         )  # fmt: skip
         self._met = Met(self._options, Selection(type, module, exclude), self.keep, self.place)
-        moved = Moved()
-        self._moved = MovedWeights(self._met, moved)
+        self._moved = MovedWeights(self._met)
         self._key = f"pruned by {next(_numbers)}"
         self._mask_key = f"{self._key}, for good"
         self._making = Making(self._options, self._met)
         self._steps = Steps()
         self._steps.on_step(self._making.turn)
-        self.depends_on(StandardMapping(), moved)
+        self.depends_on(StandardMapping(), MOVED)
         if self._options.needs_steps:
             self.depends_on(self._steps)
         self.add_inst_for_op(self._forward)
@@ -155,7 +154,10 @@ class PruneTool(amanda.Tool):
             return
         value = context.get_inputs()[index]
         find = self._moved.finder(context, index)
-        found = find(value) if find else self._weight(context, value, context.get_variable(index))
+        if find is None:
+            found: Any = self._weight(context, value, context.get_variable(index))
+        else:
+            found = find(value, MOVED.origins.source(value))
         if found is None and find is None:
             return
         if context.is_static():
@@ -166,9 +168,9 @@ class PruneTool(amanda.Tool):
         within = self._is_differentiated(context)
         if mask is not None:
             context.insert_before_op(_times, inputs=[index], mask=mask)
-        elif find is not None or may_vary(context, index):
+        elif find is not None:
             routine = self._mask_part_within_autograd if within else self._mask_part
-            context.insert_before_op(routine, inputs=[index], find=find or partial(self._part, context))
+            context.insert_before_op(routine, inputs=[index], find=find)
         else:
             of_weight = self._mask_within_autograd if within else self._mask
             context.insert_before_op(of_weight, inputs=[index], weight=found)
@@ -200,13 +202,6 @@ class PruneTool(amanda.Tool):
     def _weight(self, context: amanda.OpContext, value: Any, holder: Any) -> Weight | Reading | None:
         return self._met(context, value, holder, context["weight_layout"])
 
-    def _part(self, context: amanda.OpContext, value: Any) -> Weight | Reading | None:
-        holder = holder_of(value)
-        if holder is None:
-            self._met.leave(context, ELSEWHERE)
-            return None
-        return self._weight(context, value, holder)
-
     def _final_mask(self, context: amanda.OpContext, index: int, weight: Any) -> Any:
         """The mask as a tensor, where a compiler shall have it: no other will be made. None elsewhere."""
         compiles = context.namespace.matches("pytorch/*/graph")
@@ -235,12 +230,13 @@ class PruneTool(amanda.Tool):
     def _mask_within_autograd(self, value: Any, weight: Weight | Reading) -> Any:
         return self._making.masked(value, weight)
 
-    def _mask_part(self, value: Any, find: Callable[[Any], Weight | Reading | None], run: Any) -> Any:
-        weight = run[self._key] = find(value)
+    def _mask_part(self, value: Any, find: Find, run: Any) -> Any:
+        weight: Any = find(value, MOVED.origin(run))
+        run[self._key] = weight
         return None if weight is None else self._making.masked(value, weight)
 
     @amanda.differentiable
-    def _mask_part_within_autograd(self, value: Any, find: Callable[[Any], Any], run: Any) -> Any:
+    def _mask_part_within_autograd(self, value: Any, find: Find, run: Any) -> Any:
         return self._mask_part(value, find, run)
 
     def _is_differentiated(self, context: amanda.OpContext) -> bool:

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda import interceptor
-from amanda.tools.mapping import Moved, Parts, form_of, holder_of, may_vary
+from amanda.tools.mapping import Moved, Origin, Parts, form_of
 from amanda.tools.quantize._fake import FixedScale
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
 from amanda.tools.quantize._result import Quantized
+
+ELSEWHERE = "it was of no part of a parameter once, or a tool that was applied before has changed it"
 
 Keep = Callable[..., Any]
 Make = Callable[..., "Quantizer | None"]
@@ -30,14 +32,13 @@ class PartQuantizers:
         self._parts = Parts()
 
     def of(
-        self, context: amanda.OpContext, make: Make, made: list[Quantizer], value: Any
+        self, context: amanda.OpContext, make: Make, made: list[Quantizer], value: Any, origin: Origin | None
     ) -> Quantizer | None:
         """The quantizer of a weight, added to `made` where it is new; None where it stays as it is."""
-        holder = holder_of(value)
-        if holder is None:
+        if origin is None or origin.form is None:
             return None
-        identity, form = interceptor.ordinal(holder), form_of(value)
-        reader, suffix = self._parts.place(context, identity, form, form_of(holder))
+        identity, form = interceptor.ordinal(origin.holder), origin.form
+        reader, suffix = self._parts.place(context, identity, form, form_of(origin.holder))
         key = reader, identity, form
         if key not in self._found:
             quantizer = self._found[key] = make(value, reader, suffix)
@@ -79,21 +80,21 @@ class Place:
         self.made: list[Quantizer] = []
         self.left, self._weight = "", _weight_of(context, options, moved)
         make = partial(_quantizer, context, options, keep, self._weight)
-        self._part = self._find_part(context, make, parts)
-        self.quantizers = dict(self._quantizers(context, make))
+        self._part = self._find_part(context, make, parts, moved)
+        self.quantizers = dict(self._quantizers(context, make, moved))
         self.positions = sorted({position for position, _ in self.quantizers})
 
     def _find_part(
-        self, context: amanda.OpContext, make: Make, parts: PartQuantizers
-    ) -> Callable[[Any], Quantizer | None] | None:
+        self, context: amanda.OpContext, make: Make, parts: PartQuantizers, moved: Moved
+    ) -> Callable[[Any, Origin | None], Quantizer | None] | None:
         """What gives the quantizer of the weight that is read now; None where it is always the same."""
         index = self._weight.position
-        if index is None or not may_vary(context, index):
+        if index is None or self._weight.varies or not moved.is_told(context, index):
             return None
         return partial(parts.of, context, partial(make, index, None), self.made)
 
     def _quantizers(
-        self, context: amanda.OpContext, make: Make
+        self, context: amanda.OpContext, make: Make, moved: Moved
     ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         inputs, weight = context.get_inputs(), self._weight
         for position in context["operands"]:
@@ -104,7 +105,7 @@ class Place:
             parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
             for item, one in parts:
                 if self._part is not None and (position, item) == (weight.position, None):
-                    quantizer = self._part(one)
+                    quantizer = self._part(one, moved.origins.source(one))
                 else:
                     quantizer = make(position, item, one, context, "")
                     self.made += [] if quantizer is None else [quantizer]
@@ -121,16 +122,23 @@ class Place:
         for quantizer in self.made:
             quantizer.settle()
 
-    def observe(self, values: Sequence[Any]) -> None:
-        """See what the op reads at its positions."""
-        for quantizer, _, _, value in self._given(values):
+    @property
+    def has_parts(self) -> bool:
+        """Whether its weight is a part of a parameter, of which it may read another each time."""
+        return self._part is not None
+
+    def observe(self, values: Sequence[Any], origin: Origin | None = None) -> None:
+        """See what the op reads at its positions; origin: of its weight, if it has parts."""
+        for quantizer, _, _, value in self._given(values, origin):
             quantizer.observe(value)
         self.calibrated += 1
 
-    def quantized(self, values: Sequence[Any], frozen: bool, measure: bool) -> list[Any]:
-        """What takes the place of the values at its positions."""
+    def quantized(
+        self, values: Sequence[Any], frozen: bool, measure: bool, origin: Origin | None = None
+    ) -> list[Any]:
+        """What takes the place of the values at its positions; origin: of its weight, if it has parts."""
         results = list(values)
-        for quantizer, index, item, value in self._given(values):
+        for quantizer, index, item, value in self._given(values, origin):
             made = quantizer(value, frozen)
             if measure:
                 quantizer.noise.add(value, made)
@@ -141,13 +149,19 @@ class Place:
         self.executions += 1
         return results
 
-    def _given(self, values: Sequence[Any]) -> Iterator[tuple[Quantizer, int, int | None, Any]]:
+    def _given(
+        self, values: Sequence[Any], origin: Origin | None
+    ) -> Iterator[tuple[Quantizer, int, int | None, Any]]:
         """Each quantizer with its tensor, where there is anything to quantise in that."""
         for (position, item), quantizer in self.quantizers.items():
             index = self.positions.index(position)
             value = values[index] if item is None else values[index][item]
             if quantizer.is_weight and self._part is not None:
-                quantizer = self._part(value) or quantizer
+                part = self._part(value, origin)
+                if part is None:
+                    self.left = ELSEWHERE
+                    continue
+                quantizer = part
             if quantizer.xp.is_plain(value):
                 yield quantizer, index, item, value
 

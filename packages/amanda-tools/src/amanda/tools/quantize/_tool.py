@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import MappingTool, Moved, StandardMapping, makes_a_weight
+from amanda.tools.mapping import MOVED, MappingTool, Origin, StandardMapping, makes_a_weight
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
@@ -72,10 +72,10 @@ class QuantizeTool(amanda.Tool):
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
-        self._parts, self._moved = PartQuantizers(), Moved()
+        self._parts = PartQuantizers()
         frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
         rules = [[name, framework.describe] for name, framework in frameworks]
-        self.depends_on(StandardMapping(), MappingTool(rules), self._moved)
+        self.depends_on(StandardMapping(), MappingTool(rules), MOVED)
         self.add_inst_for_op(self._analyse)
 
     # ---- phases ----
@@ -178,7 +178,7 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self.options, self.keep, self._parts, self._moved)
+            self._places[name] = Place(context, self.options, self.keep, self._parts, MOVED)
         place = self._places[name]
         if not place.positions:
             return
@@ -189,7 +189,9 @@ class QuantizeTool(amanda.Tool):
         if measures:
             context.insert_before_op(self._hold)
         trains = self.options.method not in ("static", "dynamic")
-        routine = self._quantize_trained if trains else self._quantize
+        routine: Any = self._quantize_trained if trains else self._quantize
+        if place.has_parts:
+            routine = self._quantize_part_trained if trains else self._quantize_part
         context.insert_before_op(routine, inputs=place.positions, place=place)
         if measures:
             context.insert_after_op(self._compare, place=place)
@@ -211,19 +213,29 @@ class QuantizeTool(amanda.Tool):
     # ---- execution ----
 
     def _quantize(self, *values: Any, place: Place) -> Any:
-        if self._calibrating:
-            return place.observe(values)
-        if place.calibrated < self.options.calibration and not place.is_settled:
-            place.observe(values)
-            if place.calibrated == self.options.calibration:
-                place.settle()
-            return None
-        results = place.quantized(values, self._frozen, self._sqnr)
-        return results if len(results) > 1 else results[0]
+        return self._quantized(values, place, None)
 
     @amanda.differentiable
     def _quantize_trained(self, *values: Any, place: Place) -> Any:
-        return self._quantize(*values, place=place)
+        return self._quantized(values, place, None)
+
+    def _quantize_part(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
+        return self._quantized(values, place, MOVED.origin(run))
+
+    @amanda.differentiable
+    def _quantize_part_trained(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
+        return self._quantized(values, place, MOVED.origin(run))
+
+    def _quantized(self, values: Sequence[Any], place: Place, origin: Origin | None) -> Any:
+        if self._calibrating:
+            return place.observe(values, origin)
+        if place.calibrated < self.options.calibration and not place.is_settled:
+            place.observe(values, origin)
+            if place.calibrated == self.options.calibration:
+                place.settle()
+            return None
+        results = place.quantized(values, self._frozen, self._sqnr, origin)
+        return results if len(results) > 1 else results[0]
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
         run[_HELD] = values
