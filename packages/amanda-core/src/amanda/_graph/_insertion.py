@@ -36,7 +36,7 @@ class Inserted:
     """
 
     __slots__ = (
-        "actions", "count", "depth", "facts", "given", "gives", "original", "reads", "sizes",
+        "actions", "count", "depth", "facts", "given", "gives", "original", "reads", "replaces", "sizes",
         "takes_run", "wanted",
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class Inserted:
         self.original: Callable[[Sequence[Any]], Any] | None = None
         self.reads = 0
         self.takes_run = any(action.takes_run for action in self.actions)
+        self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
         """The op's values from the flat tensors that the graph hands over."""
@@ -72,9 +73,10 @@ class Inserted:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The flat tensors that go back into the graph; `rounds` of the loops around the place."""
-        key = self.facts.op_id, tuple(rounds[: self.depth])
-        run = execution.runs.setdefault(key, {}) if self.takes_run else {}
-        if self.actions and self.actions[0].type.is_replacement:
+        run: dict[str, Any] = {}
+        if self.takes_run:
+            run = execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), run)
+        if self.replaces:
             return self.replaced(self.actions[0], execution.ops, flat, run)
         actions = [action for action in self.actions if execution.runs_action(action)]
         return self.apply(actions, self.values(flat), execution.ops, execution.state, run)
@@ -85,7 +87,7 @@ class Inserted:
         """Call routines on values; the flat tensors that the place gives back."""
         for action in actions:
             values = run_routine(ops, action, values, self.facts, run, state)
-        return spread(values[position] for position in self.gives)
+        return spread([values[position] for position in self.gives]) if self.gives else []
 
     def replaced(self, action: Action, ops: TensorOps, flat: Sequence[Any], run: dict[str, Any]) -> list[Any]:
         """Call a replacement on the flat tensors; those that the place gives back."""

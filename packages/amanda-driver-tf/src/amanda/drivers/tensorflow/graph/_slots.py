@@ -2,17 +2,17 @@
 
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 from amanda.backend import Execution, Inserted, Rounds
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
-from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
 
 from .._recording import Unrecorded
+from ._taping import Kept, gradients, recorded
 
 
 class _Calling(threading.local):
@@ -44,7 +44,7 @@ class Slot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
-        with context.eager_mode(), Unrecorded():
+        with nullcontext() if context.executing_eagerly() else context.eager_mode(), Unrecorded():
             number = args[0].numpy().tolist()
             number, *rounds = number if isinstance(number, list) else (number,)
             execution = Execution.of(number)
@@ -92,17 +92,13 @@ class Node(Inserted):
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
-        tape = tf.GradientTape(persistent=True) if self.taped else None
-        if tape is None:
-            results = self._results(execution, flat, rounds)
+        if self.taped:
+            kept = recorded(lambda: self._results(execution, flat, rounds), list(flat))
         else:
-            with _recording(), tape:
-                for tensor in flat:
-                    tape.watch(tensor)
-                results = self._results(execution, flat, rounds)
+            kept = list(flat), self._results(execution, flat, rounds), None
         if self.keeps is not None:
-            execution.keep((self.keeps, *rounds[: self.depth]), (list(flat), results, tape))
-        return results
+            execution.keep((self.keeps, *rounds[: self.depth]), kept)
+        return kept[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Rounds) -> list[Any]:
         results = super().run(execution, flat, rounds)
@@ -141,25 +137,8 @@ class Pullback:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The vector-Jacobian products."""
-        given, gave, tape = execution.kept((self.place, *rounds[: self.depth]), self)
-        gradients: list[Any] = tape.gradient(
-            [gave[i] for i in self.outputs], [given[i] for i in self.inputs], list(flat),
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
-        )  # fmt: skip
-        return [tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Let tapes record within, where they do not."""
-    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-    if stopped:
-        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
-    try:
-        yield
-    finally:
-        if stopped:
-            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+        kept = execution.kept((self.place, *rounds[: self.depth]), self)
+        return gradients(kept, self.outputs, self.inputs, flat)
 
 
 class Packed:

@@ -1,11 +1,12 @@
 """Tensors as routines meet them: symbols at analysis, eager tensors while a graph runs."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from amanda.backend import TensorOps
 from amanda.errors import RoutineError
+from tensorflow.python import pywrap_tfe
 
 from .._recording import Unrecorded
 
@@ -29,9 +30,22 @@ class GraphTensors(TensorOps):
         """Context in which no tape records."""
         return Unrecorded()
 
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine where no tape records; a hot path."""
+        if pywrap_tfe.TFE_Py_TapeSetIsStopped():
+            return func(*values, **kwargs)
+        with Unrecorded():
+            return func(*values, **kwargs)
+
     def version(self, value: Any) -> Any:
         """Tensors are never written into."""
         return None
+
+    def versions(self, values: Sequence[Any]) -> list[None]:
+        """None for each value."""
+        return [None] * len(values)
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value` in the type of `original`, whose shape it must have."""
