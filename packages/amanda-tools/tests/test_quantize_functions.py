@@ -133,6 +133,31 @@ def test_gradients_of_every_order_and_of_functions_are_those_of_torch(axes: tupl
         assert torch.equal(torch.func.vmap(torch.func.grad(ours))(x), found[1][0])
 
 
+@pytest.mark.parametrize("axes", [(), (0,), (3,), (2, 3), (1, 2)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_tensors_in_host_memory_are_quantised_as_by_operators_of_tensorflow(
+    axes: tuple[int, ...], symmetric: bool
+) -> None:
+    array = values(np.float32(0.05), shape=(9, 20, 16, 32))
+    array.reshape(-1)[::997] = np.resize(np.float32([np.nan, np.inf, -np.inf, -0.0, 1e-40]), 93)
+    grid, random = Grid.of(8, symmetric), np.random.default_rng(1)
+    channels = (math.prod(array.shape[axis] for axis in axes),) if axes else ()
+    scale = random.uniform(0.02, 0.08, channels).astype(np.float32)
+    zero_point = np.float32(random.integers(-3 if symmetric else 0, 4, channels))
+    x, gradient = tf.constant(array), tf.constant(random.normal(size=array.shape).astype(np.float32))
+    with tf.GradientTape() as outer:
+        outer.watch(gradient)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            made = fake_quantize(x, scale, zero_point, grid, axes)
+        passed = tape.gradient(made, x, gradient)
+    wanted = fake_quantize(x, scale, zero_point, grid, axes, kernel=False)
+    np.testing.assert_array_equal(np.asarray(made).view(np.int32), np.asarray(wanted).view(np.int32))
+    for found, given in ((passed, gradient), (outer.gradient(passed, gradient), tf.ones_like(gradient))):
+        through = fake_quantize_gradient(given, x, scale, zero_point, grid, axes)
+        np.testing.assert_array_equal(np.asarray(found).view(np.int32), np.asarray(through).view(np.int32))
+
+
 def test_nan_passes_no_gradient_and_leaves_those_of_others() -> None:
     x = torch.tensor([torch.nan, 0.5, 1000.0], requires_grad=True)
     for axes, shape in (((), ()), ((0,), (3,))):

@@ -60,7 +60,8 @@ def total(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def extent(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The least and the largest elements over axes."""
+    """The least and the largest elements over axes, outside of autograd."""
+    x = x.detach()
     if len(axes) == x.dim():
         least, most = x.aminmax()
         return least, most

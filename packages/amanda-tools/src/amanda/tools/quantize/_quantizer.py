@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from amanda.tools.quantize._arithmetic import group_size
+from amanda.tools.quantize._arithmetic import arithmetic, group_size
 from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
 from amanda.tools.quantize._grid import Grid, QuantizeError, choose_qparams
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
@@ -175,10 +175,11 @@ class Trained(Quantizer):
 
     def __call__(self, x: Any, frozen: bool) -> Any:
         """The value on the grid, whose gradient passes where it was not clipped."""
-        if not frozen or not self.settled:
-            self._follow(x)
         grid, axes, rounding = self.grid, self.axes, self.options.rounding
-        scale, zero_point = (self.xp.read(self.state[part]) for part in ("scale", "zero_point"))
+        if frozen and self.settled:
+            scale, zero_point = (self.xp.read(self.state[part]) for part in ("scale", "zero_point"))
+        else:
+            scale, zero_point = self._follow(x)
         if rounding == "half_even" and self.xp.has_kernel(x, axes):
             return fake_quantize(x, scale, zero_point, grid, axes)
 
@@ -190,17 +191,24 @@ class Trained(Quantizer):
 
         return self.xp.with_gradient(forward, backward, [x])
 
-    def _follow(self, x: Any) -> None:
-        least, most = extremes(self.xp.constant(x), self.axes)
+    def _follow(self, x: Any) -> tuple[Any, Any]:
+        """Scale and zero point with this value taken into account."""
+        least, most = extremes(x, self.axes)
         if not self.is_weight:
             if self.settled:
-                old = self.xp.read(self.state["least"]), self.xp.read(self.state["most"])
-                rate = self.options.averaging
-                least, most = old[0] + rate * (least - old[0]), old[1] + rate * (most - old[1])
+                least, most = self._averaged("least", least), self._averaged("most", most)
             self.xp.assign(self.state["least"], least)
             self.xp.assign(self.state["most"], most)
-        self._assign(*self._qparams(least, most))
+        scale, zero_point = self._qparams(least, most)
+        self.xp.assign(self.state["scale"], scale)
+        if not (self.settled and self.grid.symmetric):  # whose zero point is zero
+            self.xp.assign(self.state["zero_point"], zero_point)
         self.settled = True
+        return scale, zero_point
+
+    def _averaged(self, part: str, new: Any) -> Any:
+        old = arithmetic(new).like(new, self.xp.read(self.state[part]))
+        return old + (new - old) * np.float32(self.options.averaging)
 
 
 class Learned(Quantizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
+from amanda.tools.quantize import _numpy
+from amanda.tools.quantize._host import aligned_copy, on_grid, without
 
 
 def rint(x: Any) -> Any:
@@ -53,7 +56,10 @@ def total(x: Any, axes: Sequence[int]) -> Any:
 
 
 def extent(x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
-    """The least and the largest elements over axes."""
+    """The least and the largest elements over axes, outside of tapes; arrays of what is in host memory."""
+    if _in_host_memory(x):
+        return _numpy.extent(np.asarray(x), axes)
+    x = constant(x)
     return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
 
 
@@ -89,8 +95,57 @@ def is_plain(x: Any) -> bool:
 
 
 def has_kernel(x: Any, axes: Sequence[int]) -> bool:
-    """Whether `kernel` takes such a tensor: TensorFlow's own rounds otherwise."""
-    return False
+    """Whether `kernel` takes such a tensor: one in host memory."""
+    follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
+    return follow and _in_host_memory(x) and x.dtype == _tf().float32
+
+
+def kernel(x: Any, scale: Any, zero_point: Any, low: int, high: int, axes: Sequence[int] = ()) -> Any:
+    """Fake quantisation with the straight-through estimator, which tapes know.
+
+    TensorFlow's own rounds otherwise, and its operators one by one take ten times as long.
+    """
+    made, clipped = on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), low, high, axes)
+    return _recorded(made, x, clipped)
+
+
+def _recorded(made: NDArray[Any], given: Any, clipped: NDArray[Any]) -> Any:
+    """An array as a tensor whose gradient passes to what it was made of where nothing was clipped."""
+    from tensorflow.python.eager import record
+
+    tensor = _tensor(made)
+    record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
+    return tensor
+
+
+def _passing(gradient: Any, clipped: NDArray[Any]) -> Any:
+    if not clipped.size:
+        return gradient
+    gradient = _tf().convert_to_tensor(gradient)
+    return _recorded(without(np.asarray(gradient), clipped), gradient, clipped)
+
+
+def _tensor(array: NDArray[Any]) -> Any:
+    """An aligned array as a tensor, in the same memory."""
+    return _tf().experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+def _in_host_memory(x: Any) -> bool:
+    return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0")
+
+
+@functools.cache
+def _eager_tensor() -> Any:
+    from tensorflow.python.framework.ops import EagerTensor
+
+    return EagerTensor
+
+
+@functools.cache
+def _variable() -> Any:
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    return ResourceVariable
 
 
 # ---- state ----
@@ -115,11 +170,17 @@ def renewed(former: Any, value: Any) -> Any:
 
 def assign(state: Any, value: Any) -> None:
     """Write new values into state."""
-    state.assign(np.asarray(value, np.float32).reshape(state.shape))
+    array = np.asarray(value, np.float32).reshape(state.shape)
+    if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
+        _tf().raw_ops.AssignVariableOp(resource=state.handle, value=_tensor(aligned_copy(array)))
+    else:
+        state.assign(array, read_value=False)
 
 
 def read(state: Any) -> Any:
     """State as a tensor to compute with."""
+    if type(state) is _variable() and not state.trainable:  # a hot path; tapes hear of those that are
+        return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
     return _tf().convert_to_tensor(state)
 
 
@@ -131,6 +192,7 @@ def with_gradient(
 
     collect: is given the gradients of all but the first tensor, for in a graph no tape leads to state.
     """
+    from tensorflow.python.eager import record
 
     @_tf().custom_gradient  # type: ignore[untyped-decorator]
     def computed(*given: Any) -> Any:
@@ -141,7 +203,8 @@ def with_gradient(
                 collect(*found[1:])
             return found
 
-        return forward(*given), gradients
+        with record.stop_recording():
+            return forward(*given), gradients
 
     return computed(*tensors)
 

@@ -12,7 +12,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
 
 from .._recording import Unrecorded
-from ._taping import Kept, gradients, recorded
+from ._taping import gradients, recorded
 
 
 class _Calling(threading.local):

@@ -11,14 +11,14 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import imperative_grad
 from tensorflow.python.eager import tape as tapes
 
-Kept = tuple[Sequence[Any], Sequence[Any], Any]
+Kept = tuple[Sequence[Any], list[Any], Any]
 """What routines were given and gave, and the tape that leads from one to the other.
 
 None instead of a tape where all that they gave is something that they were given.
 """
 
 
-def recorded(routines: Callable[[], Sequence[Any]], given: Sequence[Any]) -> Kept:
+def recorded(routines: Callable[[], list[Any]], given: Sequence[Any]) -> Kept:
     """Call routines while a tape records what becomes of what they are given."""
     stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if stopped:
@@ -36,7 +36,9 @@ def recorded(routines: Callable[[], Sequence[Any]], given: Sequence[Any]) -> Kep
     return given, gave, None if handed_on else tape
 
 
-def gradients(kept: Kept, outputs: Sequence[int], inputs: Sequence[int], entering: Sequence[Any]) -> list[Any]:
+def gradients(
+    kept: Kept, outputs: Sequence[int], inputs: Sequence[int], entering: Sequence[Any]
+) -> list[Any]:
     """Vector-Jacobian products: for the inputs at these positions, of gradients of these outputs."""
     given, gave, tape = kept
     if tape is None:
