@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,3 +68,65 @@ def test_gradients_are_those_of_the_function_that_the_routine_makes_of_the_op(ru
     found = run(lambda x, y: x / y, Handing(routine))
     for one, wanted in zip(found, run(function, None), strict=True):
         np.testing.assert_array_equal(one, wanted)
+
+
+class Doubling(amanda.Tool):
+    """What multiplications read is doubled, in a way that gradients take."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context) -> None:
+        if context.get_op().type == "Mul":
+            context.insert_before_op(self.double)
+
+    @amanda.differentiable
+    def double(self, *values) -> Any:
+        return [2.0 * value for value in values]
+
+
+@pytest.mark.parametrize("run", [in_a_session, in_a_function])
+def test_gradients_of_what_several_ops_read_pass_the_routines_of_each(run: Any) -> None:
+    found = run(lambda x, y: (x * y) * y, Doubling())
+    for one, wanted in zip(found, (16.0 * X * Y * Y, 16.0 * Y * Y, 32.0 * X * Y), strict=True):
+        np.testing.assert_array_equal(one, wanted)
+
+
+class Held(amanda.Tool):
+    """Which of the values that routines were given still live as gradients of the first operation arrive."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+        self.alive: list[str] = []
+        self.add_inst_for_op(self.analyse)
+        self.add_inst_for_op(self.analyse_backward, backward=True)
+
+    def analyse(self, context) -> None:
+        if context.get_op().type == "Mul":
+            context.insert_before_op(self.double, name=context.get_op().name)
+
+    def analyse_backward(self, context) -> None:
+        if context.get_op().name == "first":
+            context.insert_after_backward_op(self.look)
+
+    @amanda.differentiable
+    def double(self, *values, name) -> Any:
+        self.given[name] = [weakref.ref(value) for value in values]
+        return [2.0 * value for value in values]
+
+    def look(self, *gradients) -> None:
+        self.alive += [name for name, refs in self.given.items() if any(one() is not None for one in refs)]
+
+
+def test_values_are_let_go_as_soon_as_gradients_have_passed_them() -> None:
+    tool = Held()
+    with tf.Graph().as_default(), tf1.Session() as session:
+        x, y = (tf1.placeholder(tf.float32, [2]) for _ in range(2))
+        z = tf.multiply(tf.multiply(x, y, name="first"), 3.0, name="second")
+        fetched = [z, *tf1.gradients(z, [x, y])]
+        with amanda.apply(tool):
+            found = session.run(fetched, {x: X, y: Y})
+    for one, wanted in zip(found, (48.0 * X * Y, 48.0 * Y, 48.0 * X), strict=True):
+        np.testing.assert_array_equal(one, wanted)
+    assert set(tool.given) == {"first", "second"}
+    assert set(tool.alive) == {"first"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from amanda.backend import (
 from tensorflow.python.framework import tensor_util
 
 from ._reads import TensorFlowReads
+from ._taping import Readers
 from ._values import GraphTensors
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ class Rewriting:
     index of the tensor, the place, its side and position.
     shared: the same where an op is given a tensor several times, by position; None where it is read as it is.
     taped: the places where routines of an op take part in autodiff, by op id.
+    readers: by a place, the nodes that read what is kept there.
     depths: how many loops are around a forward op, by op id; 0 for others.
     callees: graphs of the functions that a forward operation calls, by the operation and place.
     ids: op ids and facts of the forward operations that were analysed.
@@ -166,6 +169,7 @@ class Rewriting:
     kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
     shared: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
     taped: dict[int, list[Taped]] = field(default_factory=dict)
+    readers: dict[Hashable, Readers] = field(default_factory=lambda: defaultdict(Readers))
     depths: dict[int, int] = field(default_factory=dict)
     origin: Callable[[tf.Operation], Any] = lambda op: None
     inlining: Inlining | None = None

@@ -178,6 +178,8 @@ class Insertions:
             return
         count = self._places[facts.op_id] = self._places.get(facts.op_id, 0) + 1
         node.keeps, node.taped = (facts.op_id, where, count), takes_part
+        node.readers = self.rewriting.readers[node.keeps]
+        node.readers.told = not self.body.apart and facts.op.name not in self.body.stacked
         if takes_part:
             name = f"amanda/{len(self.rewriting.table)}"  # that of the node which is made next
             taped = Taped(where, node.keeps, (self.body.identity, name), given, gave)

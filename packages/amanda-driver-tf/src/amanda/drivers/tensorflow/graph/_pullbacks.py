@@ -116,6 +116,10 @@ class Pullbacks:
         here = identity == self._insertions.body.identity
         order = self._insertions.waits
         waits = order.after([made], order.number_at(op, True)) if here else []
+        readers = self._rewriting.readers[taped.place]
+        readers.count += 1
+        if not here or depth or self._insertions.body.node_name(op) in order.in_flow:
+            readers.told = False
         name = self._insertions.add(
             op, pullback, [ref for *_, ref in outputs], [enum(tensor) for _, tensor, _ in outputs],
             [enum(wanted[i]) for _, i in inputs], ahead=True, instead=True, waits=waits,

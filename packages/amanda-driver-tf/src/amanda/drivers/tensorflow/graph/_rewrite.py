@@ -333,6 +333,7 @@ class _Rewriter:
                 self.body.number_at(op, True) if self.body.number_at else None,
             )  # one in each frame
             if place not in self._recalled:
+                self.rewriting.readers[source[0]].told = False
                 recalled = Recalled(*source, self.rewriting.depths.get(source[0][0], 0))
                 name = self.insertions.add(op, recalled, (), (), [enum(tensor)], ahead=True)
                 self._recalled[place] = self.insertions.output_of(name, 0)

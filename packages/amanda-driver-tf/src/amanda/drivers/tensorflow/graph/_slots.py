@@ -12,7 +12,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
 
 from .._recording import Unrecorded
-from ._taping import gradients, recorded
+from ._taping import Kept, Readers, gradients, recorded
 
 
 class _Calling(threading.local):
@@ -82,23 +82,26 @@ class Node(Inserted):
 
     keeps: under what name it keeps its values for a backward pass; None where it does not.
     taped: whether the way from what it is given to what it gives back is differentiated.
+    readers: of what it keeps.
     """
 
-    __slots__ = ("dtypes", "keeps", "taped")
+    __slots__ = ("dtypes", "keeps", "readers", "taped")
 
     dtypes: Sequence[Any]
     keeps: Hashable
     taped: bool
+    readers: Readers
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
         if self.taped:
-            kept = recorded(lambda: self._results(execution, flat, rounds), list(flat))
+            values = recorded(lambda: self._results(execution, flat, rounds), list(flat))
         else:
-            kept = list(flat), self._results(execution, flat, rounds), None
+            values = list(flat), self._results(execution, flat, rounds), None
         if self.keeps is not None:
-            execution.keep((self.keeps, *rounds[: self.depth]), kept)
-        return kept[1]
+            count = self.readers.count if self.readers.told else 0
+            execution.keep((self.keeps, *rounds[: self.depth]), Kept(values, count))
+        return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Rounds) -> list[Any]:
         results = super().run(execution, flat, rounds)
@@ -119,8 +122,9 @@ class Recalled:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """That tensor."""
-        kept = execution.kept((self.place, *rounds[: self.depth]), self)
-        return [kept[self.side][self.index]]
+        kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
+        tensor: Any = kept.taken()[self.side][self.index]
+        return [tensor]
 
 
 class Pullback:
@@ -137,8 +141,8 @@ class Pullback:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The vector-Jacobian products."""
-        kept = execution.kept((self.place, *rounds[: self.depth]), self)
-        return gradients(kept, self.outputs, self.inputs, flat)
+        kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
+        return gradients(kept.taken(), self.outputs, self.inputs, flat)
 
 
 class Packed:

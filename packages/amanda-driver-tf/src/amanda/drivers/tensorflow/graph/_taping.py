@@ -3,7 +3,10 @@
 A hot path: `tf.GradientTape` takes ten times as long for what it does besides.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -11,14 +14,43 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import imperative_grad
 from tensorflow.python.eager import tape as tapes
 
-Kept = tuple[Sequence[Any], list[Any], Any]
+Values = tuple[Sequence[Any], list[Any], Any]
 """What routines were given and gave, and the tape that leads from one to the other.
 
 None instead of a tape where all that they gave is something that they were given.
 """
 
 
-def recorded(routines: Callable[[], list[Any]], given: Sequence[Any]) -> Kept:
+@dataclass
+class Readers:
+    """How many nodes read what a place keeps; told: whether each of them does so once in an execution."""
+
+    count: int = 0
+    told: bool = True
+
+
+class Kept:
+    """Values that are let go as the last of so many readers has them; never where there are none.
+
+    A variable whose value nobody else holds is updated in its own memory.
+    """
+
+    def __init__(self, values: Values, readers: int) -> None:
+        self._values: Values | None = values
+        self._left = [None] * readers
+
+    def taken(self) -> Values:
+        """The values, for one of the readers; these may be on several threads."""
+        values = self._values
+        assert values is not None
+        if self._left:
+            self._left.pop()
+            if not self._left:
+                self._values = None
+        return values
+
+
+def recorded(routines: Callable[[], list[Any]], given: Sequence[Any]) -> Values:
     """Call routines while a tape records what becomes of what they are given."""
     stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if stopped:
@@ -37,10 +69,10 @@ def recorded(routines: Callable[[], list[Any]], given: Sequence[Any]) -> Kept:
 
 
 def gradients(
-    kept: Kept, outputs: Sequence[int], inputs: Sequence[int], entering: Sequence[Any]
+    values: Values, outputs: Sequence[int], inputs: Sequence[int], entering: Sequence[Any]
 ) -> list[Any]:
     """Vector-Jacobian products: for the inputs at these positions, of gradients of these outputs."""
-    given, gave, tape = kept
+    given, gave, tape = values
     if tape is None:
         return [_passed(given[i], outputs, gave, entering) for i in inputs]
     sources = [given[i] for i in inputs]

@@ -33,12 +33,17 @@ def cone(graph: Any, request: Request) -> list[Any]:
 
 
 def after_forward(ops: Sequence[Any], request: Request, forward: Mapping[str, Any]) -> list[Any]:
-    """The operations of a cone, with those that are differentiated, and what they read, first."""
+    """The operations of a cone, with those that are differentiated, and what they read, first.
+
+    The others are in the order in which they were made, as far as they read one another: so the gradients of
+    an operation come before all that is computed from one of them.
+    """
     names = {op.name for op in ops}
     before = {name: op for name, op in forward.items() if op.name in names}
     differentiated = {op.name for op in forward.values()}
     first = [op for op in ops if op.name in differentiated]
-    return _topological([*first, *ops], request.feeds, before)
+    made = {op.name: i for i, op in enumerate(ops[0].graph.get_operations())} if ops else {}
+    return _topological([*first, *sorted(ops, key=lambda op: made[op.name])], request.feeds, before)
 
 
 def _topological(
