@@ -729,6 +729,34 @@ def test_compiled_graphs_keep_matches_of_several_ops_and_say_so() -> None:
     torch._dynamo.reset()
 
 
+def test_gradients_of_gradients_go_through_what_was_put_off_and_computed() -> None:
+    model, dropout = normalised().train(), nn.Dropout(0.5)
+    x = IMAGES.clone().requires_grad_()
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        loss = (
+            model[1](dropout(model[0](x))).square().mean()
+            + model[4](model[3](x.tile(1, 3, 1, 1)[:, :8])).mean()
+        )
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (gradient.square().sum() + loss).backward()
+        return [gradient.detach(), *(one.grad.clone() for one in model.parameters()), torch.rand(2)]
+
+    wanted, program = step(), Model(step)
+    tool = RewriteTool(
+        [
+            "fold_batch_norm",
+            Rule(Op("batch_norm", Op("dropout", Op("conv2d"))), Match.original, when=lambda _: False),
+        ]
+    )
+    with amanda.apply(tool):
+        for _ in range(4):
+            torch.testing.assert_close(program(), wanted)
+    assert all(sum(one.fallbacks.values()) == 4 for one in tool.result.matches)
+
+
 def test_dropout_is_removed_also_in_place() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5, inplace=True))
     x = torch.rand(3, 4)

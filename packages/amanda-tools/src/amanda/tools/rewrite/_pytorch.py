@@ -79,7 +79,7 @@ class Delay(Step):
     modes: autograd and autocast, as they were when it was due; below autograd, where a kernel has it
     computed, the keys of dispatch are restored too.
     is_written: whether its inputs were written after it; a write through `.data` has another version.
-    is_put_off: whether a tensor stands for the output, whose gradient goes to what was `given`.
+    is_put_off: whether a tensor stands for the output, whose gradient goes to tensors of its own.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Delay(Step):
         self._versions = _versions(inputs)
         self._read = read
         self.is_written = self.is_put_off = False
-        self.given: list[Any] = []
+        self._given: Sequence[Any] = ()
+        self._random: Any = None
         self._value: Any = None
         self._lock = threading.RLock()
 
@@ -120,13 +121,36 @@ class Delay(Step):
 
     def value(self) -> Any:
         """The output, computed at most once."""
+        import torch
+        from torch.utils.checkpoint import get_device_states
+
         with self._lock:
             if self._value is None:
-                with amanda.disabled(), self._as_it_was():
-                    values = map(value_of, self.inputs)
-                    self.given = [aliased(one) if self.is_put_off else one for one in values]
-                    self._value = self.compute(*self.given)
+                self._random = torch.get_rng_state(), get_device_states(*tensors(self.inputs))
+                self._value, self._given = self._computed()
             return self._value
+
+    def differentiable(self) -> tuple[Any, Sequence[Any]]:
+        """The output, and the tensors to which its gradients go, in the place of the inputs."""
+        return self.value(), self._given
+
+    def again(self) -> tuple[Any, Sequence[Any]]:
+        """The same, computed once more from the same state of the random generators."""
+        import torch
+        from torch.utils.checkpoint import set_device_states
+
+        self.value()
+        state, (devices, states) = self._random
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(state)
+            set_device_states(devices, states)
+            return self._computed()
+
+    def _computed(self) -> tuple[Any, Sequence[Any]]:
+        with amanda.disabled(), self._as_it_was():
+            values = [value_of(one) for one in self.inputs]
+            given = [aliased(one) for one in values] if self.is_put_off else values
+            return self.compute(*given), given
 
     def read(self, reader: str) -> Any:
         """The output, for a reader outside of the match."""

@@ -136,8 +136,10 @@ def _classes() -> tuple[Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            value, inputs = ctx.delay.value(), list(tensors(ctx.delay.inputs))
-            given = zip(inputs, tensors(ctx.delay.given), strict=True)
+            inputs = list(tensors(ctx.delay.inputs))
+            # what is differentiated once more is freed by that, and this may be called then
+            value, given = ctx.delay.again() if torch.is_grad_enabled() else ctx.delay.differentiable()
+            given = zip(inputs, tensors(given), strict=True)
             wanted = [alias for one, alias in given if one.requires_grad]
             found = iter(
                 torch.autograd.grad(
