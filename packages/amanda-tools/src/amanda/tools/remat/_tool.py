@@ -127,6 +127,7 @@ class RematTool(amanda.Tool):
     def _opened(self) -> Store:
         if self._store is None:
             self._store = Store(self._budget, self._heuristic, self._strict)
+            self._store.short = self._short  # what was said in an earlier scope is not said again
         return self._store
 
     # ---- execution ----

@@ -148,8 +148,7 @@ class Delay(Step):
 
     def _computed(self) -> tuple[Any, Sequence[Any]]:
         with amanda.disabled(), self._as_it_was():
-            values = [value_of(one) for one in self.inputs]
-            given = [aliased(one) for one in values] if self.is_put_off else values
+            given = [aliased(one) if self.is_put_off else value_of(one) for one in self.inputs]
             return self.compute(*given), given
 
     def read(self, reader: str) -> Any:

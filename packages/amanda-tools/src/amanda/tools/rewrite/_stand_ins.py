@@ -63,12 +63,16 @@ def value_of(value: Any) -> Any:
 
 
 def aliased(value: Any) -> Any:
-    """A value with tensors of their own, so that gradients arriving there are not those of what made it."""
+    """The output that a value stands for, or itself, at which no other value's gradients arrive."""
     import torch
 
-    if isinstance(value, torch.Tensor) and value.requires_grad:
+    if type(value) in (list, tuple):
+        return type(value)(map(aliased, value))
+    if not (isinstance(value, torch.Tensor) and value.requires_grad):
+        return value_of(value)
+    if delay_of(value) is None:
         return value.view_as(value)
-    return type(value)(map(aliased, value)) if type(value) in (list, tuple) else value
+    return _classes()[2].apply(value, value_of(value).detach())
 
 
 def tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -91,7 +95,7 @@ def _stand_in(delay: Delay, form: Form | None) -> torch.Tensor:
     import torch
 
     assert form is not None
-    kind, _ = _classes()
+    kind, _, _ = _classes()
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind, form.shape, strides=form.strides, dtype=form.dtype, device=form.device
     )
@@ -110,8 +114,8 @@ HOOKS = ("register_hook", "retain_grad")
 
 
 @cache
-def _classes() -> tuple[Any, Any]:
-    """The class of stand-ins, and what leads gradients that arrive at one to what the op was given."""
+def _classes() -> tuple[Any, Any, Any]:
+    """Stand-ins; what leads gradients from one to what the op was given, and to one from its output."""
     import torch
 
     class Delayed(torch.Tensor):
@@ -149,11 +153,20 @@ def _classes() -> tuple[Any, Any]:
             )  # fmt: skip
             return None, None, *(next(found) if one.requires_grad else None for one in inputs)
 
+    class StoodFor(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return value.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return *gradients, None
+
     for name in _READ_BY_METHODS:
         setattr(Delayed, name, _reading(getattr(torch.Tensor, name)))
     for name in HOOKS:
         setattr(Delayed, name, _watching(getattr(torch.Tensor, name)))
-    return Delayed, PutOff
+    return Delayed, PutOff, StoodFor
 
 
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
