@@ -422,3 +422,13 @@ def test_slices_that_are_always_the_same_have_masks_in_a_graph() -> None:
         kernel.scatter_nd_update([[one]], [kernel[one] * element_mask(kernel[one], 0.5)])
     np.testing.assert_allclose(model(x).numpy(), found, rtol=1e-5)
     assert len(tool.result.rows()) == 2
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_kernels_that_a_layer_splits_have_masks(mode: str) -> None:
+    model = keras.Sequential([layers.Input((3, 6, 4)), layers.ConvLSTM1D(4, 3)])
+    tool = PruneTool(sparsity=0.5)
+    with amanda.apply(tool):
+        MODES[mode](model)(tf.ones((2, 3, 6, 4)))
+    assert {row[8] for row in tool.result.rows()} == {0.5}
+    assert not tool.result.left

@@ -11,6 +11,7 @@ from amanda.tools.mapping._tensorflow_names import PASSES, READS, SELECTS
 
 _PASSES = PASSES | {"Squeeze", "ExpandDims"}
 _VALUE_AT = {"Split": 1}
+_FIXED = frozenset({"Split", "SplitV", "Unpack"})  # the program says which of the parts it takes
 
 
 class Slices:
@@ -20,7 +21,7 @@ class Slices:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, tuple[Any, bool]] = {}
 
     def follow(self, context: amanda.OpContext) -> None:
         """Let an op leave word of what it selects of a variable; call it in a forward analysis routine."""
@@ -29,25 +30,28 @@ class Slices:
             return
         inputs = context.get_inputs()
         held = name in SELECTS and any(context.get_variable(i) is not None for i in range(len(inputs)))
-        if held or any(map(self._is_made, inputs)):
-            context.insert_after_op(self._note)
+        made = [known for one in inputs if (known := self._known(one)) is not None]
+        if held or made:
+            chosen = name in SELECTS - _FIXED or any(chosen for _, chosen in made)
+            context.insert_after_op(self._note, chosen=chosen)
 
     def reads(self, context: amanda.OpContext, index: int, chosen: bool) -> bool:
         """Whether an input of an op was selected out of a variable.
 
-        chosen: whether the data have to choose it, as they may in eager mode.
+        chosen: whether the data have to choose it, as indices may in eager mode.
         """
         value = context.get_inputs()[index]
-        return self._is_made(value) or _is_selected(value, chosen)
+        known = self._known(value)
+        return (known[1] or not chosen) if known is not None else _is_selected(value, chosen)
 
-    def _is_made(self, value: Any) -> bool:
+    def _known(self, value: Any) -> tuple[Any, bool] | None:
         known = self._made.get(id(value))
-        return known is not None and known() is value
+        return known if known is not None and known[0]() is value else None
 
-    def _note(self, *made: Any) -> None:
+    def _note(self, *made: Any, chosen: bool) -> None:
         for one in made:
             for tensor in one if isinstance(one, (list, tuple)) else [one]:
-                self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor)))
+                self._made[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), chosen
 
     def _forget(self, key: int, _: Any) -> None:
         self._made.pop(key, None)
