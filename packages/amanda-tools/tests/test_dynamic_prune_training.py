@@ -262,6 +262,8 @@ def test_without_the_cache_and_in_half_precision_predictors_say_the_same(
         (lambda: AttentionPruneTool(by="chance"), "by is 'chance'"),
         (lambda: AttentionPruneTool(block=0), "block is 0"),
         (lambda: AttentionPruneTool(protect=-1), "protect is -1"),
+        (lambda: AttentionPruneTool(protect=1.5), "protect is 1.5"),  # type: ignore[arg-type]
+        (lambda: DynamicChannelPruneTool(seed="a"), "seed is 'a'"),  # type: ignore[arg-type]
         (lambda: AttentionPruneTool(by="learned", hidden=0), "hidden is 0"),
         (lambda: ActivationPruneTool(temperature=0), "temperature is 0"),
     ],

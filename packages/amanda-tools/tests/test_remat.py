@@ -109,7 +109,15 @@ def test_a_budget_that_cannot_be_held_is_said_or_an_error(
 
 @pytest.mark.parametrize(
     ("budget", "wanted"),
-    [(3, 3), ("2GiB", 2 << 30), ("512 MB", 512_000_000), ("1.5k", 1500), ("7", 7), (None, None)],
+    [
+        (3, 3),
+        ("2GiB", 2 << 30),
+        ("512 MB", 512_000_000),
+        ("1.5k", 1500),
+        ("7", 7),
+        (None, None),
+        (torch.tensor([9]).numpy()[0], 9),
+    ],
 )
 def test_budgets_are_numbers_or_texts_with_a_unit(budget: Any, wanted: int | None) -> None:
     assert RematTool(budget=budget).result.budget == wanted

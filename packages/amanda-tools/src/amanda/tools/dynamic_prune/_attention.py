@@ -224,5 +224,5 @@ def _check(unit: str, by: str, block: int, protect: int, hidden: int) -> None:
     for name, count, least, of in (
         ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
     ):  # fmt: skip
-        if count < least:
-            raise AmandaError(f"{name} is {count}; it is a number of {of}, {least} at least")
+        if not isinstance(count, (int, np.integer)) or count < least:
+            raise AmandaError(f"{name} is {count!r}; it is a number of {of}, {least} at least")

@@ -35,6 +35,8 @@ class DynamicPruneTool(amanda.Tool):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
+        if not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise AmandaError(f"seed is {seed!r}; it is a number without decimals, 0 or more")
         self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._flow = Flow()
         self.depends_on(StandardMapping())

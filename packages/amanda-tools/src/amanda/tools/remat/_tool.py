@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
+from numbers import Integral
 from time import perf_counter
 from typing import Any, Literal
 
@@ -219,6 +220,8 @@ def _bytes(budget: int | str | None) -> int | None:
         unit = found[2].lower()
         if unit in _UNITS:
             return int(float(found[1]) * _UNITS[unit])
-    if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0):
-        return budget
+    if budget is None:
+        return None
+    if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 0:
+        return int(budget)
     raise ToolError(f'budget is a number of bytes, or a text such as "2GiB" or "512 MB", not {budget!r}')

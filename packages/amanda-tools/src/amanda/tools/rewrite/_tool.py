@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -203,7 +203,11 @@ class RewriteTool(amanda.Tool):
 
 
 def _listed(rules: Sequence[str | Rule] | str | Rule) -> Sequence[str | Rule]:
-    return [rules] if isinstance(rules, (str, Rule)) else rules
+    if isinstance(rules, (str, Rule)):
+        return [rules]
+    if not isinstance(rules, Iterable):
+        raise PatternError(f"rules is {rules!r}; give Rules or names of rules")
+    return list(rules)
 
 
 def _chosen(one: str | Rule) -> Sequence[Rule]:
