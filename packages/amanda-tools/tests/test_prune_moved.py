@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -291,6 +292,14 @@ def test_rows_are_pruned_and_quantized() -> None:
         wanted = [by_hand(X, chosen) for chosen in BATCHES]
     with amanda.apply(prune, quantize):
         assert all(torch.equal(model(X, chosen), y) for chosen, y in zip(BATCHES, wanted, strict=True))
+
+
+def test_a_tool_goes_to_another_process_before_it_is_used() -> None:
+    model, tool = Gathered(), pickle.loads(pickle.dumps(PruneTool(sparsity=0.5)))
+    by_hand = pruned_by_hand(model, lambda row: element_mask(row, 0.5))
+    with amanda.apply(copy.deepcopy(tool)):
+        y = model(X, BATCHES[0])
+    assert torch.equal(y, by_hand(X, BATCHES[0]))
 
 
 def test_nothing_of_a_model_is_kept_when_it_is_gone() -> None:

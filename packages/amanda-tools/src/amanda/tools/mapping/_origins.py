@@ -91,7 +91,10 @@ class Origins:
         if selects or self.is_selected(context.get_inputs()[0]):
             for one in context.get_outputs() or ():
                 if getattr(one, "_base", one) is None:  # else it is a view of the parameter, which is known
-                    self._symbols[id(one)] = weakref.ref(one)
+                    self._symbols[id(one)] = weakref.ref(one, partial(self._forget, id(one)))
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._symbols.pop(key, None)
 
     def is_selected(self, symbol: Any) -> bool:
         """Whether a symbol of a graph was selected out of a parameter, or is a view of such a one."""
