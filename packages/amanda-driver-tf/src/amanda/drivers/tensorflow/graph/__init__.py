@@ -26,8 +26,10 @@ The caller runs `rewrite` in `context.eager_mode()` with instrumentation off, th
 
 from ._backward import ForwardMap, records
 from ._body import DEFAULT_BUDGET, Body, Rewriting, Rewritten, constant_value
+from ._edited import NUMBER, copy_of, edited
 from ._flow import enters
-from ._functions import NUMBER, Function, body_of, copy_of, edited, function_named, function_of
+from ._function_body import body_of
+from ._functions import Function, function_named, function_of
 from ._generators import callees, draws
 from ._reads import TensorFlowReads
 from ._rewrite import rewrite

@@ -9,7 +9,8 @@ import tensorflow as tf
 from amanda.backend import digest
 
 from ._body import Body, Rewriting, Rewritten, op_id
-from ._functions import body_of, copy_of, edited
+from ._edited import copy_of, edited
+from ._function_body import body_of
 from ._rounds import enter
 from ._slots import INT64
 
