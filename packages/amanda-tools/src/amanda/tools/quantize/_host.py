@@ -20,15 +20,14 @@ _ALIGNED = 16
 
 
 def on_grid(
-    x: Floats, scale: Floats, zero_point: Floats, low: int, high: int, axes: Sequence[int] = ()
-) -> tuple[Floats, NDArray[np.intp]]:
-    """`fake_quantize` of a contiguous array, half to even, and the flat positions of what was clipped.
+    x: Floats, scale: Floats, zero_point: Floats, low: int, high: int, axes: Sequence[int], into: Floats
+) -> NDArray[np.intp]:
+    """Write `fake_quantize` of a contiguous array, half to even; the flat positions of what was clipped.
 
     NaN counts to that.  scale, zero_point: scalars, or (channels,) with `axes` of the channels in x, which
-    follow one another.
+    follow one another.  into: a contiguous array of its shape.
     """
-    rows = _rows(x, axes)
-    made = _aligned(rows.shape)
+    rows, made = _rows(x, axes), _rows(into, axes)
     s, z = (_beside(np.asarray(one, np.float32), x, axes) for one in (scale, zero_point))
     inverse = np.float32(1) / s
     each = max(1, _PIECE // prod(rows.shape[1:]))
@@ -45,19 +44,15 @@ def on_grid(
             clipped.append(np.flatnonzero(outside) + first * prod(rows.shape[1:]))
         np.subtract(inside, z[own], out=inside)
         np.multiply(inside, s[own], out=out)
-    return made.reshape(x.shape), np.concatenate(clipped) if clipped else np.empty(0, np.intp)
-
-
-def without(gradient: Floats, positions: NDArray[np.intp]) -> Floats:
-    """A copy of an array, whose elements at flat positions are multiplied by zero."""
-    made = aligned_copy(gradient)
-    made.reshape(-1)[positions] *= 0
-    return made
+    return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
 
 
 def aligned_copy(array: Floats) -> Floats:
     """A copy whose memory a framework takes as it is."""
-    made = _aligned(array.shape)
+    count = prod(array.shape)
+    memory = np.empty(count + _ALIGNED, np.float32)
+    first = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
+    made = memory[first : first + count].reshape(array.shape)
     np.copyto(made, array)
     return made
 
@@ -75,10 +70,3 @@ def _beside(parameter: Floats, x: Floats, axes: Sequence[int]) -> Floats:
         return parameter.reshape(1)
     first, last = axes[0], axes[-1] + 1
     return parameter.reshape(*([1] if first else []), *x.shape[first:last], *[1] * (x.ndim - last))
-
-
-def _aligned(shape: Sequence[int]) -> Floats:
-    count = prod(shape)
-    memory = np.empty(count + _ALIGNED, np.float32)
-    first = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
-    return memory[first : first + count].reshape(shape)

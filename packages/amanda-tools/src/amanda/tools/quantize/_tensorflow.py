@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.quantize import _numpy
-from amanda.tools.quantize._host import aligned_copy, on_grid, without
+from amanda.tools.quantize._host import aligned_copy, on_grid
 
 
 def rint(x: Any) -> Any:
@@ -105,15 +106,15 @@ def kernel(x: Any, scale: Any, zero_point: Any, low: int, high: int, axes: Seque
 
     TensorFlow's own rounds otherwise, and its operators one by one take ten times as long.
     """
-    made, clipped = on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), low, high, axes)
-    return _recorded(made, x, clipped)
+    tensor, array = _empty(x.shape)
+    clipped = on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), low, high, axes, array)
+    return _recorded(tensor, x, clipped)
 
 
-def _recorded(made: NDArray[Any], given: Any, clipped: NDArray[Any]) -> Any:
-    """An array as a tensor whose gradient passes to what it was made of where nothing was clipped."""
+def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
+    """A tensor whose gradient passes to what it was made of where nothing was clipped."""
     from tensorflow.python.eager import record
 
-    tensor = _tensor(made)
     record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
     return tensor
 
@@ -122,16 +123,31 @@ def _passing(gradient: Any, clipped: NDArray[Any]) -> Any:
     if not clipped.size:
         return gradient
     gradient = _tf().convert_to_tensor(gradient)
-    return _recorded(without(np.asarray(gradient), clipped), gradient, clipped)
+    tensor, array = _empty(gradient.shape)
+    np.copyto(array, np.asarray(gradient))
+    array.reshape(-1)[clipped] *= 0
+    return _recorded(tensor, gradient, clipped)
 
 
-def _tensor(array: NDArray[Any]) -> Any:
-    """An aligned array as a tensor, in the same memory."""
-    return _tf().experimental.dlpack.from_dlpack(array.__dlpack__())
+def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
+    """A tensor in host memory, and an array in the same memory to write what the tensor is to hold.
+
+    TensorFlow's allocator has memory left of the last step, which NumPy would take anew from the system.
+    """
+    with _tf().device("CPU:0"):
+        tensor = _tf().raw_ops.Empty(shape=_constant_shape(tuple(shape)), dtype="float32")
+    array = np.asarray(tensor)
+    memory = (ctypes.c_float * array.size).from_address(array.ctypes.data)
+    return tensor, np.frombuffer(memoryview(memory), np.float32).reshape(array.shape)
+
+
+@functools.lru_cache(4096)
+def _constant_shape(shape: tuple[int, ...]) -> Any:
+    return _tf().constant(shape, "int32", (len(shape),))
 
 
 def _in_host_memory(x: Any) -> bool:
-    return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0")
+    return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and _tf().executing_eagerly()
 
 
 @functools.cache
@@ -172,7 +188,8 @@ def assign(state: Any, value: Any) -> None:
     """Write new values into state."""
     array = np.asarray(value, np.float32).reshape(state.shape)
     if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
-        _tf().raw_ops.AssignVariableOp(resource=state.handle, value=_tensor(aligned_copy(array)))
+        held = _tf().experimental.dlpack.from_dlpack(aligned_copy(array).__dlpack__())
+        _tf().raw_ops.AssignVariableOp(resource=state.handle, value=held)
     else:
         state.assign(array, read_value=False)
 
