@@ -98,9 +98,9 @@ class _Rewriter:
             if called is not None:
                 backward = backward or called.backward
                 name, number = self.body.node_name(op), self.insertions.waits.number_at(op, True)
+                self.called[name] = called.number
                 if called.backward:
                     self._wait_for_calls(op, number)
-                self.called[name] = called.number
                 self.insertions.waits.note(name, name, number)
                 if op not in self._in_flow:
                     self._calls.append(name)
@@ -126,16 +126,22 @@ class _Rewriter:
 
         It waits for the last call of gradients, which has waited for others, and those since.  Behind control
         flow of version 1, which may leave some out, it waits for its forward operation and what it reads.
+        So does its number, which all routines in it read.
         """
         name = self.body.node_name(op)
         if op in self._in_flow:
             near = {self._forward_name.get(name), *(self.body.node_name(one.op) for one in op.inputs)}
-            waits = [one for one in self.called if one in near]
+            waits = [one for one in self.called if one in near and one != name]
         else:
             waits, self._calls = self._calls, []
-        waits = [text[1:] for text in self.insertions.waits.after(waits, number)]
-        ahead = self.insertions.ahead.setdefault(name, [])
-        ahead += [self.removed.get(one, one) for one in waits]
+        texts = self.insertions.waits.after(waits, number)
+        given = self.called[name]
+        if texts and given:
+            rank = int(self.body.depth_of(op) > 0 or given != number)
+            self.called[name] = self.insertions.waits.number_after(given, rank, texts)
+        elif texts:
+            ahead = self.insertions.ahead.setdefault(name, [])
+            ahead += [self.removed.get(text[1:], text[1:]) for text in texts]
 
     # ---- operations ----
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tensorflow.core.framework import node_def_pb2
+from tensorflow.core.framework import node_def_pb2, tensor_shape_pb2
 
 from ._slots import INT64
 
@@ -38,6 +38,7 @@ class Waits:
         self._made = made
         self._unsure: set[str] = set()
         self._either: dict[tuple[str, ...], str] = {}
+        self._numbers = 0
 
     def number_at(self, op: tf.Operation, ahead: bool) -> str:
         """The number that nodes read ahead of an operation or behind it."""
@@ -64,6 +65,22 @@ class Waits:
             waits.append(self._run_or_left_out(unsure, number))
         waits += [self._body.end_of(self.numbers[one], number) for one in nodes if one not in here]
         return [f"^{one}" for one in waits if one is not None]
+
+    def number_after(self, number: str, rank: int, waits: Sequence[str]) -> str:
+        """The number for a call that waits for others: how it is read.
+
+        rank: 0 for a number alone, 1 where rounds follow it.
+        Where a call waits for another, and reads what waits for that as well, TensorFlow's optimizer drops
+        the wait of the call, and then lets each node of the function run once it has what it reads itself.
+        """
+        self._numbers += 1
+        node = node_def_pb2.NodeDef(name=f"amanda/after{self._numbers}", op="EnsureShape")
+        node.input.extend([number, *waits])
+        node.attr["T"].type = INT64
+        node.attr["shape"].shape.SetInParent()
+        node.attr["shape"].shape.dim.extend([tensor_shape_pb2.TensorShapeProto.Dim(size=-1)] * rank)
+        self._made.append(node)
+        return str(node.name) if self._body.syntax.dead_values else f"{node.name}:output:0"
 
     def _run_or_left_out(self, nodes: tuple[str, ...], number: str) -> str:
         """A node that runs when each of these has run or been left out.
