@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import amanda
-from amanda.tools.prune import PruneTool
+from amanda.tools.prune import PruneTool, element_mask
 
 X = torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
 
@@ -60,3 +60,28 @@ def test_masks_that_are_made_again_are_called_as_python() -> None:
                 prune.step()
         results.append(output)
     assert torch.equal(*results)
+
+
+class Parts(nn.Module):
+    """A product with a part of a parameter; which one, each graph has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight[chosen])
+
+
+def test_graphs_that_read_other_parts_of_a_parameter_have_masks_of_their_own() -> None:
+    torch._dynamo.reset()
+    model, prune, x = Parts(), PruneTool(sparsity=0.5), torch.rand(2, 4)
+    call = torch.compile(model, backend="aot_eager")
+    with amanda.apply(prune, compiled="instrument"):
+        found = [call(x, chosen) for chosen in (2, 0, 1, 2)]
+    weights = [one * element_mask(one, 0.5) for one in model.weight.detach()]
+    for chosen, y in zip((2, 0, 1, 2), found, strict=True):
+        assert torch.equal(y, nn.functional.linear(x, weights[chosen]))
+    names = {name for name in prune.state_dict() if "mask" in name}
+    assert names == {"weight/mask@0", "weight/mask@16", "weight/mask@32"}

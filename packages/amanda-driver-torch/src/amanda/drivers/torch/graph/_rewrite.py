@@ -113,9 +113,11 @@ class Rewriting:
         scope, source = scope_of(node, self._prefix), source_of(node)
         native = call.call
         variables = [self.symbols.variable(value) for value in native.inputs]
-        ordinals = tuple(self.symbols.ordinal(one) for one in variables if one is not None)
+        pairs = zip(native.inputs, variables, strict=True)
+        ordinals = tuple(self._read(value, one) for value, one in pairs if one is not None)
+        told = (one for pair in ordinals for one in pair)
         place = digest(
-            "graph", self._instance, scope, native.op_type(), node.meta.get("stack_trace") or "", *ordinals
+            "graph", self._instance, scope, native.op_type(), node.meta.get("stack_trace") or "", *told
         )
         self._occurrences[place] += 1
         return OpFacts(
@@ -125,6 +127,12 @@ class Rewriting:
             read_variables=lambda: ordinals, read_value=self.symbols.value, variable_of=self.symbols.variable,
             path_of=self._path_of, compute=native.computation(),
         )  # fmt: skip
+
+    def _read(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
+        """Which parameter an op reads, and which part of it, where another graph may read another."""
+        if value._base is None or value.numel() == variable.numel():
+            return self.symbols.ordinal(variable), ""
+        return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
 
     def _analyse_backward(self, one: Ran) -> None:
         for call, step in reversed(list(zip(one.calls, self._steps.get(one.node, ()), strict=False))):
