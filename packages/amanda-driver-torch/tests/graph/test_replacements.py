@@ -45,3 +45,28 @@ def test_a_replacement_that_reads_inputs_of_other_ops_is_refused() -> None:
     ):
         compiled(torch.rand(2, 3))
     assert "FromAfar" in "".join(caught.value.__notes__)
+
+
+def test_ops_in_place_are_replaced_with_the_gradients_of_eager_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Threshold(0.1, 2.0, inplace=True), nn.Linear(4, 2))
+    x = torch.rand(2, 3)
+    tool = amanda.Tool()
+
+    def shifted(value: Any, *others: Any, original: Any) -> Any:
+        return original(value, *others) * value + 1
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "threshold_":
+            context.replace_op(shifted)
+
+    tool.add_inst_for_op(analyse)
+    found = []
+    for run, compiled in ((model, "eager"), (torch.compile(model, backend="aot_eager"), "instrument")):
+        model.zero_grad()
+        with amanda.apply(tool, compiled=compiled):
+            y = run(x)
+            y.square().sum().backward()
+        found.append([y.detach(), *(one.grad.clone() for one in model.parameters())])  # type: ignore[union-attr]
+    assert not torch.equal(found[0][0], model(x))
+    torch.testing.assert_close(found[1], found[0])

@@ -79,6 +79,11 @@ class Values:
         return placed
 
 
+def cloned(values: Sequence[Any], targets: Sequence[int]) -> list[Any]:
+    """The values, with copies of those that an op writes."""
+    return [one.clone() if i in targets else one for i, one in enumerate(values)]
+
+
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
@@ -143,17 +148,26 @@ def _differ(value: Any, other: Any) -> bool:
 class CalledInstead(Called):
     """A routine in the place of an op.
 
-    compute: the op itself, on the values that the graph hands over.
+    compute: the op itself, on the values that the graph hands over, of which it writes copies of `targets`.
     """
 
-    __slots__ = ("compute",)
+    __slots__ = ("compute", "targets")
 
     def __init__(
-        self, action: Action, facts: OpFacts, values: Values, compute: Callable[[Sequence[Any]], Any]
+        self,
+        action: Action,
+        facts: OpFacts,
+        values: Values,
+        compute: Callable[[Sequence[Any]], Any],
+        targets: Sequence[int],
     ) -> None:
         super().__init__(action, facts, values, ())
         self.actions = (action,)
         self.compute = compute
+        self.targets = targets
+
+    def values(self, flat: Sequence[Any]) -> list[Any]:
+        return cloned(super().values(flat), self.targets)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """What the routine gives; the op's own outputs where it leaves the op to itself."""

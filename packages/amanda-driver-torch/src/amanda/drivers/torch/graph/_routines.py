@@ -10,7 +10,7 @@ import torch
 from amanda.action import differentiable
 from amanda.backend import Action, BackwardPlan, OpFacts, run_replacement, run_routine
 
-from ._called import Called, CalledForGradients, CalledInstead, Values, gradients_of
+from ._called import Called, CalledForGradients, CalledInstead, Values, cloned, gradients_of
 from ._ops import Program, custom_ops, tensors
 from ._record import uninstrumented
 
@@ -69,9 +69,11 @@ class Routines:
         if self.inlines(action):
             result = run_replacement(tensors(), action, inputs, facts, {}, call.targets, call.computation())
             return result if result is NotImplemented else call.formed(result)
-        values = Values(inputs)
-        compute = call.computation()
-        slot = self._slot(action, facts, values, lambda: CalledInstead(action, facts, values, compute))
+        values = Values(cloned(inputs, call.targets))  # what autograd saves is not what is written below
+        compute, targets = call.computation(), call.targets
+        slot = self._slot(
+            action, facts, values, lambda: CalledInstead(action, facts, values, compute, targets)
+        )
         results = self._taped(slot, values, [])
         if call.targets:
             for target, result in zip(call.targets, results, strict=True):
