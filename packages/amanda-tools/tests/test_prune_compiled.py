@@ -9,6 +9,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import amanda
 from amanda.tools.prune import PruneTool, element_mask
+from amanda.tools.quantize import QuantizeTool
 
 X = torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
 
@@ -85,3 +86,17 @@ def test_graphs_that_read_other_parts_of_a_parameter_have_masks_of_their_own() -
         assert torch.equal(y, nn.functional.linear(x, weights[chosen]))
     names = {name for name in prune.state_dict() if "mask" in name}
     assert names == {"weight/mask@0", "weight/mask@16", "weight/mask@32"}
+
+
+@pytest.mark.parametrize("method", ["static", "lsq"])
+def test_graphs_that_read_other_parts_of_a_parameter_have_the_scales_of_eager_mode(method: Any) -> None:
+    outputs, names, x = [], [], torch.rand(2, 4)
+    for compiled in ("eager", "instrument"):
+        torch._dynamo.reset()
+        model, quantize = Parts(), QuantizeTool(method, weight_bits=4, activation_bits=None)
+        call = torch.compile(model, backend="aot_eager")
+        with amanda.apply(quantize, compiled=compiled):  # type: ignore[arg-type]
+            outputs.append(torch.stack([call(x, chosen) for chosen in (2, 0, 1, 2)]))
+        names.append(sorted(quantize.state_dict()))
+    torch.testing.assert_close(*outputs)
+    assert names[0] == names[1]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.mapping._origins import Origin, Origins
-from amanda.tools.mapping._parts import may_vary
+from amanda.tools.mapping._parts import form_of, may_vary
 from amanda.tools.mapping._slices import Slices
 from amanda.tools.mapping._standard import StandardMapping
 
@@ -54,6 +55,20 @@ class Moved(amanda.Tool):
             return self.origins.of(context.get_inputs()[index]) is not None
         return may_vary(context, index)
 
+    def is_part_in_graph(self, context: amanda.OpContext, index: int) -> bool:
+        """Whether an op of a graph of PyTorch reads a part of a parameter, which is always the same."""
+        if not context.namespace.matches("pytorch/*/graph") or context.is_static():
+            return False
+        variable = context.get_variable(index)
+        return variable is not None and context.get_inputs()[index].numel() < variable.numel()
+
+    def source(self, context: amanda.OpContext, index: int) -> Origin | None:
+        """What the weight is of a parameter, during analysis."""
+        value = context.get_inputs()[index]
+        if not self.is_part_in_graph(context, index):
+            return self.origins.source(value)
+        return Origin(context.get_variable(index), _unknown, form_of(value))
+
     def origin(self, run: Mapping[str, Any]) -> Origin | None:
         """What the weight was before any tool, by the dict that a routine gets; None of a computed one."""
         found: Origin | None = run.get(_ORIGIN)
@@ -94,6 +109,10 @@ class Moved(amanda.Tool):
                 return self.origins.is_selected(value)
             return origin.form is None
         return context.namespace.matches("tensorflow") and self._slices.reads(context, index, chosen=True)
+
+
+def _unknown(whole: Any) -> Any:
+    raise AmandaError("what a graph reads of a tensor is known when it runs")
 
 
 MOVED = Moved()

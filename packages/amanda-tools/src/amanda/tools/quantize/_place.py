@@ -74,6 +74,7 @@ class Place:
         self.phase, self.type = context["phase"], context["type"]
         self.module, self.source = context.get_scope(), context.get_source()
         self.recompute = context["recompute"]
+        self._is_fixed = context.namespace.matches("*/*/graph")
         self._is_learned = options.method in ("lsq", "lsq+")
         self.calibrated = self.executions = 0
         self.output = Noise()
@@ -89,7 +90,9 @@ class Place:
     ) -> Callable[[Any, Origin | None], Quantizer | None] | None:
         """What gives the quantizer of the weight that is read now; None where it is always the same."""
         index = self._weight.position
-        if index is None or self._weight.varies or not moved.is_told(context, index):
+        if index is None or self._weight.varies:
+            return None
+        if not moved.is_told(context, index) and not moved.is_part_in_graph(context, index):
             return None
         return partial(parts.of, context, partial(make, index, None), self.made)
 
@@ -105,7 +108,7 @@ class Place:
             parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
             for item, one in parts:
                 if self._part is not None and (position, item) == (weight.position, None):
-                    quantizer = self._part(one, moved.origins.source(one))
+                    quantizer = self._part(one, moved.source(context, position))
                 else:
                     quantizer = make(position, item, one, context, "")
                     self.made += [] if quantizer is None else [quantizer]
@@ -125,7 +128,7 @@ class Place:
     @property
     def has_parts(self) -> bool:
         """Whether its weight is a part of a parameter, of which it may read another each time."""
-        return self._part is not None
+        return self._part is not None and not self._is_fixed
 
     def observe(self, values: Sequence[Any], origin: Origin | None = None) -> None:
         """See what the op reads at its positions; origin: of its weight, if it has parts."""
@@ -156,7 +159,7 @@ class Place:
         for (position, item), quantizer in self.quantizers.items():
             index = self.positions.index(position)
             value = values[index] if item is None else values[index][item]
-            if quantizer.is_weight and self._part is not None:
+            if quantizer.is_weight and self._part is not None and not self._is_fixed:
                 part = self._part(value, origin)
                 if part is None:
                     self.left = ELSEWHERE
