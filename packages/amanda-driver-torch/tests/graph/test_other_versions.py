@@ -51,7 +51,8 @@ def test_a_dynamo_that_cannot_be_kept_from_its_frames_is_warned_of(
 ) -> None:
     _requirements.log_once.cache_clear()
     without_stances(monkeypatch)
-    monkeypatch.delattr(torch._dynamo.eval_frame, "set_eval_frame")
+    for name in ("set_eval_frame", "_maybe_set_eval_frame"):
+        monkeypatch.delattr(torch._dynamo.eval_frame, name, raising=False)
     with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(amanda.Tool()):
         pass
     assert "compiled callables are not seen" in caplog.text

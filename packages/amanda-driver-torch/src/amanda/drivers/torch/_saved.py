@@ -121,7 +121,7 @@ def has_hooks() -> bool:
 def _hooks() -> Any:
     try:
         return torch._C._autograd._top_saved_tensors_default_hooks(False)
-    except AttributeError:  # torch 2.4
+    except AttributeError:  # before torch 2.8
         return None
 
 

@@ -135,10 +135,12 @@ class Surroundings:
 def _run_frames_as_they_are(attributes: Attributes) -> None:
     """Let a dynamo without stances compile nothing in a scope, nor run what it has compiled."""
     module = sys.modules.get("torch._dynamo.eval_frame")
-    original, skip_code = (getattr(module, name, None) for name in ("set_eval_frame", "skip_code"))
-    if original is None or skip_code is None:
+    names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
+    skip_code = getattr(module, "skip_code", None)
+    if not names or skip_code is None:
         log_once(logging.WARNING, f"torch {torch.__version__}: compiled callables are not seen")
         return
+    original = getattr(module, names[0])
 
     def set_eval_frame(callback: Any) -> Any:
         before = original(None)  # nothing below is compiled
@@ -150,9 +152,8 @@ def _run_frames_as_they_are(attributes: Attributes) -> None:
         return before
 
     skip_code(set_eval_frame.__code__)
-    for name in ("set_eval_frame", "_maybe_set_eval_frame"):
-        if hasattr(module, name):
-            attributes.set(module, name, set_eval_frame)
+    for name in names:
+        attributes.set(module, name, set_eval_frame)
 
 
 def let_compiler_look_again() -> None:

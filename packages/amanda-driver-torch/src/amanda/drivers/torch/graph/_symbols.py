@@ -146,7 +146,7 @@ class Symbols:
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:
     """Context in which hooks of the user see no tensor that is saved; torch.func.grad refuses any hooks."""
-    innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in torch 2.4
+    innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8
     if innermost is not None and innermost(True) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)
