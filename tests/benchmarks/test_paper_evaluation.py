@@ -131,6 +131,10 @@ def test_hollow_tools_act_at_the_same_ops_and_change_nothing(evaluation: ModuleT
         assert not torch.equal(model(x), wanted)
     with amanda.apply(hollow(amanda.load_tool("prune", sparsity=0.5))):
         assert torch.equal(model(x), wanted)
+    experts = torch.rand(2, 8, 8, requires_grad=True)
+    with amanda.apply(tool := amanda.load_tool("prune", sparsity=0.5)):
+        torch.mm(x, experts[torch.tensor([1])][0])  # what follows selections is shared, and still does
+    assert tool.result.sparsity == 0.5
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="nothing has been measured yet")

@@ -111,7 +111,9 @@ class Origins:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         if len(self._made) >= self._most:
-            self._made = {key: one for key, one in self._made.items() if not one.storage.expired()}
+            for key, one in list(self._made.items()):  # other threads may write meanwhile
+                if one.storage.expired() and self._made.get(key) is one:
+                    self._made.pop(key, None)
             self._most = max(_MOST, 2 * len(self._made))
         storage, of, form = made.untyped_storage(), source.of, source.form
         if compute is not None:
