@@ -7,6 +7,7 @@ backward pass are one execution, as they are in a train step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -164,6 +165,7 @@ class SessionSample(Sample):
         self._calls = 0
         self._graph = tf.Graph()
         self._session: Any = None
+        self._making = threading.RLock()  # TensorFlow makes the ops of a graph on one thread at a time
 
     def _op(self, function: Callable[..., Any], key: Any = None) -> Callable[..., Any]:
         if not tf.executing_eagerly():
@@ -179,9 +181,11 @@ class SessionSample(Sample):
             for one in given
         )
         with self._graph.as_default():
-            program = module.programs.get(signature)
-            if program is None:
-                program = module.programs[signature] = Program(module.forward, args, kwargs)
+            with self._making:
+                program = module.programs.get(signature)
+                if program is None:
+                    program = module.programs[signature] = Program(module.forward, args, kwargs)
+                session = self.session
             if self._is_differentiated(program, inputs):
                 self._calls += 1
                 with self._closed_after_failure():
@@ -189,7 +193,7 @@ class SessionSample(Sample):
                 outputs = call.outputs
             else:
                 call = None
-                outputs = self.session.run(program.outputs, program.feeds(inputs))
+                outputs = session.run(program.outputs, program.feeds(inputs))
         values = [fed(one, origin=call and (call, position)) for position, one in enumerate(outputs)]
         return tf.nest.pack_sequence_as(program.form, values) if values else None
 
