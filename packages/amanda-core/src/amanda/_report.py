@@ -1,4 +1,4 @@
-"""What a scope could not instrument, and why."""
+"""What a scope could not instrument, or ran otherwise than the program would, and why."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import NamedTuple
 
 logger = logging.getLogger("amanda")
 
+RAN_OP_BY_OP = (
+    "ran op by op, as eager code: what the compiler made of it did not run; "
+    'compiled="instrument" puts tools into the compiled code'
+)
+"""Reason of a report on a compiled callable that ran its Python code."""
+
 
 class Uninstrumented(NamedTuple):
-    """One thing that tools did not see."""
+    """One thing that tools did not see, or that ran otherwise than the program would have run it."""
 
     what: str
     reason: str
@@ -17,14 +23,19 @@ class Uninstrumented(NamedTuple):
 
 
 class Report(list[Uninstrumented]):
-    """What a scope could not instrument; each thing once, however often it came up."""
+    """What a scope could not instrument, or ran otherwise; each thing once, however often it came up."""
+
+    @property
+    def op_by_op(self) -> list[Uninstrumented]:
+        """Compiled callables that ran as eager code."""
+        return [entry for entry in self if entry.reason == RAN_OP_BY_OP]
 
     def add(self, what: str, reason: str, where: str = "") -> None:
         """Note something, and log it the first time."""
         entry = Uninstrumented(what, reason, where)
         if entry not in self:
             self.append(entry)
-            logger.warning("not instrumented: %s: %s%s", what, reason, f" ({where})" if where else "")
+            logger.warning("%s: %s%s", what, reason, f" ({where})" if where else "")
 
     def __str__(self) -> str:
         if not self:

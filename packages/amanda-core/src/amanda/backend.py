@@ -29,6 +29,7 @@ from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._plan import BackwardPlan, Combined
 from amanda._reads import Reads
+from amanda._report import RAN_OP_BY_OP
 from amanda._routine import run_replacement, run_routine
 from amanda._source import codes
 from amanda._state import State, current_state, in_force
@@ -41,6 +42,7 @@ __all__ = [
     "BOUNDARY",
     "DRIVER_API",
     "FRAMEWORK",
+    "RAN_OP_BY_OP",
     "SKIPPED",
     "Action",
     "Artefact",

@@ -15,6 +15,7 @@ from amanda.backend import Attributes, in_force, when_imported
 
 from ._asked import OP_BY_OP, asks_for_graphs, has_stances
 from ._collectives import tell_of_reducers
+from ._op_by_op import tell
 from ._operators import Operators
 from ._requirements import found, log_once
 
@@ -147,8 +148,10 @@ def _run_frames_as_they_are(attributes: Attributes) -> None:
         activation = interceptor.active()
         if activation is None or not callable(callback):
             original(callback)
-        elif asks_for_graphs(activation.state):
-            activation.state.report(f"graphs of torch.compile with torch {torch.__version__}", OP_BY_OP)
+        else:
+            if asks_for_graphs(activation.state):
+                activation.state.report(f"graphs of torch.compile with torch {torch.__version__}", OP_BY_OP)
+            tell(activation.state, sys._getframe(1))
         return before
 
     skip_code(set_eval_frame.__code__)

@@ -26,6 +26,7 @@ from .._modules import Paths, module_path, plain_module_calls
 from .._surroundings import Surroundings
 from ._frames import left_to_python
 from ._instrument import namespace
+from ._instrumented import Inlet
 from ._ops import Program
 from ._reads import TorchReads
 from ._record import uninstrumented
@@ -224,6 +225,9 @@ class Backend:
         except BaseException as error:
             self._failures.error = error
             raise
+        users = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
+        if instrumented is not None and not _is_torchs(users):
+            program.report(*_altered(users, instrumented))
         own = None
         if instrumented is None or self.fresh:
             own = self._compile(module, inputs, **options)
@@ -248,6 +252,23 @@ class Backend:
             history=self.generation.histories[_frame.code], path_of=_frame.path_of,
         )  # fmt: skip
         return rewriting.rewritten()
+
+
+def _is_torchs(backend: Any) -> bool:
+    """Return True for a backend of torch's own, whose compilation of tools' routines is tested."""
+    module = getattr(backend, "__module__", None) or type(backend).__module__
+    return str(module).partition(".")[0] == "torch"
+
+
+def _altered(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
+    """Entry of a report on a graph whose nodes a backend of the user's cannot all match by their targets."""
+    altered = [node for node in graph.graph.nodes if isinstance(node.target, Inlet)]
+    code = getattr(backend, "__code__", None)
+    return (
+        f"graph given to the backend {getattr(backend, '__name__', type(backend).__name__)}",
+        f"{len(altered)} of its nodes are calls of tools around an op, which patterns over ops do not match",
+        f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
+    )
 
 
 def _guard_by_identity(places: Sequence[Any]) -> None:

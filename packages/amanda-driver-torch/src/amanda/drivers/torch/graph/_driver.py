@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import cached_property
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,9 @@ from amanda import interceptor
 from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, when_imported
 
 from .._asked import OP_BY_OP, asks_for_graphs, has_stances
+from .._modules import plain_module_calls
+from .._op_by_op import tell
+from .._surroundings import Surroundings
 
 FOLLOWED_NATIVELY = "compiled callables run op by op in scopes; `python -m amanda` says why there is none"
 
@@ -54,11 +57,14 @@ class GraphDriver(Driver):
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
-            activation = interceptor.active()
-            if activation is None or callback is None or callback is False:
+            if callback is None or callback is False:
                 return original(callback)
+            activation = interceptor.active()
+            if activation is None:
+                return _AsOutside(callback) if _is_outside(module._stance) else original(callback)
             compiler = _compiler(activation.state)
-            otherwise = functools.partial(_by_stance, original, activation.state, module)
+            caller = sys._getframe(1)
+            otherwise = functools.partial(_by_stance, original, activation.state, module, caller)
             return otherwise(callback) if compiler is None else compiler.chosen(callback, otherwise)
 
         self._attributes.set(module, "_callback_from_stance", callback_from_stance)
@@ -91,10 +97,33 @@ def _compiler(state: Any) -> ModuleType | None:
         return None
 
 
-def _by_stance(original: Callable[[Any], Any], state: Any, dynamo: ModuleType, callback: Any) -> Any:
-    """What dynamo calls for frames where the user has taken another stance within a scope."""
+def _is_outside(stance: Any) -> bool:
+    """Whether no scope is in force here, or its tools are disabled, so that compiled code runs as it is."""
+    activation = interceptor.ACTIVATION.get(None)
+    if activation is not None and activation.state.enabled and activation.state.layer is not None:
+        return False  # a routine, or an op, runs
+    return stance is Surroundings.stance and Surroundings.leaves_stance(stance)
+
+
+class _AsOutside:
+    """Stands in for a callback of dynamo's where no tool is in force, though a scope is open elsewhere."""
+
+    def __init__(self, callback: Any) -> None:
+        self._torchdynamo_orig_backend = callback
+
+    def __call__(self, *args: Any) -> Any:
+        with plain_module_calls():
+            return self._torchdynamo_orig_backend(*args)
+
+
+def _by_stance(
+    original: Callable[[Any], Any], state: Any, dynamo: ModuleType, caller: FrameType, callback: Any
+) -> Any:
+    """Return what dynamo calls for frames by its stance: the scope's own, or one taken within the scope."""
     found = original(callback)
     if found is None:
+        if dynamo._stance is Surroundings.stance and Surroundings.leaves_stance(dynamo._stance):
+            tell(state, caller)
         return found
     stance = getattr(dynamo._stance, "stance", dynamo._stance)
     state.report("compiled code", f"it runs as it is while torch.compiler's stance is {stance!r}")
