@@ -133,6 +133,9 @@ def test_eager_mode_and_a_function_are_compared_by_module(networks: Any, images:
     result = diff(lambda: twin(x), lambda: call(x))
     assert not result
     assert {"entry", "pointwise", "classes"} <= set(result.modules)
+    assert str(result).splitlines()[1] == (
+        'Modules were compared, not ops: a ran as tensorflow, b as tensorflow/graph; by="op" compares ops.'
+    )
 
 
 @pytest.mark.parametrize(

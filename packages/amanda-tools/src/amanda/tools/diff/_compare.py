@@ -42,8 +42,11 @@ class Distance:
 
 
 def tolerance(one: str, other: str, rtol: float | None = None) -> float:
-    """The relative error up to which tensors of two element types agree: that of the less precise."""
-    return rtol if rtol is not None else max(TOLERANCES.get(one, 0.0), TOLERANCES.get(other, 0.0))
+    """The relative error up to which tensors of two element types agree: that of the more precise type."""
+    if rtol is not None:
+        return rtol
+    known = [TOLERANCES[dtype] for dtype in (one, other) if dtype in TOLERANCES]
+    return min(known) if len(known) == 2 else max(known, default=0.0)
 
 
 def distance(

@@ -14,7 +14,7 @@ from amanda.errors import AmandaError
 from amanda.tools.diff._align import dotted, is_compute, same_modules, same_ops, within
 from amanda.tools.diff._compare import Distance, distance, matched, scale, tolerance
 from amanda.tools.diff._result import Comparison, DiffResult, Read
-from amanda.tools.diff._run import Run, Source, open_run, record, visits
+from amanda.tools.diff._run import Compiled, Run, Source, open_run, record, visits
 from amanda.tools.dump import Entry, Op
 from amanda.tools.select import Phase
 
@@ -32,18 +32,22 @@ def diff(
     rtol: float | None = None,
     by: By | None = None,
     max_bytes: int = 8 << 30,
+    compiled: Compiled = "eager",
 ) -> DiffResult:
     """Where two runs begin to differ, and how the difference grows.
 
     a, b: functions, which are run with all their tensors kept in a temporary folder of at most `max_bytes`;
     dumps and statistics, or paths to them.  mapping: modules of a by their names in b.  rtol: the relative
-    error up to which tensors agree; None for one by element type, `TOLERANCES`: the largest of the op and
-    of those before it.
+    error up to which tensors agree; None for one by element type, `TOLERANCES`: that of the op, and of ops
+    before it that both runs computed in a less precise type and that differ.
 
     by: "op" compares ops one by one: those of the same module and type, in order.  "module" compares
     modules by what they give, and by the gradients of their weights; without a mapping those with weights
     of the same sizes, in order.  None is "module" for different frameworks, or TensorFlow's eager mode and
-    its graphs, and else "op".
+    its graphs, and else "op"; the result says so.
+
+    compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the result
+    says so; "instrument" compares the compiled code, and what the functions return.
 
     Raises AmandaError where nothing can be compared, and for a module of the mapping that ran nothing.
     """
@@ -51,18 +55,40 @@ def diff(
         raise AmandaError(f'by is {by!r}; it is "op", "module" or None')
     with ExitStack() as stack:
         run, other = (
-            record(one, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump", max_bytes)
+            record(one, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump", max_bytes, compiled)
             if callable(one) else open_run(one)
             for one in (a, b)
         )  # fmt: skip
         for name, other_name in (mapping or {}).items():
             _check_module(run, name)
             _check_module(other, other_name)
+        told = _told_of_compiled(run, other)
         if by == "op" or (by is None and run.is_like(other)):
-            return _ops(run, other, mapping or {}, rtol)
+            return _ops(run, other, mapping or {}, rtol, told)
+        if by is None:
+            told.append(
+                f'Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other)}; by="op" compares ops'
+            )
         names = same_modules(run, other) if mapping is None else mapping
         compared = _in_order(run, list(_modules(run, other, names, rtol)))
-        return DiffResult(run.name, other.name, compared, modules=list(names))
+        return DiffResult(run.name, other.name, compared, modules=list(names), told=told)
+
+
+def _mode(run: Run) -> str:
+    return f"{run.framework or 'statistics'}{'/graph' if run.in_graph else ''}"
+
+
+def _told_of_compiled(run: Run, other: Run) -> list[str]:
+    """Sentences on compiled callables that ran as eager code."""
+    told = [
+        f"Eager code of {name}: {', '.join(one.op_by_op)} ran op by op"
+        for name, one in (("a", run), ("b", other)) if one.op_by_op
+    ]  # fmt: skip
+    if told and not run.in_graph and not other.in_graph:
+        told.insert(0, "Eager code was compared with eager code, and nothing that a compiler made")
+    if told:
+        told.append('compiled="instrument" (--compiled instrument) runs compiled code')
+    return told
 
 
 def _check_module(run: Run, name: str) -> None:
@@ -80,22 +106,25 @@ def _in_order(run: Run, compared: Sequence[tuple[Entry, Comparison]]) -> list[Co
 
     def place(pair: tuple[Entry, Comparison]) -> tuple[int, ...]:
         entry = pair[0]
-        return (entry.execution, entry.op) if run.in_graph else (entry.order, entry.op)
+        return (entry.order, entry.op) if run.ordered else (entry.execution, entry.op)
 
     if not compared:
         raise AmandaError("the two runs have no op in common; give a mapping of module names")
     found: list[Comparison] = []
     limit = 0.0
     for _, comparison in sorted(compared, key=place):  # precision that was lost is lost for what follows
-        limit = max(limit, comparison.tolerance)
-        found.append(replace(comparison, tolerance=limit))
+        found.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
+        if comparison.relative:
+            limit = max(limit, comparison.by_type)
     return found
 
 
 # ---- op by op ----
 
 
-def _ops(run: Run, other: Run, renamed: Mapping[str, str], rtol: float | None) -> DiffResult:
+def _ops(
+    run: Run, other: Run, renamed: Mapping[str, str], rtol: float | None, told: Sequence[str]
+) -> DiffResult:
     made: list[Made] = []
     alone: tuple[list[Op], list[Op]] = ([], [])
     for phase in get_args(Phase):
@@ -106,7 +135,7 @@ def _ops(run: Run, other: Run, renamed: Mapping[str, str], rtol: float | None) -
             alone[side].extend(one.ops[i] for i in one.indices(phase) if i not in paired)
     made.sort(key=lambda both: both[0][0].order)  # as the tensors lie in their files
     found = [(both[0][0], _compared(run, other, *both, rtol)) for both in made]
-    return DiffResult(run.name, other.name, _in_order(run, found), *alone)
+    return DiffResult(run.name, other.name, _in_order(run, found), *alone, told=told)
 
 
 def _executions(
@@ -125,8 +154,9 @@ def _compared(
 ) -> Comparison:
     """What an op gave at one execution, by the tensor that is furthest off; what it read if they differ."""
     floor = max(scale(made), scale(other_made))
-    judged = [_judged(run, other, pair, rtol, floor) for pair in zip(made, other_made, strict=True)]
-    worst, limit = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
+    pairs = list(zip(made, other_made, strict=True))
+    judged = [(*_judged(run, other, pair, rtol, floor), pair) for pair in pairs]
+    worst, limit, furthest = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
     read: list[Read] = []
     if worst.relative:
         sides = (
@@ -137,7 +167,7 @@ def _compared(
             found, bound = _judged(run, other, pair, rtol, 0.0)
             read.append((pair[0].role, found.relative, found.relative <= bound))
     ops = run.ops[made[0].op], other.ops[other_made[0].op]
-    return Comparison.of(*ops, made[0].execution, worst, limit, read)
+    return Comparison.of(*ops, furthest, worst, limit, read)
 
 
 def _judged(
@@ -190,7 +220,7 @@ def _module_outputs(
             for gap, bound in [_judged(run, other, (one, two), rtol, 0.0)]
         ]
         ops = run.ops[pair[0].op], other.ops[pair[1].op]
-        yield pair[0], Comparison.of(*ops, execution, found, limit, of_weights)
+        yield pair[0], Comparison.of(*ops, pair, found, limit, of_weights)
 
 
 def _heads(run: Run, visit: Sequence[int]) -> list[Entry]:
@@ -238,4 +268,4 @@ def _weight_gradients(
     for pair in zip(*sides, strict=False):
         found, limit = _judged(run, other, pair, rtol, 0.0)
         ops = run.ops[pair[0].op], other.ops[pair[1].op]
-        yield pair[0], Comparison.of(*ops, pair[0].execution, found, limit, ())
+        yield pair[0], Comparison.of(*ops, pair, found, limit, ())

@@ -9,9 +9,9 @@ from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
-from amanda.tools.diff._compare import Distance
+from amanda.tools.diff._compare import TOLERANCES, Distance
 from amanda.tools.diff._plot import error_plot
-from amanda.tools.dump import Op
+from amanda.tools.dump import Entry, Op
 from amanda.tools.results import Column, Result, shortened
 from amanda.tools.select import Phase
 
@@ -23,8 +23,9 @@ class Comparison:
     """One execution of an op that both runs have, or what a module gave.
 
     phase to source: of run a.  other_type to other_source: of run b.  relative, cosine, largest, exact: see
-    `Distance`.  tolerance: of `relative`.  inputs: whether what the op read agreed, None where that is not
-    known or nothing differs.  weight: relative error of its weight, None likewise.
+    `Distance`.  tolerance: of `relative`.  by_type: tolerance of the element types alone, which ops before may
+    have raised.  dtypes: element types of both.  inputs: whether what the op read agreed, None where that is
+    not known or nothing differs.  weight: relative error of its weight, None likewise.
     """
 
     phase: str
@@ -40,20 +41,29 @@ class Comparison:
     largest: float
     exact: bool
     tolerance: float
+    by_type: float
+    dtypes: tuple[str, str]
     inputs: bool | None = None
     weight: float | None = None
 
     @classmethod
     def of(
-        cls, op: Op, other: Op, execution: int, found: Distance, tolerance: float, read: Iterable[Read]
+        cls,
+        op: Op,
+        other: Op,
+        pair: tuple[Entry, Entry],
+        found: Distance,
+        tolerance: float,
+        read: Iterable[Read],
     ) -> Comparison:
-        """From the distance of the outputs and those of inputs: role, relative error, whether they agree."""
+        """From the distance of two outputs and those of inputs: role, relative error, whether they agree."""
         read = list(read)
         inputs = [agree for role, _, agree in read if role == "input"]
         weights = [relative for role, relative, _ in read if role == "weight"]
         return cls(
-            op.phase, op.type, op.module, op.source, other.type, other.module, other.source, execution,
-            found.relative, found.cosine, found.largest, found.exact, tolerance,
+            op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
+            pair[0].execution, found.relative, found.cosine, found.largest, found.exact, tolerance, tolerance,
+            (pair[0].dtype, pair[1].dtype),
             all(inputs) if inputs else None, max(weights) if weights else None,
         )  # fmt: skip
 
@@ -69,7 +79,7 @@ class Comparison:
 
     def __str__(self) -> str:
         place = " in ".join(filter(None, (self.type, self.module)))
-        lines = [f"{place} ({self.phase}), {self.source}"]
+        lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
         if (self.type, self.module) != (self.other_type, self.other_module):
             lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
         if self.other_source and self.other_source != self.source:
@@ -79,6 +89,11 @@ class Comparison:
             f"  relative error {self.relative:.3g} (tolerance {self.tolerance:g}){cosine}, "
             f"largest difference {self.largest:.3g}, execution {self.execution}"
         )
+        if self.dtypes[0] != self.dtypes[1]:
+            loosest = max(TOLERANCES.get(one, 0.0) for one in self.dtypes)
+            lines.append(
+                f"  {self.dtypes[0]} in a, {self.dtypes[1]} in b; rtol={loosest:g} allows for the less precise"
+            )
         if self.inputs is not None:
             lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
         if self.weight is not None:
@@ -93,7 +108,7 @@ class DiffResult(Result):
     """Comparisons in the order of execution of run a; true if some op diverges.
 
     only_a, only_b: ops that the other run does not have.  modules: those that were compared, where modules
-    were and not ops.
+    were and not ops.  told: what else the runs were, such as eager code of compiled callables.
     """
 
     name: ClassVar[str] = "diff"
@@ -114,9 +129,10 @@ class DiffResult(Result):
         only_a: Sequence[Op] = (),
         only_b: Sequence[Op] = (),
         modules: Sequence[str] = (),
+        told: Sequence[str] = (),
     ) -> None:
-        self.a, self.b = a, b
-        self.title = f"a: {a}; b: {b}"
+        self.a, self.b, self.told = a, b, tuple(told)
+        self.title = "\n".join([f"a: {a}; b: {b}", *(f"{one}." for one in told)])
         self.comparisons = tuple(comparisons)
         self.only_a, self.only_b, self.modules = tuple(only_a), tuple(only_b), tuple(modules)
 
@@ -137,6 +153,11 @@ class DiffResult(Result):
     def first_backward(self) -> Comparison | None:
         """The first op of the backward pass that diverges."""
         return next((one for one in self._of("backward") if one.diverges), None)
+
+    @property
+    def hidden(self) -> Comparison | None:
+        """The first op that differs by more than its types allow, within a tolerance that ops before raised."""
+        return next((one for one in self.comparisons if one.by_type < one.relative <= one.tolerance), None)
 
     @property
     def first_difference(self) -> Comparison | None:
@@ -161,7 +182,7 @@ class DiffResult(Result):
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
         chosen = self.comparisons[max(0, at - before) : at + after]
-        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, self.modules)
+        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, self.modules, self.told)
 
     def __str__(self) -> str:
         return "\n".join([Result.__str__(_Table(self.around())), *self.notes()])
@@ -175,7 +196,13 @@ class DiffResult(Result):
         ]
         if not notes:
             worst = max((one.relative for one in self.comparisons), default=0.0)
-            notes.append(f"No divergence; the largest relative error is {worst:.3g}.")
+            found = "No divergence" if self.hidden is None else "Nothing beyond the tolerance of ops before"
+            notes.append(f"{found}; the largest relative error is {worst:.3g}.")
+        if self.hidden is not None:
+            notes.append(
+                f"First difference beyond the tolerance of its own element types ({self.hidden.by_type:g}), "
+                f"which less precise ops before have raised: {self.hidden}"
+            )
         first = self.first_difference
         if first is not None and first is not self.first:
             notes.append(f"First difference of any size: {first}")
@@ -197,7 +224,8 @@ class DiffResult(Result):
         """What was compared, the first divergences, and ops of one run alone."""
         return {
             "a": self.a, "b": self.b, "different": bool(self), "first": self._positions(),
-            "modules": list(self.modules),
+            "modules": list(self.modules), "told": list(self.told),
+            "hidden": None if self.hidden is None else self.comparisons.index(self.hidden),
             "only_a": [[op.phase, op.type, op.module, op.source] for op in self.only_a],
             "only_b": [[op.phase, op.type, op.module, op.source] for op in self.only_b],
         }  # fmt: skip
@@ -228,7 +256,9 @@ class _Table(DiffResult):
     """The table without what is said below it."""
 
     def __init__(self, result: DiffResult) -> None:
-        super().__init__(result.a, result.b, result.comparisons, result.only_a, result.only_b, result.modules)
+        super().__init__(
+            result.a, result.b, result.comparisons, result.only_a, result.only_b, result.modules, result.told
+        )
 
     def notes(self) -> Sequence[str]:
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
@@ -14,20 +14,27 @@ from amanda.errors import AmandaError
 from amanda.tools.dump import Dump, DumpTool, Entry, Op, Summary
 from amanda.tools.stats import Measured, StatsResult
 
+Compiled = Literal["eager", "instrument"]
 Source = str | Path | Dump | StatsResult | Callable[[], Any]
+
+
+_SAME_IN_GRAPHS = frozenset({"pytorch"})
+"""Frameworks whose graphs are instrumented at the ops of eager mode, and run them in the program's order."""
 
 
 @dataclass
 class Run:
     """Ops in the order in which they were met, and what is known of their tensors.
 
-    name: for messages.  dump: where tensors are read, None where there are summaries alone.
+    name: for messages.  dump: where tensors are read, None where there are summaries alone.  op_by_op: names
+    of compiled callables that ran as eager code.
     """
 
     name: str
     ops: Sequence[Op]
     entries: Sequence[Entry]
     dump: Dump | None = None
+    op_by_op: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.by_op: dict[int, list[Entry]] = {}
@@ -41,10 +48,13 @@ class Run:
     def indices(self, phase: str) -> list[int]:
         """The ops of a phase that gave something, in order."""
         role = "gradient" if phase == "backward" else "output"
-        return [
+        found = [
             index for index, op in enumerate(self.ops)
             if op.phase == phase and any(role in one.role for one in self.by_op.get(index, ()))
         ]  # fmt: skip
+        if self.ordered:
+            found.sort(key=lambda index: self.by_op[index][0].order)
+        return found
 
     def made(self, index: int) -> dict[int, list[Entry]]:
         """What an op gave, by execution."""
@@ -65,24 +75,36 @@ class Run:
         return max(set(tags), key=tags.count) if tags else ""
 
     def is_like(self, other: Run) -> bool:
-        """Whether both are of one framework and mode, as far as that is known."""
-        known = self.framework and other.framework
-        return not known or (self.framework, self.in_graph) == (other.framework, other.in_graph)
+        """Return True if both have the same kind of ops, as far as that is known."""
+        if not self.framework or not other.framework:
+            return True
+        alike = self.in_graph == other.in_graph or self.framework in _SAME_IN_GRAPHS
+        return alike and self.framework == other.framework
+
+    @property
+    def ordered(self) -> bool:
+        """Whether ops ran in the program's order, and not in that of data alone."""
+        return not self.in_graph or self.framework in _SAME_IN_GRAPHS
 
     @property
     def in_graph(self) -> bool:
-        """Whether ops ran in the order of data alone, so that the order of execution says little."""
+        """Whether ops ran as nodes of graphs."""
         return any(op.namespace and not op.namespace.endswith("/eager") for op in self.ops)
 
 
-def record(program: Callable[[], Any], folder: Path, max_bytes: int) -> Run:
-    """Run a program under a `DumpTool` that keeps all tensors but inputs."""
+def record(program: Callable[[], Any], folder: Path, max_bytes: int, compiled: Compiled) -> Run:
+    """Run a program under a `DumpTool` that keeps all tensors but inputs.
+
+    Of compiled code, what the program returns is kept too: the compiler has the last word on it.
+    """
     tool = DumpTool(
         folder, inputs="summary", outputs="full", weights="full", gradients="full", executions=None,
         max_bytes=max_bytes, max_tensor_bytes=max_bytes,
     )  # fmt: skip
-    with amanda.apply(tool):
-        program()
+    with amanda.apply(tool, compiled=compiled):
+        returned = program()
+    if compiled == "instrument":
+        tool.add_returned(returned)
     name = getattr(program, "__qualname__", type(program).__name__)
     result = tool.result
     if not result.entries:
@@ -112,7 +134,8 @@ def open_run(source: Source) -> Run:
 
 
 def _of_dump(dump: Dump) -> Run:
-    return Run(str(dump.folder), dump.ops, dump.entries, dump)
+    op_by_op = [f"{what} ({where})" if where else what for what, where in dump.op_by_op]
+    return Run(str(dump.folder), dump.ops, dump.entries, dump, op_by_op)
 
 
 def _of_statistics(result: StatsResult, name: str) -> Run:

@@ -21,6 +21,7 @@ _OPENED = 4
 class Dump:
     """The ops and entries of a folder's index; `array` reads a tensor that was kept.
 
+    op_by_op: names and lines of compiled callables that ran as eager code.
     Raises AmandaError for a folder that has no index of this schema and version.
 
     >>> dump = Dump("dump")  # doctest: +SKIP
@@ -34,7 +35,8 @@ class Dump:
             raise AmandaError(f"{self.folder} has no {INDEX}, so it is no dump")
         self.ops: list[Op]
         self.entries: list[Entry]
-        self.ops, self.entries = read_json(path, "index of a dump", _ops_and_entries)
+        self.op_by_op: list[tuple[str, str]]
+        self.ops, self.entries, self.op_by_op = read_json(path, "index of a dump", _parts)
         self._check(path)
         self._opened: OrderedDict[str, Arrays] = OrderedDict()
 
@@ -77,6 +79,7 @@ class Dump:
         return self._opened[name]
 
 
-def _ops_and_entries(found: Mapping[str, Any]) -> tuple[list[Op], list[Entry]]:
+def _parts(found: Mapping[str, Any]) -> tuple[list[Op], list[Entry], list[tuple[str, str]]]:
     check_schema(found, NAME, VERSION)
-    return [op_from_dict(one) for one in found["ops"]], [Entry.from_dict(one) for one in found["entries"]]
+    ops, entries = map(op_from_dict, found["ops"]), map(Entry.from_dict, found["entries"])
+    return list(ops), list(entries), [(str(what), str(where)) for what, where in found.get("op_by_op", ())]

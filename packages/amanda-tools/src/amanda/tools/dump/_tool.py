@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import amanda
+from amanda.backend import current_state
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format
 from amanda.tools.dump._entry import Entry, Op
@@ -74,6 +75,7 @@ class DumpTool(amanda.Tool):
         self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
         self._places: dict[tuple[int, int | None], _Place] = {}
         self._order = self._bytes = 0
+        self._dtype: Callable[[Any], str | None] | None = None
         weakref.finalize(self, self._writer.flush)
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
@@ -92,6 +94,16 @@ class DumpTool(amanda.Tool):
         self._order = self._bytes = 0
         for place in self._places.values():
             place.seen.clear()
+
+    def add_returned(self, value: Any) -> None:
+        """Keep the tensors in what a program has returned, as the outputs of an op of type "returned".
+
+        value: a tensor, or lists, tuples and dicts of tensors; anything else is left out.
+        """
+        if self._dtype is not None:
+            op = Op("forward", "returned", "", "", "", 0)
+            place = _Place(op, self._writer.add_op(op))
+            self._see(*_leaves(value), place=place, role="output", dtype=self._dtype)
 
     # ---- analysis ----
 
@@ -127,6 +139,10 @@ class DumpTool(amanda.Tool):
 
     def _place(self, context: amanda.OpContext, op: Op) -> _Place:
         key = (context.get_op_id(), context.get_backward_op_id())
+        for scope in current_state().scopes:
+            if not any(scope.report is one for one in self._writer.reports):
+                self._writer.reports.append(scope.report)
+        self._dtype = context["dtype"]
         if key not in self._places:
             self._places[key] = _Place(op, self._writer.add_op(op))
         return self._places[key]
@@ -179,6 +195,16 @@ def _flat(values: Sequence[Any], first: int) -> Iterator[tuple[int, Any]]:
     for position, value in enumerate(values, first):
         for one in value if isinstance(value, (list, tuple)) else (value,):
             yield position, one
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
 
 
 def _is_at(weight: int | None, position: int, value: Any) -> bool:

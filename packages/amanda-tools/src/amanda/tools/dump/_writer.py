@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -18,6 +18,9 @@ from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format, write_arrays, write_whole
 from amanda.tools.dump._entry import Entry, Op, op_to_dict
 from amanda.tools.dump._reader import INDEX, NAME, VERSION, Dump
+
+if TYPE_CHECKING:
+    from amanda._report import Report
 
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""
@@ -30,6 +33,8 @@ class Writer:
     The index is written anew each time, and so seldom that this takes a small share of the time.  Nothing
     is made in the folder before the first writing; where another process has written by then, this one has
     a folder of its own in it.
+
+    reports: those of the scopes whose ops are in the dump.
     """
 
     def __init__(self, folder: Path, form: Format, overwrite: bool) -> None:
@@ -37,6 +42,7 @@ class Writer:
         self.folder, self._form = folder, form
         self._process, self._lock = os.getpid(), Lock()
         self.ops: list[Op] = []
+        self.reports: list[Report] = []
         self._check(overwrite)
         self._replaced, self._own = _stamp(folder / INDEX), False
         self.clear()
@@ -104,11 +110,17 @@ class Writer:
             "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],
             "entries": [entry.to_dict() for entry in self.entries],
+            "op_by_op": self._op_by_op(),
         }  # fmt: skip
         write_whole(self.folder / INDEX, lambda file: file.write(json.dumps(index).encode()))
         self._changed = False
         took = monotonic() - start
         self._due = monotonic() + max(_SECONDS, _PATIENCE * took)
+
+    def _op_by_op(self) -> list[list[str]]:
+        """Names and lines of the compiled callables that ran as eager code, each once."""
+        found = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
+        return [list(one) for one in sorted(found)]
 
     def _make_room(self) -> None:
         """Ahead of the first writing: remove an older dump, and take the folder, or one in it."""
