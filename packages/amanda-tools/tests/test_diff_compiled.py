@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -112,3 +114,47 @@ def test_a_dump_holds_which_callables_ran_op_by_op(
     assert where.startswith(__file__)
     assert main(["diff", str(folder), str(folder)]) == 0
     assert "Eager code was compared with eager code" in capsys.readouterr().out
+
+
+PROGRAM = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+compiled = torch.compile(model, backend=lambda graph, inputs: lambda *values: [one + 1 for one in graph(*values)])
+X = torch.ones(2, 4)
+
+
+def eager():
+    return model(X)
+
+
+def compiles():
+    return compiled(X)
+
+
+if __name__ == "__main__":
+    print(compiles().mean().item() - eager().mean().item() > 0.9)
+"""
+
+
+def test_the_command_compares_functions_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "wrong_program.py"
+    program.write_text(PROGRAM)
+    one, other = f"{program}:eager", f"{program}:compiles"
+    assert main(["diff", one, other]) == 0
+    assert "Eager code was compared with eager code" in capsys.readouterr().out
+    assert main(["diff", one, other, "--compiled", "instrument"]) == 1
+    assert "First divergence, forward: returned" in capsys.readouterr().out
+    assert main(["diff", one, f"{program}:compile"]) == 2
+    assert "did you mean compiles?" in capsys.readouterr().err
+
+
+def test_amanda_run_runs_compiled_code_where_it_is_asked_to(tmp_path: Path) -> None:
+    program = tmp_path / "wrong_program.py"
+    program.write_text(PROGRAM)
+    for options, right in (([], "False"), (["--compiled", "instrument"], "True")):
+        line = [sys.executable, "-m", "amanda", "run", "-t", "flops", *options, "--", str(program)]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [right]
+        assert ("ran op by op, as eager code" in done.stderr) == (not options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -183,3 +185,21 @@ def test_plain(model):
     off = pytester.runpytest_subprocess("-p", "no:amanda", "-p", "no:cacheprovider")
     off.assert_outcomes(errors=1)
     off.stdout.fnmatch_lines(["*fixture 'amanda_trace' not found*"])
+
+
+def test_assertions_are_of_compiled_code_where_they_are_asked_to() -> None:
+    ran: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *values: ran.append("compiled") or graph(*values)  # type: ignore[func-returns-value]
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model(), backend=backend), torch.ones(2, 4)
+    assert_finite(compiled, x)
+    assert_flops(compiled, x, macs=96)
+    assert not ran
+    assert_finite(compiled, x, compiled="instrument")
+    assert_flops(compiled, x, macs=96, compiled="instrument")
+    assert_op_counts({"linear": 2, "relu": 1}, compiled, x, exact=True, compiled="instrument")
+    assert ran == ["compiled"] * 3
+    torch._dynamo.reset()

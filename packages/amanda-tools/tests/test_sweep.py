@@ -398,3 +398,20 @@ def test_levels_go_from_mild_to_harsh_in_whatever_order_they_are_given() -> None
     for wrong in (0.5, ["a", 0.5]):
         with pytest.raises(SweepError, match="sparsities is"):
             SparsitySweep(lambda: 1.0, wrong)  # type: ignore[arg-type]
+
+
+def test_compiled_code_is_swept_where_it_is_asked_to() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.nn.Linear(4, 2), backend=backend)
+    evaluate = lambda: compiled(torch.ones(1, 4)).sum()  # noqa: E731
+    sweep = SparsitySweep(evaluate, sparsities=[0.5], progress=False, compiled="instrument")
+    result = sweep.run()
+    assert any("instrumented_linear" in code for code in graphs)
+    assert result.points[0].metric is not None
+    torch._dynamo.reset()

@@ -4,8 +4,9 @@ amanda run -t flops -t "nan:stop,module=encoder" -- train.py --epochs 1
 amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 """
 
+from amanda.tools.command._functions import function_of
 from amanda.tools.command._instrument import instrument
-from amanda.tools.command._line import exit_status, path_to_write, save_option
+from amanda.tools.command._line import compiled_option, exit_status, path_to_write, save_option
 from amanda.tools.command._merge import merge
 from amanda.tools.command._options import Option, options_of
 from amanda.tools.command._run import run
@@ -16,7 +17,9 @@ __all__ = [
     "SpecError",
     "ToolSpec",
     "Tooling",
+    "compiled_option",
     "exit_status",
+    "function_of",
     "instrument",
     "merge",
     "options_of",

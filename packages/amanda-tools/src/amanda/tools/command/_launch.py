@@ -57,6 +57,7 @@ def launch(
     output: Path | None,
     quiet: bool,
     every: float | None = None,
+    compiled: str = "eager",
 ) -> int:
     """Become the program, with the tools in its environment; comes back only where it is not Python's."""
     command, python = command_of(program)
@@ -65,7 +66,7 @@ def launch(
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
         None if output is None else str(output.absolute()), quiet, driven_frameworks(), every,
-        shared is not None,
+        shared is not None, compiled,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.put(environment)

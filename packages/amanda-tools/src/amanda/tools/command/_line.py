@@ -48,6 +48,14 @@ def save_option(*forms: str) -> Callable[[Any], Any]:
     )  # fmt: skip
 
 
+def compiled_option(command: Any) -> Any:
+    """Add the option `--compiled`, given as the argument `compiled`, to a command."""
+    return click.option(
+        "--compiled", type=click.Choice(["eager", "instrument"]), default="eager",
+        help="Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them.",
+    )(command)  # fmt: skip
+
+
 def path_to_write(*forms: str) -> Callable[[str], Path]:
     """For an option of a file to be written: its path, with one of some suffixes, in a folder."""
 

@@ -9,7 +9,7 @@ import click
 
 from amanda.tools.command._config import Config, read_config
 from amanda.tools.command._launch import launch
-from amanda.tools.command._line import exit_status
+from amanda.tools.command._line import compiled_option, exit_status
 from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
 
 
@@ -33,6 +33,7 @@ from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
     metavar="SECONDS",
     help="Save results as they are so far, too, for processes that are killed.",
 )
+@compiled_option
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
@@ -40,6 +41,7 @@ def _command(
     config: Path | None,
     output: Path | None,
     every: float | None,
+    compiled: str,
     quiet: bool,
     program: Sequence[str],
 ) -> int:
@@ -66,7 +68,7 @@ def _command(
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
     made(specs)  # so that what is wrong is said now
-    return launch(program, specs, output, quiet, every)
+    return launch(program, specs, output, quiet, every, compiled)
 
 
 def run(arguments: Sequence[str] = ()) -> int:

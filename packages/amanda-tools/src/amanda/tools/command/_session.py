@@ -37,7 +37,8 @@ class Session:
         self._rank: Rank | None = None
         self.saving: Saving | None = None
         self._tools = made(ToolSpec(name, given) for name, given in handed.tools)
-        self.scope = amanda.apply(*(tooling.tool for tooling in self._tools))
+        compiled: Any = handed.compiled
+        self.scope = amanda.apply(*(tooling.tool for tooling in self._tools), compiled=compiled)
 
     def begin(self) -> None:
         """Open the scope."""

@@ -9,14 +9,15 @@ from typing import Any
 
 import click
 
-from amanda.tools.command import SpecError, exit_status, save_option
+from amanda.tools.command import SpecError, compiled_option, exit_status, function_of, save_option
 from amanda.tools.diff._diff import By, diff
+from amanda.tools.diff._run import Compiled, Source
 from amanda.tools.results import read_json
 
 
 @click.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a")
+@click.argument("b")
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0),
@@ -34,23 +35,29 @@ from amanda.tools.results import read_json
     type=click.Choice(["op", "module"]),
     help="What is compared; else modules across frameworks, and ops within.",
 )
+@compiled_option
 @save_option(".html", ".json", ".csv", ".txt")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing, the status tells.")
 def _command(
-    a: Path,
-    b: Path,
+    a: str,
+    b: str,
     rtol: float | None,
     mapped: Sequence[str],
     by: By | None,
+    compiled: Compiled,
     files: Sequence[Path],
     quiet: bool,
 ) -> int:
     """Find the first op at which two runs diverge.
 
-    A and B are folders of dumps, or JSON files of statistics. The status is 0 if they agree, 1 if they
-    diverge, 2 if they cannot be compared.
+    A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, functions of no arguments that are
+    run now. The status is 0 if they agree, 1 if they diverge, 2 if they cannot be compared.
+
+    \b
+    amanda diff before/ after/
+    amanda diff model.py:eager model.py:compiled --compiled instrument
     """
-    result = diff(a, b, mapping=_mapping(mapped), rtol=rtol, by=by)
+    result = diff(_source(a), _source(b), mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled)
     for path in files:
         result.save(path)
     if not quiet:
@@ -64,6 +71,12 @@ def command(arguments: Sequence[str]) -> int:
     The status is 0 if they do not, 1 if they do, 2 if they cannot be compared.
     """
     return exit_status(_command, "amanda diff", arguments, failure=2)
+
+
+def _source(given: str) -> Source:
+    """A path, or a function where there is no such path."""
+    path = Path(given)
+    return path if path.exists() or ":" not in given else function_of(given)
 
 
 def _mapping(given: Sequence[str]) -> dict[str, str] | None:

@@ -9,6 +9,8 @@ import amanda
 from amanda.tools.pytest._counts import Counts, difference
 
 T = TypeVar("T")
+Compiled = Literal["eager", "instrument"]
+"""As of `amanda.apply`: what becomes of callables that torch.compile made."""
 
 
 def assert_flops(
@@ -18,6 +20,7 @@ def assert_flops(
     flops: int | None = None,
     rel: float = 0.0,
     phase: str | None = None,
+    compiled: Compiled = "eager",
 ) -> T:
     """Run `function(*inputs)`: it costs so many multiply-accumulates or FLOPs, within `rel` of them.
 
@@ -31,7 +34,7 @@ def assert_flops(
     if macs is None and flops is None:
         raise TypeError("assert_flops was given nothing to compare with; give macs=... or flops=...")
     tool = FlopsTool()
-    with amanda.apply(tool):
+    with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
     result = tool.result
     wrong = [
@@ -51,6 +54,7 @@ def assert_op_counts(
     *inputs: Any,
     phase: Literal["forward", "backward"] = "forward",
     exact: bool = False,
+    compiled: Compiled = "eager",
 ) -> T:
     """Run `function(*inputs)`: ops of each type are executed so often, and with `exact` no others.
 
@@ -58,14 +62,20 @@ def assert_op_counts(
     """
     __tracebackhide__ = True
     tool = Counts()
-    with amanda.apply(tool):
+    with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
     if lines := difference(wanted, tool.of(phase), exact):
         raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
     return output
 
 
-def assert_finite(function: Callable[..., T], *inputs: Any, inf: bool = True, backward: bool = True) -> T:
+def assert_finite(
+    function: Callable[..., T],
+    *inputs: Any,
+    inf: bool = True,
+    backward: bool = True,
+    compiled: Compiled = "eager",
+) -> T:
     """Run `function(*inputs)`: no op makes NaN of finite values, nor Inf unless `inf` is False.
 
     Gives what the function returns; raises AssertionError, with the op, its line and its inputs.
@@ -74,7 +84,7 @@ def assert_finite(function: Callable[..., T], *inputs: Any, inf: bool = True, ba
     from amanda.tools.nan import NanTool
 
     tool = NanTool(inf=inf, backward=backward)
-    with amanda.apply(tool):
+    with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
     if (first := tool.result.first) is not None:
         raise AssertionError(f"the first op that makes {'NaN' if first.makes_nan else 'Inf'} is {first}")

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import amanda
+from amanda.tools.pytest._asserts import Compiled
 from amanda.tools.pytest._counts import Counts, difference
 from amanda.tools.pytest._snapshot import listing
 
@@ -23,7 +24,10 @@ class Traced:
     """What ran in `with traced:`, or in `traced(function, ...)`, all of it together since the last `clear`.
 
     file: snapshots are beside it: `file.txt`, `file.NAME.txt`.  update: write them instead of comparing.
+    compiled: as of `amanda.apply`; a test may set it.
     """
+
+    compiled: Compiled = "eager"
 
     def __init__(self, file: Path, update: bool) -> None:
         from amanda.tools.trace import TraceTool
@@ -33,7 +37,7 @@ class Traced:
         self._scope: amanda.Scope | None = None
 
     def __enter__(self) -> Traced:
-        self._scope = amanda.apply(self._tracer, self._counts).start()
+        self._scope = amanda.apply(self._tracer, self._counts, compiled=self.compiled).start()
         return self
 
     def __exit__(

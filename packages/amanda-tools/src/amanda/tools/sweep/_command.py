@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from inspect import isfunction
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
 
-from amanda.errors import AmandaError, did_you_mean
-from amanda.tools.command import SpecError, exit_status, save_option
+from amanda.errors import AmandaError
+from amanda.tools.command import SpecError, compiled_option, exit_status, function_of, save_option
+from amanda.tools.command import __file__ as _command_package
 from amanda.tools.sweep._kinds import BitsSweep, SparsitySweep
 from amanda.tools.sweep._sweep import Sweep
 
-_BEFORE = (str(Path(__file__).parent), "<frozen importlib")
+_BEFORE = (str(Path(__file__).parent), str(Path(_command_package).parent), "<frozen importlib")
 
 
 def _numbers(text: str) -> list[float]:
@@ -37,6 +34,7 @@ def _numbers(text: str) -> list[float]:
 @click.option("--levels", type=_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh.")
 @click.option("--type", "types", multiple=True, help="Only ops of this type; may be repeated.")
 @click.option("--metric", default="metric", help="What the number is called.")
+@compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
 @click.option("-q", "--quiet", is_flag=True, help="Do not tell on stderr how far it is.")
 def _command(
@@ -45,6 +43,7 @@ def _command(
     levels: list[float] | None,
     types: Sequence[str],
     metric: str,
+    compiled: str,
     files: Sequence[Path],
     quiet: bool,
 ) -> int:
@@ -58,8 +57,8 @@ def _command(
     """
     status = 0
     try:
-        options = {"metric": metric, "progress": not quiet, "type": types or None}
-        sweep = _sweep(kind, _function(evaluate), levels, **options)
+        options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
+        sweep = _sweep(kind, function_of(evaluate), levels, **options)
         try:
             sweep.run()
         except KeyboardInterrupt:
@@ -96,45 +95,6 @@ def _sweep(
     except AmandaError as error:
         given = "" if levels is None else f"--levels {','.join(f'{level:g}' for level in levels)}: "
         raise SpecError(f"{given}{error}") from error
-
-
-def _function(named: str) -> Callable[[], Any]:
-    """The function of FILE:FUNCTION or MODULE:FUNCTION."""
-    where, _, name = named.rpartition(":")
-    path = Path(where)
-    if not where or not name:
-        raise SpecError(f"{named!r} names no function; give FILE:FUNCTION, as in evaluate.py:accuracy")
-    if path.is_file() and path.suffix != ".py":
-        raise SpecError(f"{where} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
-    if path.suffix == ".py" and not path.is_file():
-        raise SpecError(f"there is no file {where}")
-    module = _loaded(path) if path.suffix == ".py" else _imported(where)
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = [key for key, value in vars(module).items() if isfunction(value)]
-        raise SpecError(f"{where} has no function {name!r}; {did_you_mean(name, own)}")
-    evaluate: Callable[[], Any] = found
-    return evaluate
-
-
-def _loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def _imported(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # what the module itself imports
-        raise SpecError(f"there is no module {name}, and no file of that name") from error
 
 
 def _failed(evaluate: str, error: Exception) -> int:

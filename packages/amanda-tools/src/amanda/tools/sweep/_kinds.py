@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
@@ -15,7 +15,7 @@ Number = TypeVar("Number", int, float)
 class SparsitySweep(Sweep[float]):
     """Prunes the weight of each op alone, and all of them, ever more.
 
-    evaluate, metric, progress: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.  With
+    evaluate, metric, progress, compiled: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.  With
     scope="global" the weights are ranked together in a first evaluation of each point.
 
     Raises what PruneTool does for an option or a level that cannot be.
@@ -29,6 +29,7 @@ class SparsitySweep(Sweep[float]):
         sparsities: Sequence[float] = (0.3, 0.5, 0.7, 0.8, 0.9),
         metric: str = "metric",
         progress: bool = True,
+        compiled: Literal["eager", "instrument"] = "eager",
         **options: Any,
     ) -> None:
         def make(sparsity: float) -> PruneTool:
@@ -40,7 +41,7 @@ class SparsitySweep(Sweep[float]):
                     evaluate()
 
         super().__init__(
-            evaluate, make, _ordered("sparsities", sparsities), prepare, "sparsity", metric, progress
+            evaluate, make, _ordered("sparsities", sparsities), prepare, "sparsity", metric, progress, compiled
         )
         self._check_levels()
 
@@ -48,7 +49,7 @@ class SparsitySweep(Sweep[float]):
 class BitsSweep(Sweep[int]):
     """Quantises what each op alone reads, and all of them, to ever fewer bits.
 
-    evaluate, metric, progress: see `Sweep`.  weights, activations: which of the two.  calibrate: runs the
+    evaluate, metric, progress, compiled: see `Sweep`.  weights, activations: which of the two.  calibrate: runs the
     model on examples, by which the scales of activations are found; without it they are found at each
     execution.  options: of `QuantizeTool`, such as type, observer, per_channel.
 
@@ -66,6 +67,7 @@ class BitsSweep(Sweep[int]):
         calibrate: Callable[[], Any] | None = None,
         metric: str = "metric",
         progress: bool = True,
+        compiled: Literal["eager", "instrument"] = "eager",
         **options: Any,
     ) -> None:
         def make(level: int) -> QuantizeTool:
@@ -80,7 +82,7 @@ class BitsSweep(Sweep[int]):
                     calibrate()
 
         mild = _ordered("bits", bits)[::-1]
-        super().__init__(evaluate, make, mild, prepare, "bits", metric, progress)
+        super().__init__(evaluate, make, mild, prepare, "bits", metric, progress, compiled)
         self._check_levels()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
@@ -31,6 +31,7 @@ class Sweep(Generic[Level]):
     to give the same each time.  make: a new tool for a level.  levels: from mild to harsh.  prepare: called
     with each tool in its scope before the evaluation, to calibrate for example.  level, metric: what the two
     are called.  progress: whether stderr tells how far it is, as a bar on a terminal and in lines elsewhere.
+    compiled: as of `amanda.apply`: what becomes of callables that torch.compile made.
 
     First the program is evaluated without a tool, then at each level with the tool at all ops, which tells
     the ops where the tool acts, then with the tool at each of them. A tool is told of one op alone by
@@ -48,12 +49,14 @@ class Sweep(Generic[Level]):
         level: str = "level",
         metric: str = "metric",
         progress: bool = True,
+        compiled: Literal["eager", "instrument"] = "eager",
     ) -> None:
         if not callable(evaluate):
             raise SweepError(f"evaluate is {evaluate!r}; give a function of no arguments that gives a number")
         if not levels or len(set(levels)) < len(levels):
             raise SweepError(f"levels is {list(levels)}; give at least one, and each once")
         self._evaluate, self._prepare, self._progress = evaluate, prepare, progress
+        self._compiled: Literal["eager", "instrument"] = compiled
         self._make: Callable[[Level], amanda.Tool] = make
         self._levels: tuple[Level, ...] = tuple(levels)
         self._names = (level, metric)
@@ -134,7 +137,7 @@ class Sweep(Generic[Level]):
         return tool
 
     def _evaluated(self, tool: amanda.Tool) -> Any:
-        with amanda.apply(tool):
+        with amanda.apply(tool, compiled=self._compiled):
             if self._prepare is not None:
                 self._prepare(tool)
             return self._evaluate()
