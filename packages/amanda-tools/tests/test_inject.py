@@ -429,3 +429,19 @@ def test_a_result_goes_to_files_and_says_what_it_left_out(tmp_path) -> None:
 
 def test_it_is_loaded_by_name() -> None:
     assert isinstance(amanda.load_tool("inject", fault="zero"), InjectTool)
+
+
+@pytest.mark.parametrize("target", ["grad_outputs", "grad_inputs", "weight_grads"])
+def test_the_word_of_an_op_selects_one_of_its_backward_ops(target: Any) -> None:
+    layer, x = nn.Linear(4, 2), torch.rand(3, 4, requires_grad=True)
+    tool = InjectTool(type="linear", target=target)
+    with amanda.apply(tool):
+        for _ in range(3):
+            layer(x).sum().backward()
+    assert len(tool.result.injections) == 3
+    (kind,) = {one.type for one in tool.result.injections}
+    assert kind == ("transpose_backward" if target == "weight_grads" else "linear_backward")
+    both = InjectTool(type=["linear_backward", "transpose_backward"], target="grad_outputs")
+    with amanda.apply(both):
+        layer(x).sum().backward()
+    assert len(both.result.injections) == 2

@@ -27,7 +27,9 @@ class InjectTool(amanda.Tool):
         reads, where the parameter itself is left as it is; "grad_outputs" that enter a backward op,
         "grad_inputs" that leave it; "weight_grads", those of the latter that belong to the weight.
     type, module: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of module
-        paths ("layer1.*"); None for all.  A backward op is selected by its own word or its forward op's.
+        paths ("layer1.*"); None for all.  A backward op is selected by its own word ("linear_backward"); the word
+        of a forward op selects the first of that op's backward ops alone, which the gradient enters, and for
+        "weight_grads" the one that gives the weight's gradient.
     index: position of the tensor among the target; None for all of them together.
     probability: of each element, at each execution.  count: so many elements of each execution, which
         is 1 where neither is given.
@@ -70,6 +72,7 @@ class InjectTool(amanda.Tool):
         self._limit = limit
         self._seen: dict[str, bool] = {}
         self._numbers: dict[int, int] = {}
+        self._backward_of: dict[int, int | None] = {}
         self._sites: list[Site] | None = None
         self._only: Site | None = None
         self._trial = 0
@@ -145,8 +148,8 @@ class InjectTool(amanda.Tool):
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind, target = context["backward_type"], self._options.target
-        forward = () if kind == "accumulate_grad" else (context["type"], context.get_op_type())
-        if not self._selects(context, kind, context.get_backward_op().__name__, *forward):
+        own = (kind, context.get_backward_op().__name__)
+        if not self._selects(context, *own) and not self._selects_by_forward(context, kind):
             return
         place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
         if target == "grad_outputs":
@@ -158,6 +161,18 @@ class InjectTool(amanda.Tool):
             context.insert_after_backward_op(
                 self._inject, grad_inputs=wanted, place=place, positions=wanted, fits=weight_gradient(context)
             )
+
+    def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
+        """Return True for the one backward op that the word of its forward op selects."""
+        forward = (context["type"], context.get_op_type())
+        if kind == "accumulate_grad" or not self._options.selects(context.get_scope(), *forward):
+            return False
+        if self._options.target == "weight_grads" and context["weight_grad_index"] is None:
+            return False
+        own = context.get_backward_op_id()
+        selected = self._backward_of.setdefault(context.get_op_id(), own) == own
+        self._seen[kind] = self._seen[kind] or selected
+        return selected
 
     def _selects(self, context: amanda.OpContext, *names: str) -> bool:
         selected = self._options.selects(context.get_scope(), *names)
