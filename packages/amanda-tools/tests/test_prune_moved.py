@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.tools.prune import PruneTool, element_mask, n_m_mask
 from amanda.tools.quantize import QuantizeTool
+from amanda.tools.quantize import QuantizeTool
 
 
 class Gathered(nn.Module):
@@ -324,6 +325,7 @@ def test_a_copy_and_the_parameter_are_one_weight() -> None:
 KERAS = """
 import keras, torch, amanda
 from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
 layers = keras.layers
 model = keras.Sequential([
     layers.Input((8, 8, 4)), layers.Conv2D(8, 3), layers.DepthwiseConv2D(3), layers.SeparableConv2D(8, 1),
@@ -374,3 +376,39 @@ def test_the_experts_of_a_transformer_have_the_same_masks_in_either_implementati
     tool.finalize(model)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).last_hidden_state, outputs[1])
+
+
+def mixtral(transformers: Any) -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralModel(config).eval()
+    model.set_experts_implementation("grouped_mm")
+    return model  # type: ignore[no-any-return]
+
+
+def test_the_headline_speaks_of_experts_that_are_left_too(transformers: Any) -> None:
+    model, tool = mixtral(transformers), PruneTool(sparsity=0.5)
+    with amanda.apply(tool), torch.no_grad():
+        model(torch.arange(24).reshape(2, 12))
+    result = tool.result
+    experts = sum(one.numel() for name, one in model.named_parameters() if "experts" in name)
+    assert result.elements_left == experts
+    assert result.share == result.zeros / (result.elements + experts) < 0.1
+    selected = result.elements + experts
+    assert result.notes()[0] == (
+        f"{result.share:.4f} of the {selected:,} elements that were selected are zero: "
+        f"{experts:,} are left as they are."
+    )
+    assert "multiplies by several weights" in str(result)
+
+
+def test_quantize_notes_grouped_experts(transformers: Any) -> None:
+    model, tool = mixtral(transformers), QuantizeTool(method="dynamic")
+    with amanda.apply(tool), torch.no_grad():
+        model(torch.arange(24).reshape(2, 12))
+    (place,) = tool.result.left
+    assert place == "_grouped_mm of layers.0.mlp.experts"
+    assert "_grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(tool.result)

@@ -17,10 +17,10 @@ from amanda.tools.mapping._parts import (
 )
 from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
 from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
-from amanda.tools.mapping._vocabulary import VOCABULARY
+from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
 
 __all__ = [
-    "MOVED", "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Moved", "Origin", "Parts", "Rule",
+    "MOVED", "SEVERAL_WEIGHTS", "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Moved", "Origin", "Parts", "Rule",
     "RuleError", "StandardMapping", "backend_of", "form_of", "holder_of", "in_memory_order", "is_partial",
     "itemsize", "local", "makes_a_weight", "may_vary", "share", "weight_gradient",
 ]  # fmt: skip

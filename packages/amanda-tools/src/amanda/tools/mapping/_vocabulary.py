@@ -14,5 +14,11 @@ _SHARED = """
 
 _TABLES = (_pytorch_names.WORDS, _tensorflow_names.WORDS, _onnxruntime_names.WORDS)
 
+SEVERAL_WEIGHTS = frozenset(
+    {"rnn_tanh", "rnn_relu", "lstm", "gru", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3",
+     "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_grouped_mm", "grouped_mm"}
+)  # fmt: skip
+"""Types of ops that multiply by several weights each."""
+
 VOCABULARY = frozenset((*_SHARED, *(word for table in _TABLES for word in table.values())))
 """Words that mean the same in every framework; what is in no list keeps the framework's own name."""

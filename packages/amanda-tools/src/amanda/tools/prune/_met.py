@@ -6,14 +6,15 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import Origin, Parts, form_of
+from amanda.tools.mapping import SEVERAL_WEIGHTS, Origin, Parts, form_of
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._framework import framework_of
+from amanda.tools.prune._left import elements_left
 from amanda.tools.prune._options import Options
 from amanda.tools.prune._read import Read, misfit, weight_of
 from amanda.tools.prune._reading import Reading
 from amanda.tools.prune._rows import order_of_axes, row_layout
-from amanda.tools.prune._selection import LOOKUPS, WITHIN, Selection
+from amanda.tools.prune._selection import LOOKUPS, Selection
 from amanda.tools.prune._weight import Weight
 
 LOOKED_UP = "an embedding reads it too"
@@ -23,6 +24,7 @@ class Met:
     """Weights by what holds them and which part of it they are, or by the place where they are computed.
 
     weights: in the order in which they were met.  reasons: why others were left, by their op.
+    left: how many elements others have, by what holds them.
     retracted: those of them that were weights until an embedding turned out to read them.
     keep, place: of the tool.
     """
@@ -41,6 +43,7 @@ class Met:
         """Forget them all."""
         self.weights: dict[Hashable, Weight] = {}
         self.reasons: dict[str, str] = {}
+        self.left: dict[Hashable, int] = {}
         self.retracted: list[Weight] = []
         self._left: set[Hashable] = set()
         self._passed = 0
@@ -61,7 +64,7 @@ class Met:
 
         Gives the ids of ops that had masks of it, since they were met before: they have none any more.
         """
-        if context["type"] in WITHIN and self._selects(context):
+        if context["type"] in SEVERAL_WEIGHTS and self._selects(context):
             self.leave(context, "it multiplies by several weights in one op")
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
         if holder is None:
@@ -80,6 +83,7 @@ class Met:
                     f"weight for which {one.type} of {one.module or one.source} has a mask; exclude that"
                 )
             one.is_left = True
+            self.left[id(one)] = one.size
             self.reasons[f"{one.type} of {one.module or one.source}"] = LOOKED_UP
             found |= one.readers
         self.retracted += weights
@@ -194,6 +198,7 @@ class Met:
     def leave(self, context: amanda.OpContext, reason: str) -> None:
         """Note why the weight of an op is left as it is."""
         self.reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
+        self.left.update(elements_left(context))
 
     def selects(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is one to prune."""

@@ -14,6 +14,7 @@ class PruneResult(Result):
     """The weights with the share of their elements that is dropped.
 
     left: weights that were selected and are not pruned, by module and type, and why.
+    elements_left: how many elements those have that a parameter holds.
     waiting: names of state that was loaded and belongs to no weight that was met.
     """
 
@@ -33,6 +34,7 @@ class PruneResult(Result):
         left: Mapping[str, str],
         passed: str = "",
         waiting: Sequence[str] = (),
+        elements_left: int = 0,
     ) -> None:
         self._rows = [
             ("forward", one.type, one.module, one.source, "x".join(map(str, one.extents)), one.layout or "",
@@ -40,13 +42,19 @@ class PruneResult(Result):
             for one in weights
         ]  # fmt: skip
         self.left = dict(left)
+        self.elements_left = elements_left
         self.waiting = tuple(waiting)
         self._passed = passed
 
     @property
     def sparsity(self) -> float:
-        """The share of all elements that is dropped."""
+        """The share of the elements of pruned weights that is dropped."""
         return self.zeros / max(self.elements, 1)
+
+    @property
+    def share(self) -> float:
+        """The share of all elements that were selected that is dropped, also of those that are left."""
+        return self.zeros / max(self.elements + self.elements_left, 1)
 
     @property
     def elements(self) -> int:
@@ -66,7 +74,8 @@ class PruneResult(Result):
         """Totals, and what was left."""
         return {
             "tensors": len(self._rows), "elements": self.elements, "zeros": self.zeros,
-            "sparsity": self.sparsity, "left": self.left,
+            "sparsity": self.sparsity, "left": self.left, "elements_left": self.elements_left,
+            "share": self.share,
         }  # fmt: skip
 
     def notes(self) -> Sequence[str]:
@@ -75,6 +84,13 @@ class PruneResult(Result):
         notes = [
             f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements, sparsity {self.sparsity:.4f}."
         ]
+        if self.elements_left:
+            selected = self.elements + self.elements_left
+            notes.insert(
+                0,
+                f"{self.share:.4f} of the {selected:,} elements that were selected are zero: "
+                f"{self.elements_left:,} are left as they are.",
+            )
         notes += [f"{self._passed}."] if self._passed else []
         notes += not_met("masks", self.waiting)
         return notes + [f"{place} is left as it is: {why}." for place, why in self.left.items()]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import amanda
-from amanda.tools.mapping import makes_a_weight
+from amanda.tools.mapping import SEVERAL_WEIGHTS, makes_a_weight
 from amanda.tools.prune._errors import PruneError
 
 TYPES = frozenset(
@@ -17,12 +17,6 @@ TYPES = frozenset(
 
 LOOKUPS = frozenset({"embedding", "embedding_bag", "ResourceGather", "ResourceGatherNd"})
 """What reads rows of a weight: one that a product shares is left as it is."""
-
-WITHIN = frozenset(
-    {"rnn_tanh", "rnn_relu", "lstm", "gru", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3",
-     "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_grouped_mm", "grouped_mm"}
-)  # fmt: skip
-"""Ops that multiply by several weights each, which are left: noted where they would be selected."""
 
 Globs = list[str] | str | None
 
@@ -45,7 +39,7 @@ class Selection:
             return False
         names = (context["type"], context.get_op_type())
         if self._types is None:
-            typed = context["type"] in TYPES | WITHIN
+            typed = context["type"] in TYPES | SEVERAL_WEIGHTS
         else:
             typed = any(fnmatchcase(name, glob) for name in names for glob in self._types)
         path = context.get_scope().replace("/", ".")

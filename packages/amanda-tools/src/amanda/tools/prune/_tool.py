@@ -92,7 +92,9 @@ class PruneTool(amanda.Tool):
         """The weights that were met, and what is dropped of them."""
         met = self._met
         waiting = [name for name in self.waiting_state() if "/mask" in name] if met.weights else []
-        return PruneResult(met.weights.values(), self._options.name, met.reasons, met.passed, waiting)
+        return PruneResult(
+            met.weights.values(), self._options.name, met.reasons, met.passed, waiting, sum(met.left.values())
+        )
 
     def clear(self) -> None:
         """Forget masks and steps: the next step is the first."""

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import MOVED, MappingTool, Origin, StandardMapping, makes_a_weight
+from amanda.tools.mapping import (
+    MOVED,
+    SEVERAL_WEIGHTS,
+    MappingTool,
+    Origin,
+    StandardMapping,
+    makes_a_weight,
+)
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
@@ -72,6 +79,7 @@ class QuantizeTool(amanda.Tool):
         )  # fmt: skip
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
+        self._several: dict[str, str] = {}
         self._parts = PartQuantizers()
         frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
         rules = [[name, framework.describe] for name, framework in frameworks]
@@ -114,6 +122,7 @@ class QuantizeTool(amanda.Tool):
             for place in self._places.values()
             if place.left
         }
+        left |= self._several
         return QuantizeResult(rows, self.options.method, waiting, left)
 
     def clear(self) -> None:
@@ -123,7 +132,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
-        self._places, self._parts = {}, PartQuantizers()
+        self._places, self._parts, self._several = {}, PartQuantizers(), {}
         super().load_state_dict(state)
 
     def save(self, path: str | Path) -> Path:
@@ -174,7 +183,11 @@ class QuantizeTool(amanda.Tool):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         names = (context["type"], context.get_op_type())
-        if context["phase"] != "forward" or makes_a_weight(context) or not self._selects(names):
+        if context["phase"] != "forward" or makes_a_weight(context):
+            return
+        if not self._selects(names):
+            if self.options.types == TYPES and context["type"] in SEVERAL_WEIGHTS:
+                self._several[f"{context['type']} of {context.get_scope() or context.get_source()}"] = SEVERAL
             return
         name = self.place(context)
         if name not in self._places:
@@ -246,4 +259,5 @@ class QuantizeTool(amanda.Tool):
             place.compare(values, outputs)
 
 
+SEVERAL = "it multiplies by several weights in one op"
 _HELD = "amanda.tools.quantize"
