@@ -156,7 +156,7 @@ def test_what_was_not_selected_is_told() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "part"),
     [
-        ({"phase": "both"}, SelectionError, '"backward" or "optimizer"'),
+        ({"phase": "both"}, SelectionError, "backward, optimizer, construction"),
         ({"type": ""}, SelectionError, "type has ''"),
         ({"module": [3]}, SelectionError, "module has 3"),
         ({"frequency": 0}, WindowError, "frequency is 0"),

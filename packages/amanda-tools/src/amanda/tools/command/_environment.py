@@ -24,7 +24,7 @@ class Handed:
     frameworks: the import names at which the tools of a child begin.
     every: seconds after which results are saved as they are so far; None for not before the end.
     together: whether the program is one of several ranks, of which the last that ends gathers and prints.
-    compiled: as of `amanda.apply`.
+    compiled: as of `amanda.apply`.  construction: whether tools see what makes models.
     """
 
     tools: list[tuple[str, dict[str, Any]]]
@@ -36,6 +36,7 @@ class Handed:
     every: float | None = None
     together: bool = False
     compiled: str = "eager"
+    construction: bool = False
 
     def put(self, environment: MutableMapping[str, str]) -> None:
         """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""

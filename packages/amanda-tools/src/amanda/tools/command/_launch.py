@@ -58,6 +58,7 @@ def launch(
     quiet: bool,
     every: float | None = None,
     compiled: str = "eager",
+    construction: bool = False,
 ) -> int:
     """Become the program, with the tools in its environment; comes back only where it is not Python's."""
     command, python = command_of(program)
@@ -66,7 +67,7 @@ def launch(
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
         None if output is None else str(output.absolute()), quiet, driven_frameworks(), every,
-        shared is not None, compiled,
+        shared is not None, compiled, construction,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.put(environment)

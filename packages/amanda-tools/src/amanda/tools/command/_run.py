@@ -34,6 +34,11 @@ from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
     help="Save results as they are so far, too, for processes that are killed.",
 )
 @compiled_option
+@click.option(
+    "--construction",
+    is_flag=True,
+    help="Apply tools to what makes models too: constructors and initializers.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
@@ -42,6 +47,7 @@ def _command(
     output: Path | None,
     every: float | None,
     compiled: str,
+    construction: bool,
     quiet: bool,
     program: Sequence[str],
 ) -> int:
@@ -68,7 +74,7 @@ def _command(
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
     made(specs)  # so that what is wrong is said now
-    return launch(program, specs, output, quiet, every, compiled)
+    return launch(program, specs, output, quiet, every, compiled, construction)
 
 
 def run(arguments: Sequence[str] = ()) -> int:

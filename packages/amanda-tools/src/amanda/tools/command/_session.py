@@ -22,6 +22,7 @@ from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._spec import ToolSpec, made
 from amanda.tools.command._threads import carry_to_threads
 from amanda.tools.command._tracebacks import show_program_alone
+from amanda.tools.select import leave_construction
 
 _MESSAGES = 1000
 
@@ -37,6 +38,9 @@ class Session:
         self._rank: Rank | None = None
         self.saving: Saving | None = None
         self._tools = made(ToolSpec(name, given) for name, given in handed.tools)
+        for tooling in self._tools:
+            if not handed.construction and tooling.selection.phase is None:
+                leave_construction(tooling.tool)
         compiled: Any = handed.compiled
         self.scope = amanda.apply(*(tooling.tool for tooling in self._tools), compiled=compiled)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 260, 50, 30
 _LOWEST = 1e-9
-_COLOURS = {"forward": "#2563eb", "backward": "#d97706", "optimizer": "#059669"}
+_COLOURS = {"forward": "#2563eb", "backward": "#d97706", "optimizer": "#059669", "construction": "#6b7280"}
 
 
 def error_plot(comparisons: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
+from amanda.tools.mapping._construction import part_of
 from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
 
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
@@ -23,7 +24,7 @@ _PRODUCTS = {"matmul": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of PyTorch."""
     if "shape" not in context:
-        context["phase"] = "optimizer" if _in_optimizer(context) else "forward"
+        context["phase"] = _phase(context)
         _describe_op(context)
     if context.is_backward():
         context["phase"] = "backward"
@@ -53,19 +54,20 @@ def dtype(value: Any) -> str | None:
 # ---- the forward op ----
 
 
-def _in_optimizer(context: OpContext) -> bool:
-    """Whether an optimizer computes it, and neither a module nor a closure that the optimizer calls."""
+def _phase(context: OpContext) -> str:
+    """What computes the op: an optimizer, a constructor, or else the forward pass, as a closure's module does."""
     frame: Any = sys._getframe(1)
     is_users = False
     while frame is not None:
+        part = part_of(frame)
+        if part is not None:
+            return "forward" if part == "call" else part
         name = str(frame.f_globals.get("__name__"))
-        if name.startswith("torch.nn.modules."):
-            return False
         if name.startswith("torch.optim."):
-            return not (is_users and _is_differentiated(context))
+            return "forward" if is_users and _is_differentiated(context) else "optimizer"
         is_users = is_users or not name.startswith(("torch.", "amanda."))
         frame = frame.f_back
-    return False
+    return "forward"
 
 
 def _is_differentiated(context: OpContext) -> bool:

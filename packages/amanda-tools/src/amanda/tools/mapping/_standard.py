@@ -23,7 +23,8 @@ class StandardMapping(MappingTool):
     type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; a name of the
         framework's own where the vocabulary has no word.
     in_place: whether the op writes its result into its first input.
-    phase: "forward", "backward", or "optimizer" for what an optimizer of PyTorch computes in its step.
+    phase: "forward", "backward", "optimizer" for what an optimizer of PyTorch computes in its step, or
+        "construction" for what constructors and initializers of modules and layers compute.
     backward_type: what the backward op computes, e.g. "conv2d_backward"; None in the forward pass.
     weight_index: position of the weight among the inputs; None without one.
     weight_grad_index: position, among the gradients that leave the backward op, of the gradient in

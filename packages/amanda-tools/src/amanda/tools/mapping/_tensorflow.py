@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
+from amanda.tools.mapping._construction import in_construction
 from amanda.tools.mapping._tensorflow_names import IN_PLACE, PASSES, READS, WORDS
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([23])d")
@@ -17,8 +18,10 @@ _AXES = {"2": "HW", "3": "DHW"}
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of TensorFlow."""
     if "shape" not in context:
+        context["phase"] = "construction" if _makes_a_model(context) else "forward"
         _describe_op(context)
-    context["phase"] = "backward" if context.is_backward() else "forward"
+    if context.is_backward():
+        context["phase"] = "backward"
     _describe_backward_op(context)
 
 
@@ -37,6 +40,13 @@ def dtype(value: Any) -> str | None:
 
 
 # ---- the forward op ----
+
+
+def _makes_a_model(context: OpContext) -> bool:
+    """Return True for what initialises variables: called by a layer of Keras, or a node of a graph."""
+    if context.namespace.matches("*/*/eager"):
+        return in_construction()
+    return "Initializer" in context.get_scope().split("/")
 
 
 def _describe_op(context: OpContext) -> None:

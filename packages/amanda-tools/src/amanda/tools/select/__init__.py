@@ -4,6 +4,6 @@ with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear
     model(x)
 """
 
-from amanda.tools.select._select import Phase, Selection, SelectionError, select
+from amanda.tools.select._select import Phase, Selection, SelectionError, leave_construction, select
 
-__all__ = ["Phase", "Selection", "SelectionError", "select"]
+__all__ = ["Phase", "Selection", "SelectionError", "leave_construction", "select"]

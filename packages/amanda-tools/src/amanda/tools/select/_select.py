@@ -12,8 +12,8 @@ from amanda.errors import AmandaError
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.steps import Steps, Window
 
-Phase = Literal["forward", "backward", "optimizer"]
-"""What an op is a part of: the model, its gradient, or the step of an optimiser."""
+Phase = Literal["forward", "backward", "optimizer", "construction"]
+"""What an op is a part of: the model, its gradient, the step of an optimiser, or the making of a model."""
 
 ToolT = TypeVar("ToolT", bound=amanda.Tool)
 
@@ -30,10 +30,11 @@ class Selection:
     type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
     letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
     is selected with it, and `*` stands for any part ("layer4", "*.attention").  phase: "forward", "backward",
-    or "optimizer", for the steps of PyTorch's optimizers.  With "backward" the forward analysis routines are
+    "optimizer", for the steps of PyTorch's optimizers, or "construction", for what makes a model.  With "backward" the forward analysis routines are
     called all the same, since those of backward ops may read what they note down; nothing that they insert
     runs.
 
+    phase: the one that is selected, None for all.
     matched: whether an op was selected.  types, modules: of the ops that were not.
     """
 
@@ -45,8 +46,8 @@ class Selection:
     ) -> None:
         self._types, self._modules = _listed("type", type), [_path(one) for one in _listed("module", module)]
         if phase not in (None, *get_args(Phase)):
-            raise SelectionError(f'phase is {phase!r}; it is "forward", "backward" or "optimizer"')
-        self._phase = phase
+            raise SelectionError(f"phase is {phase!r}; it is one of {', '.join(get_args(Phase))}")
+        self._phase = self.phase = phase
         self.wanted_types, self.wanted_modules = tuple(self._types), tuple(self._modules)
         self.matched = False
         self.types: set[str] = set()
@@ -115,6 +116,12 @@ def select(
     if window is not None:
         window.let(tool)
     return tool
+
+
+def leave_construction(tool: amanda.Tool) -> None:
+    """Apply a tool to what a program computes, and not to the making of its models."""
+    tool.depends_on(StandardMapping())
+    tool.restrict(lambda context: context["phase"] != "construction")
 
 
 def _backward_alone(context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine | None:
