@@ -101,6 +101,10 @@ class EagerOps(TensorOps):
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Which of the inputs need a gradient; None where autodiff records nothing."""
 
+    def as_leaves(self, inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]) -> list[Any]:
+        """Return the values that routines gave as outputs, as leaves where the op itself makes a leaf."""
+        return given
+
     def variable_of(self, value: Any) -> Any:
         """What holds an input's value from one execution to the next; None where nothing does."""
         return None

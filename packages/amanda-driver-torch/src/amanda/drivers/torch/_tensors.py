@@ -195,9 +195,21 @@ class TorchTensors:
         """Shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
+    def as_leaves(self, inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]) -> list[Any]:
+        """Return the values that routines gave, as leaves where the op makes one: `zeros(requires_grad=True)`."""
+        return [
+            new.detach().requires_grad_() if new is not old and _is_made_a_leaf(old, inputs) else new
+            for old, new in zip(outputs, given, strict=True)
+        ]
+
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """An op's result as a list, and how to put it back into its form."""
         return flatten_outputs(outputs)
+
+
+def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
+    is_leaf = isinstance(output, torch.Tensor) and output.requires_grad and not _has_node(output)
+    return is_leaf and not any(one is output for one in inputs)
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:
