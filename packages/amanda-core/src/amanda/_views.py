@@ -65,6 +65,7 @@ class Views(ABC):
         _all.add(self)
         self._ties: dict[Hashable, list[Tie]] = {}
         self._labels: dict[Tie, Label] = {}
+        self._lost: list[Label] = []
 
     @abstractmethod
     def memory(self, value: Any) -> Hashable:
@@ -121,7 +122,10 @@ class Views(ABC):
         for tie in self._each():
             side = tie.drifted()
             if side is not None:
-                self._spread_out(self.parts([side]))
+                try:
+                    self._spread_out(self.parts([side]))
+                except Exception:  # the framework forbids the write, as into a tensor that was expanded
+                    self._lost.append(self._labels[tie])
 
     def release(self) -> Iterator[Label]:
         """Make views of the values again, as the last scope closes; give where that would change a value."""
@@ -130,7 +134,9 @@ class Views(ABC):
             if not tie.rejoin():
                 yield self._labels[tie]
         self._ties.clear()
+        yield from self._lost
         self._labels.clear()
+        self._lost.clear()
         self.watching = False
 
     def _memories(self, values: Sequence[Any]) -> Iterator[Hashable]:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from amanda.backend import Saved
+from amanda.backend import Saved, spread
 from amanda.errors import RoutineError
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
@@ -209,7 +209,7 @@ class TorchTensors:
 
 def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
     is_leaf = isinstance(output, torch.Tensor) and output.requires_grad and not _has_node(output)
-    return is_leaf and not any(one is output for one in inputs)
+    return is_leaf and not any(one is output for one in spread(inputs))
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:

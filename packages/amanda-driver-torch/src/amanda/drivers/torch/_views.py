@@ -121,8 +121,9 @@ class TensorTie(Tie):
             return None  # it was given other memory
         at_value = start == self.ends[0]
         marks = written.at(self._data if at_value else self._view)
-        reached = None
-        if marks is None or marks.is_meta or bool(marks.any()):
+        try:
+            if marks is not None and not marks.is_meta and not bool(marks.any()):
+                return None
             held = [one for one in (value, base, written.tensor) if one is not None]
             recorded = torch.is_grad_enabled() and any(one.requires_grad for one in held)
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
@@ -131,9 +132,9 @@ class TensorTie(Tie):
                     view = _reached(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
-                reached = Part(target, marks)
-        self._versions = self._now()
-        return reached
+                return Part(target, marks)
+        finally:
+            self._versions = self._now()
 
     def drifted(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy."""

@@ -1,0 +1,18 @@
+"""Tensors that are equal to others, bit by bit, and share nothing with them."""
+
+from typing import Any
+
+import torch
+
+
+def copied(value: Any) -> Any:
+    """Return a new tensor with the values and, unless they overlap, the strides of another."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        return value.clone()
+    if value.is_quantized or value.is_nested or torch._debug_has_internal_overlap(value):
+        return value.clone()
+    return torch.empty_strided(
+        value.size(), value.stride(), dtype=value.dtype, device=value.device
+    ).copy_(value)
