@@ -102,6 +102,8 @@ class EagerExecution(EagerOps):
             if i >= step:
                 result = returned if i == step else NOT_CALLED
                 inputs = run_routine(self, action, inputs, told, run, state, call.mutable, result)
+        if inputs is not call.inputs:
+            inputs = call.fitted(inputs)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
         saved = None
@@ -138,10 +140,16 @@ class EagerExecution(EagerOps):
         told: OpFacts,
     ) -> list[Any]:
         """Tie the values that routines gave to the views whose place they took; return the outputs to use."""
+        if inputs is not call.inputs or changed is not values:
+            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
         if inputs is not call.inputs:
-            views.given_before(call.inputs, inputs, values, (told.name, told.source))
+
+            def again() -> list[Any]:
+                with self.isolated():
+                    return self.results(call, call.invoke(call.inputs))[0]
+
+            views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
         if changed is not values:
-            changed = self.as_leaves(inputs, values, changed)
             changed = views.given_after(inputs, values, changed, (told.name, told.source))
         if views and call.mutable:
             views.wrote([*(inputs[i] for i in call.mutable), *call.written(inputs, values)])

@@ -88,6 +88,10 @@ class Views(ABC):
         """Whether a tensor is known to share its memory."""
 
     @abstractmethod
+    def alike(self, one: Any, other: Any) -> bool:
+        """Whether two tensors lie in memory in the same way, so that an op makes views of both or of neither."""
+
+    @abstractmethod
     def parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:
         """Which part of which memory some tensors are."""
 
@@ -95,13 +99,23 @@ class Views(ABC):
         return bool(self._ties)
 
     def given_before(
-        self, own: Sequence[Any], given: Sequence[Any], outputs: Sequence[Any], label: Label
+        self,
+        own: Sequence[Any],
+        given: Sequence[Any],
+        outputs: Sequence[Any],
+        again: Callable[[], Sequence[Any]],
+        label: Label,
     ) -> None:
-        """Tie the values that routines gave as inputs where outputs of the op lie in their memory."""
+        """Tie the values that routines gave as inputs where outputs of the op lie in their memory.
+
+        again: runs the op on its own inputs, to see whether it makes views of these.
+        """
         reached = set(self._memories(outputs))
         for view, value in _pairs(own, given):
             memory = self.memory(value)
-            if memory in reached and memory not in self._ties and memory != self.memory(view):
+            if memory not in reached or memory in self._ties or memory == self.memory(view):
+                continue
+            if self.alike(view, value) or self.memory(view) in self._memories(again()):
                 self._add(view, value, label)
 
     def given_after(

@@ -104,14 +104,22 @@ def _compared(calls: Calls, count: Count) -> Iterator[str]:
 
 def _fresh(calls: Calls, passes: list[tuple[Pass, int | None]]) -> Iterator[str]:
     """How calls differ in what they compute, where routines give equal new tensors."""
-    bare = {one: [computed(each) for each in calls.records(*one)] for one in passes}
+    bare = {one: [_written(computed(each)) for each in calls.records(*one)] for one in passes}
     for name, routine in FRESH.items():
         for cached in (True, False):
             some = passes if cached else passes[:1]
             with amanda.apply(Everywhere(routine)), nullcontext() if cached else amanda.cache_disabled():
                 found = {one: [computed(each) for each in calls.records(*one)] for one in some}
             for one in some:
-                yield from _told(calls, name if cached else f"{name}, no cache", one, (found[one], bare[one]))
+                comparable = [
+                    None if each is None else result for result, each in zip(found[one], bare[one], strict=True)
+                ]
+                yield from _told(calls, name if cached else f"{name}, no cache", one, (comparable, bare[one]))
+
+
+def _written(facts: Facts | None) -> Facts | None:
+    """Facts of a call whose results could be written; None where torch forbids that, as after `expand`."""
+    return None if facts is None or any(facts.get("writes", ())) else facts
 
 
 def _told(

@@ -39,6 +39,10 @@ class TorchViews(Views):
         """Whether a tensor is a view of another, or a parameter."""
         return value._is_view() or (value.requires_grad and value.is_leaf)
 
+    def alike(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two tensors have the same strides."""
+        return one.stride() == other.stride()
+
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "Part"]:
         """Which elements of which storages the tensors are."""
         parts: dict[Hashable, Part] = {}
@@ -162,6 +166,15 @@ class TensorTie(Tie):
 
     def _now(self) -> tuple[int, int]:
         return _version(self._data), _version(self._view)
+
+
+def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` where `original` lies, in a copy of that tensor's storage."""
+    with torch.no_grad():
+        storage = original.untyped_storage().clone()
+        own = torch.empty(0, dtype=original.dtype, device=original.device)
+        own.set_(storage, original.storage_offset(), original.size(), original.stride())
+    return own.copy_(value)
 
 
 def _version(tensor: torch.Tensor) -> int:
