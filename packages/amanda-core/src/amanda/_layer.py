@@ -92,7 +92,7 @@ class Layer:
             known.forget()
 
     def watch_writes(self) -> None:
-        """Bring ops that write into tensors to Python from now on, also those that native code has learned."""
+        """Bring ops that write to Python from now on, also those that native code has learned."""
         for op_id in self.writers:
             if self.table.get(op_id) is None:
                 self.table.discard(op_id)

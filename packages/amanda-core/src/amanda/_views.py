@@ -89,7 +89,7 @@ class Views(ABC):
 
     @abstractmethod
     def alike(self, one: Any, other: Any) -> bool:
-        """Whether two tensors lie in memory in the same way, so that an op makes views of both or of neither."""
+        """Whether two tensors lie in memory alike, so that an op makes views of both or of neither."""
 
     @abstractmethod
     def parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:

@@ -114,7 +114,7 @@ class Driver(ABC):
     def attach(self) -> None:
         """Start to intercept; called when the first scope of the process opens."""
 
-    def closing(self, report: Report) -> None:
+    def closing(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
         """Finish what tools have begun, as the last scope closes; called before `detach`."""
 
     @abstractmethod

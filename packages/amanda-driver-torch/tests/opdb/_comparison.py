@@ -112,7 +112,8 @@ def _fresh(calls: Calls, passes: list[tuple[Pass, int | None]]) -> Iterator[str]
                 found = {one: [computed(each) for each in calls.records(*one)] for one in some}
             for one in some:
                 comparable = [
-                    None if each is None else result for result, each in zip(found[one], bare[one], strict=True)
+                    None if each is None else result
+                    for result, each in zip(found[one], bare[one], strict=True)
                 ]
                 yield from _told(calls, name if cached else f"{name}, no cache", one, (comparable, bare[one]))
 
@@ -132,6 +133,8 @@ def _told(
     for i, one in enumerate(found):
         differs = difference(one, bare[i])
         if differs:
-            own = any(difference(computed(calls.records(*made)[i]), computed(bare[i])) for _ in range(CONTROLS))
+            own = any(
+                difference(computed(calls.records(*made)[i]), computed(bare[i])) for _ in range(CONTROLS)
+            )
             yield f"{calls}, sample {i}, {tool}{', and without a scope' if own else ''}: {differs}"
             return

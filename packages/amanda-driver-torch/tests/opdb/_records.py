@@ -88,8 +88,10 @@ def _decoded(bits: bytes, dtype: torch.dtype) -> Tensor:
 
 
 _OF_MEMORY = frozenset(
-    ("strides", "grad_fn", "is_leaf", "output_nr", "is_view", "is_conj", "is_neg", "version", "is", "base")
-    + ("storage",)
+    {
+        *("strides", "is_view", "is_conj", "is_neg", "version", "is", "base", "storage"),
+        *("grad_fn", "is_leaf", "output_nr"),
+    }
 )
 
 

@@ -54,9 +54,7 @@ def differing(name: str, most: int, count: Count) -> list[str]:
     """How the calls of an op differ, but for bits that torch does not determine."""
     found = differences(database()[name], most, count)
     determined = [one for one in found if not (name in UNDETERMINED and ".bits:" in one)]
-    return [
-        one for one in determined if not ("in autograd" in one and f"{name}, {one}".startswith(REFUSED))
-    ]
+    return [one for one in determined if not ("in autograd" in one and f"{name}, {one}".startswith(REFUSED))]
 
 
 def _amiss(slot: int, check: Callable[[str], list[str]]) -> dict[str, list[str]]:

@@ -13,6 +13,6 @@ def copied(value: Any) -> Any:
         return value.clone()
     if value.is_quantized or value.is_nested or torch._debug_has_internal_overlap(value):
         return value.clone()
-    return torch.empty_strided(
-        value.size(), value.stride(), dtype=value.dtype, device=value.device
-    ).copy_(value)
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device).copy_(
+        value
+    )

@@ -210,7 +210,7 @@ class TorchTensors:
             for old, new in zip(outputs, given, strict=True)
         ]
         if not torch.is_grad_enabled():
-            through = {id(new): old for old, new in zip(spread(own), spread(inputs), strict=True)}
+            through = {id(new): old for old, new in zip(spread(own), spread(inputs), strict=False)}
             for i, (old, new) in enumerate(zip(outputs, placed, strict=True)):
                 original = through.get(id(old), old)
                 if new is not original and isinstance(new, torch.Tensor) and _needs_gradient(original, new):
@@ -292,17 +292,28 @@ def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` in the floating type of `original`; an error where it cannot stand for it."""
+    """Return `value` in the type of `original`.
+
+    Raises RoutineError where it cannot stand for that: another shape, a complex value for a real one, or
+    numbers that an integer or boolean type does not have.
+    """
     _same_shape(original, value)
     if original.is_complex() != value.is_complex():
         raise RoutineError(
             f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "
             "into complex or back"
         )
-    if value.dtype != original.dtype and original.dtype.is_floating_point | original.is_complex():
-        if not (value.dtype.is_floating_point or value.is_complex()):
-            raise RoutineError(
-                f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
-            )
-        return value.to(original.dtype)
-    return value
+    if value.dtype == original.dtype or original.is_quantized or value.is_quantized:
+        return value
+    floating = original.dtype.is_floating_point | original.is_complex()
+    if floating and not (value.dtype.is_floating_point or value.is_complex()):
+        raise RoutineError(
+            f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
+        )
+    cast = value.to(original.dtype)
+    if not floating and not value.is_meta and not bool((cast == value).all()):
+        raise RoutineError(
+            f"a routine returned {value.dtype} where {original.dtype} was given, with numbers that this type "
+            "does not have; return that type, or select floating values alone"
+        )
+    return cast

@@ -18,7 +18,7 @@ class TorchViews(Views):
             isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is _NO_DISPATCH
         ):
             try:
-                return value.untyped_storage()._cdata if value.layout is torch.strided else None  # type: ignore[no-any-return]
+                return value.untyped_storage()._cdata if value.layout is torch.strided else None
             except (NotImplementedError, RuntimeError):  # a wrapper of functorch, a nested tensor
                 return None
         return None
@@ -171,7 +171,7 @@ class TensorTie(Tie):
 def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` where `original` lies, in a copy of that tensor's storage."""
     with torch.no_grad():
-        storage = original.untyped_storage().clone()
+        storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
         own = torch.empty(0, dtype=original.dtype, device=original.device)
         own.set_(storage, original.storage_offset(), original.size(), original.stride())
     return own.copy_(value)
