@@ -76,8 +76,11 @@ class Views(ABC):
         """Whether a tensor lies in memory that is not the framework's own, such as a NumPy array's."""
 
     @abstractmethod
-    def tie(self, view: Any, value: Any, on_death: Callable[[Tie], None]) -> Tie:
-        """Tie a value to a view."""
+    def tie(self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None]) -> Tie:
+        """Tie a value to a view.
+
+        is_input: whether that is a tensor which the op was given, not one that the op made.
+        """
 
     @abstractmethod
     def own(self, value: Any) -> Any:
@@ -116,14 +119,14 @@ class Views(ABC):
             if memory not in reached or memory in self._ties or memory == self.memory(view):
                 continue
             if self.alike(view, value) or self.memory(view) in self._memories(again()):
-                self._add(view, value, label)
+                self._add(view, value, True, label)
 
     def given_after(
         self, inputs: Sequence[Any], outputs: Sequence[Any], given: Sequence[Any], label: Label
     ) -> list[Any]:
         """Tie the values that routines gave as outputs where these are views; return the values to use."""
-        memories = set(self._memories(inputs))
-        return [self._stand_in(old, new, memories, label) for old, new in zip(outputs, given, strict=True)]
+        near = {id(one): self.memory(one) for one in spread(inputs)}
+        return [self._stand_in(old, new, near, label) for old, new in zip(outputs, given, strict=True)]
 
     def wrote(self, values: Iterable[Any]) -> None:
         """Copy what an op has written into these tensors to where the program expects to see it."""
@@ -156,28 +159,29 @@ class Views(ABC):
     def _memories(self, values: Sequence[Any]) -> Iterator[Hashable]:
         return (memory for memory in map(self.memory, spread(values)) if memory is not None)
 
-    def _stand_in(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
+    def _stand_in(self, view: Any, value: Any, inputs: dict[int, Hashable], label: Label) -> Any:
         if value is view:
             return value
         if isinstance(view, (list, tuple)):
             if not isinstance(value, (list, tuple)) or len(value) != len(view):
                 return value
-            each = [self._stand_in(*pair, memories, label) for pair in zip(view, value, strict=True)]
+            each = [self._stand_in(*pair, inputs, label) for pair in zip(view, value, strict=True)]
             return tuple(each) if isinstance(value, tuple) else each
         memory, own = self.memory(view), self.memory(value)
         if own is None or memory is None or own == memory:
             return value
+        memories = set(inputs.values())
         if memory not in memories and not self.is_lent(view):
             return value
         if own in memories or own in self._ties or self.shares(value):
             value = self.own(value)
-        self._add(view, value, label)
+        self._add(view, value, id(view) in inputs, label)
         return value
 
-    def _add(self, view: Any, value: Any, label: Label) -> None:
+    def _add(self, view: Any, value: Any, is_input: bool, label: Label) -> None:
         if getattr(view, "shape", None) != getattr(value, "shape", None):
             return  # a differentiable routine's: no view can be a tensor of another shape
-        tie = self.tie(view, value, self._drop)
+        tie = self.tie(view, value, is_input, self._drop)
         self._labels[tie] = label
         for memory in tie.ends:
             self._ties.setdefault(memory, []).append(tie)

@@ -27,9 +27,11 @@ class TorchViews(Views):
         """Whether the memory came from elsewhere: torch resizes its own alone."""
         return not value.untyped_storage().resizable()
 
-    def tie(self, view: torch.Tensor, value: torch.Tensor, on_death: Callable[[Tie], None]) -> Tie:
-        """Tie a value to a view."""
-        return TensorTie(self, view, value, on_death)
+    def tie(
+        self, view: torch.Tensor, value: torch.Tensor, is_input: bool, on_death: Callable[[Tie], None]
+    ) -> Tie:
+        """Tie a value to a view, outside autograd where that is a `detach` of its base, or its `data`."""
+        return TensorTie(self, view, value, is_input or view._is_view(), on_death)
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor."""
@@ -94,15 +96,22 @@ class TensorTie(Tie):
     """A tensor that a routine gave, and the view whose place it took.
 
     It keeps the memory of the view alive, as the view would, but not its graph.
+    recorded: whether autograd knows that writes into the one are writes into the other.
     """
 
     def __init__(
-        self, views: TorchViews, view: torch.Tensor, value: torch.Tensor, on_death: Callable[[Tie], None]
+        self,
+        views: TorchViews,
+        view: torch.Tensor,
+        value: torch.Tensor,
+        recorded: bool,
+        on_death: Callable[[Tie], None],
     ) -> None:
         self._views = views
         self.ends = views.memory(value), views.memory(view)
         self._value = weakref.ref(value, lambda _: on_death(self))
         self._base = weakref.ref(view if view._base is None else view._base)
+        self._recorded = recorded
         with torch.no_grad():
             self._data, self._view = value.detach(), view.detach()
         self._versions = self._now()
@@ -128,13 +137,14 @@ class TensorTie(Tie):
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None
-            held = [one for one in (value, base, written.tensor) if one is not None]
-            recorded = torch.is_grad_enabled() and any(one.requires_grad for one in held)
+            recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
                 data, view = _reached(self._data, value, at_value, written), self._view
                 if torch.is_grad_enabled():
                     view = _reached(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
+                if at_value and marks is not None and _overlaps(view):
+                    return _write_overlapping(base, self._view, data, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return Part(target, marks)
         finally:
@@ -166,6 +176,25 @@ class TensorTie(Tie):
 
     def _now(self) -> tuple[int, int]:
         return _version(self._data), _version(self._view)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return bool(torch._debug_has_internal_overlap(tensor) == 1)  # type: ignore[attr-defined]
+
+
+def _write_overlapping(
+    base: torch.Tensor | None, view: torch.Tensor, value: torch.Tensor, marks: torch.Tensor
+) -> Part:
+    """Write the marked elements of a value into an expanded view, and then what else of the value these are."""
+    size = view.untyped_storage().nbytes() // view.element_size()
+    whole = (view if base is None else base).as_strided((size,), (1,), 0)
+    whole = whole.detach() if base is None else whole
+    index = _strided_as(torch.arange(size, device=view.device), view)[marks]
+    whole[index] = value[marks]
+    flags = torch.zeros(size, dtype=torch.bool, device=view.device)
+    flags[index] = True
+    value.copy_(torch.where(_strided_as(flags, view), _strided_as(whole, view), value))
+    return Part(whole, flags)
 
 
 def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
