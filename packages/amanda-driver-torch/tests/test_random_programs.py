@@ -6,13 +6,14 @@ import contextlib
 import os
 from typing import Any
 
-import amanda
 import pytest
 import torch
-from amanda.testing import Fresh, Silent, Unchanged
 from copies import copied
 from hypothesis import HealthCheck, example, given, settings
 from random_programs import Step, programs, run
+
+import amanda
+from amanda.testing import Fresh, Silent, Unchanged
 
 EXAMPLES = int(os.environ.get("AMANDA_EXAMPLES", "150"))
 """How many programs each test runs; `nox -s opdb` runs more."""

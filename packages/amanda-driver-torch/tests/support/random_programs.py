@@ -54,7 +54,8 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "relu_": lambda x, y: x.relu_(),
     "out": lambda x, y: torch.mul(x.detach(), 3, out=x),
     "foreach": lambda x, y: torch._foreach_add_(list(x.chunk(2)), 1.0),
-    "data": lambda x, y: x.data.mul_(0.5),
+    # Of a tensor that a node has saved it would go unnoticed, and spoil the gradients.
+    "data": lambda x, y: x.data.mul_(0.5) if not x.requires_grad else None,
 }
 PURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda x, y: x + _like(y, x),
@@ -92,7 +93,9 @@ def run(program: Sequence[Step]) -> list[Any]:
                 WRITES[step.kind](x, y)
             else:
                 made = VIEWS[step.kind](x) if step.kind in VIEWS else PURE[step.kind](x, y)
-                is_new = step.kind in PURE  # a view may be the very tensor, whose hooks see all of its gradient
+                is_new = (
+                    step.kind in PURE
+                )  # a view may be the very tensor, whose hooks see all of its gradient
                 if made.requires_grad and is_new and step.mode == "hooks":
                     made.register_hook(lambda grad: hooked.append(grad.clone()))
                 tensors.append(made)
