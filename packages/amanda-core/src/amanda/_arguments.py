@@ -1,4 +1,4 @@
-"""Which of an op's inputs a replacement is called with, and what to say of a routine that cannot take them."""
+"""Choose the inputs that a replacement is called with; explain why a routine cannot take its arguments."""
 
 from __future__ import annotations
 

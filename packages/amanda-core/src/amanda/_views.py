@@ -83,8 +83,8 @@ class Views(ABC):
         """
 
     @abstractmethod
-    def own(self, value: Any) -> Any:
-        """Copy a tensor that shares its memory, differentiably."""
+    def laid_out(self, view: Any, value: Any) -> Any:
+        """Copy a tensor, differentiably, into memory of its own, laid out as that of a view if it can be."""
 
     @abstractmethod
     def shares(self, value: Any) -> bool:
@@ -117,6 +117,8 @@ class Views(ABC):
         for view, value in _pairs(own, given):
             memory = self.memory(value)
             if memory not in reached or memory in self._ties or memory == self.memory(view):
+                continue
+            if view.shape != value.shape:
                 continue
             if self.alike(view, value) or self.memory(view) in self._memories(again()):
                 self._add(view, value, True, label)
@@ -168,19 +170,17 @@ class Views(ABC):
             each = [self._stand_in(*pair, inputs, label) for pair in zip(view, value, strict=True)]
             return tuple(each) if isinstance(value, tuple) else each
         memory, own = self.memory(view), self.memory(value)
-        if own is None or memory is None or own == memory:
-            return value
+        if own is None or memory is None or own == memory or view.shape != value.shape:
+            return value  # no view can be a tensor of another shape, which a differentiable routine may give
         memories = set(inputs.values())
         if memory not in memories and not self.is_lent(view):
             return value
-        if own in memories or own in self._ties or self.shares(value):
-            value = self.own(value)
+        if own in memories or own in self._ties or self.shares(value) or not self.alike(view, value):
+            value = self.laid_out(view, value)
         self._add(view, value, id(view) in inputs, label)
         return value
 
     def _add(self, view: Any, value: Any, is_input: bool, label: Label) -> None:
-        if getattr(view, "shape", None) != getattr(value, "shape", None):
-            return  # a differentiable routine's: no view can be a tensor of another shape
         tie = self.tie(view, value, is_input, self._drop)
         self._labels[tie] = label
         for memory in tie.ends:

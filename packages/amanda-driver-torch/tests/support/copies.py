@@ -11,7 +11,8 @@ def copied(value: Any) -> Any:
         return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
         return value.clone()
-    if value.is_quantized or value.is_nested or torch._debug_has_internal_overlap(value):
+    overlaps = any(n > 1 and step == 0 for n, step in zip(value.size(), value.stride(), strict=True))
+    if value.is_quantized or value.is_nested or overlaps:
         return value.clone()
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device).copy_(
         value

@@ -54,8 +54,6 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "relu_": lambda x, y: x.relu_(),
     "out": lambda x, y: torch.mul(x.detach(), 3, out=x),
     "foreach": lambda x, y: torch._foreach_add_(list(x.chunk(2)), 1.0),
-    # Of a tensor that a node has saved it would go unnoticed, and spoil the gradients.
-    "data": lambda x, y: x.data.mul_(0.5) if not x.requires_grad else None,
 }
 PURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda x, y: x + _like(y, x),

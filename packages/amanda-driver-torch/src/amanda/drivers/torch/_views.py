@@ -33,9 +33,11 @@ class TorchViews(Views):
         """Tie a value to a view, outside autograd where that is a `detach` of its base, or its `data`."""
         return TensorTie(self, view, value, is_input or view._is_view(), on_death)
 
-    def own(self, value: torch.Tensor) -> torch.Tensor:
-        """Clone a tensor."""
-        return value.clone()
+    def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
+        if view.shape != value.shape or view.stride() == value.stride() or _overlaps(view):
+            return value.clone()
+        return value.new_empty_strided(value.size(), view.stride()).copy_(value)
 
     def shares(self, value: torch.Tensor) -> bool:
         """Whether a tensor is a view of another, or a parameter."""
@@ -185,7 +187,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 def _write_overlapping(
     base: torch.Tensor | None, view: torch.Tensor, value: torch.Tensor, marks: torch.Tensor
 ) -> Part:
-    """Write the marked elements of a value into an expanded view, and then what else of the value these are."""
+    """Write the marked elements of a value into an expanded view, then update the value's other rows."""
     size = view.untyped_storage().nbytes() // view.element_size()
     whole = (view if base is None else base).as_strided((size,), (1,), 0)
     whole = whole.detach() if base is None else whole
