@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.tools.prune import PruneTool, element_mask, n_m_mask
 from amanda.tools.quantize import QuantizeTool
-from amanda.tools.quantize import QuantizeTool
 
 
 class Gathered(nn.Module):
@@ -411,4 +410,6 @@ def test_quantize_notes_grouped_experts(transformers: Any) -> None:
         model(torch.arange(24).reshape(2, 12))
     (place,) = tool.result.left
     assert place == "_grouped_mm of layers.0.mlp.experts"
-    assert "_grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(tool.result)
+    assert "_grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(
+        tool.result
+    )

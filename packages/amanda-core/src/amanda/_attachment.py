@@ -45,7 +45,11 @@ class Attachment:
             if scope in self._scopes:
                 self._scopes.remove(scope)
             if not self._scopes:
-                self._detach_all()
+                try:
+                    for driver in self._attached:
+                        driver.closing(scope.report)
+                finally:
+                    self._detach_all()
 
     def abandon(self) -> list[Scope]:
         """Let go of everything in a forked child; the scopes that were open."""

@@ -33,6 +33,10 @@ class Call(ABC):
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op itself on these inputs."""
 
+    def fitted(self, inputs: list[Any]) -> list[Any]:
+        """Return changed inputs in the memory that the op needs; one may read beyond its tensor."""
+        return inputs
+
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
         """Runs the op itself on inputs like this call's, none of which it holds; None where nothing can."""
         return None
@@ -100,6 +104,16 @@ class EagerOps(TensorOps):
     @abstractmethod
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Which of the inputs need a gradient; None where autodiff records nothing."""
+
+    def known_to_autodiff(
+        self, own: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]
+    ) -> list[Any]:
+        """Return the values that routines gave as outputs, with the place in autodiff that the op's have.
+
+        So a leaf that the op makes stays a leaf, and a tensor that it hands through keeps its gradient.
+        own: the op's inputs.  inputs: those that it ran with.
+        """
+        return given
 
     def variable_of(self, value: Any) -> Any:
         """What holds an input's value from one execution to the next; None where nothing does."""

@@ -21,6 +21,7 @@ from amanda.action import InstrumentationPoint
 if TYPE_CHECKING:
     from amanda._layer import Layer
     from amanda._state import State
+    from amanda._views import Views
     from amanda.action import Action
 
 
@@ -43,7 +44,8 @@ class EagerExecution(EagerOps):
         assert layer is not None
         if done is not None:
             return self._resume(self.bind(site, args, kwargs), state, op_id, *done)
-        if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs):
+        watched = self._watches(layer, op_id)
+        if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs or watched):
             (combined,) = memo.plans.values()
             if not combined.forward and not combined.traced(self.gradients(args)):
                 memo.learn(key, None)
@@ -57,7 +59,7 @@ class EagerExecution(EagerOps):
         if memo is None or signature not in memo.plans:
             return self._first(call, state, op_id, signature)
         combined = memo.plans[signature]
-        if key and not layer.by_callables:
+        if key and not layer.by_callables and not watched:
             learn(self, memo, key, combined, call)
         return self._execute(combined, call, state, op_id)
 
@@ -75,6 +77,8 @@ class EagerExecution(EagerOps):
         result = self._execute(Combined(analysis.pairs), call, state, op_id, analysis)
         if state.cache:
             analysis.keep()
+            if call.mutable:
+                layer.writers.add(op_id)
             self._keep(layer, op_id, key, Combined(analysis.pairs))
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
@@ -98,6 +102,8 @@ class EagerExecution(EagerOps):
             if i >= step:
                 result = returned if i == step else NOT_CALLED
                 inputs = run_routine(self, action, inputs, told, run, state, call.mutable, result)
+        if inputs is not call.inputs:
+            inputs = call.fitted(inputs)
         gradients = self.gradients(inputs) if combined.watching else None
         trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
         saved = None
@@ -120,7 +126,34 @@ class EagerExecution(EagerOps):
         if written and saved is None and combined.gives_outputs:
             saved = self.saved_of(written)
         changed = self._run_after(combined.after, values, written, told, run, state, saved=saved)
+        if self.views is not None:
+            changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
+
+    def _tied(
+        self,
+        views: Views,
+        call: Call,
+        inputs: list[Any],
+        values: list[Any],
+        changed: list[Any],
+        told: OpFacts,
+    ) -> list[Any]:
+        """Tie the values that routines gave to the views whose place they took; return the outputs to use."""
+        if inputs is not call.inputs or changed is not values:
+            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
+        if inputs is not call.inputs:
+
+            def again() -> list[Any]:
+                with self.isolated():
+                    return self.results(call, call.invoke(call.inputs))[0]
+
+            views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
+        if changed is not values:
+            changed = views.given_after(inputs, values, changed, (told.name, told.source))
+        if views and call.mutable:
+            views.wrote([*(inputs[i] for i in call.mutable), *call.written(inputs, values)])
+        return changed
 
     def _run_after(
         self,
@@ -157,6 +190,8 @@ class EagerExecution(EagerOps):
         written = call.written(call.inputs, values)
         saved = self.saved_of(written) if written else None
         changed = self._run_after(combined.after[first:], values, written, told, {}, state, returned, saved)
+        if self.views is not None:
+            changed = self._tied(self.views, call, call.inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
 
     def _compute(
@@ -185,10 +220,14 @@ class EagerExecution(EagerOps):
         if isinstance(known, interceptor.Memo):
             known.plans[key] = combined
             known.forget()
-        elif combined.forward or combined.watching or layer.guards:
+        elif combined.forward or combined.watching or layer.guards or self._watches(layer, op_id):
             layer.table.set(op_id, interceptor.Memo({key: combined}, layer.by_extents))
         else:
             layer.table.set(op_id, None)
+
+    def _watches(self, layer: Layer, op_id: int) -> bool:
+        """Whether the writes of an op have to be seen."""
+        return self.views is not None and self.views.watching and op_id in layer.writers
 
     def finish(self, trace: Trace) -> None:
         """Hear that every backward op of an execution has been analysed."""

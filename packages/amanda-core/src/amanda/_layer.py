@@ -25,6 +25,7 @@ class Layer:
     """The tools of one scope, in order, above the layers of the scopes around it.
 
     by_extents, by_callables: whether the guards ask for shapes, and more than that, of what an op is given.
+    writers: ids of the ops that write into tensors that they are given.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
     """
@@ -43,6 +44,7 @@ class Layer:
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
+        self.writers: set[int] = set()
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         mortality.layers.add(self)
@@ -89,9 +91,18 @@ class Layer:
         if isinstance(known, interceptor.Memo):
             known.forget()
 
+    def watch_writes(self) -> None:
+        """Bring ops that write to Python from now on, also those that native code has learned."""
+        for op_id in self.writers:
+            if self.table.get(op_id) is None:
+                self.table.discard(op_id)
+            else:
+                self.relearn(op_id)
+
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""
         self.plans.pop(op_id, None)
+        self.writers.discard(op_id)
         self.table.discard(op_id)
 
 

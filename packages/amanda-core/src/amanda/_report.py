@@ -27,8 +27,8 @@ class Report(list[Uninstrumented]):
 
     @property
     def op_by_op(self) -> list[Uninstrumented]:
-        """Compiled callables that ran as eager code."""
-        return [entry for entry in self if entry.reason == RAN_OP_BY_OP]
+        """Compiled callables, and graphs of theirs, that ran as eager code."""
+        return [entry for entry in self if "op by op" in entry.reason]
 
     def add(self, what: str, reason: str, where: str = "") -> None:
         """Note something, and log it the first time."""

@@ -47,6 +47,8 @@ def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
     """A routine's result for the op, with the identity as its gradients' way back to the original."""
     if ops.is_tensor(original):
         return ops.straight_through(original, _checked(ops, original, result))
+    if isinstance(original, _NUMBERS) and isinstance(result, _NUMBERS):
+        return _number(original, result)
     if not isinstance(original, (list, tuple)) or not all(ops.is_tensor(one) for one in spread(original)):
         return result
     each = [
@@ -54,6 +56,19 @@ def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
         for old, new in zip(original, _listed(original, result), strict=True)
     ]
     return tuple(each) if isinstance(original, tuple) else each
+
+
+_NUMBERS = (bool, int, float)
+
+
+def _number(original: float, result: float) -> float:
+    """Return a result in the type of the number that was given, such as a bool for one."""
+    number = result if isinstance(original, float) else type(original)(result)
+    if number != result:
+        raise RoutineError(
+            f"a routine returned {result!r} where the {type(original).__name__} {original!r} was given"
+        )
+    return number
 
 
 def _checked(ops: TensorOps, original: Any, result: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from amanda._arguments import arguments, refused
 from amanda._notes import add_note, describe, explained
 from amanda._results import matched, substitute, write
 from amanda._tensors import spread
+from amanda.action import INSERT_BEFORE_OP, REPLACE_OP
 from amanda.errors import MutationError, RoutineError
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ def run_routine(
     """
     select = action.select
     isolated = not (action.differentiable or state.autodiff)
+    picked: Sequence[Any] = values
     try:
         picked = values if select is None else _picked(action, values, facts)
         positions = range(len(values)) if select is None else select
@@ -63,7 +67,11 @@ def run_routine(
                 changed[position] = substitute(ops, original, result) if isolated else result
         return changed
     except BaseException as error:
-        add_note(error, describe(facts, action.tool, str(action)))
+        names = facts.names if action.type is INSERT_BEFORE_OP else ()
+        told = refused(action, values, names, picked, {}) if isinstance(error, TypeError) else None
+        add_note(told or error, describe(facts, action.tool, str(action)))
+        if told is not None:
+            raise told from error
         raise
 
 
@@ -91,9 +99,13 @@ def run_replacement(
     with explained(facts, action.tool, str(action)):
         lent = spread(given[i] for i in targets)
         versions = ops.versions(lent)
-        picked = given if action.select is None else _picked(action, given, facts)
+        if action.select is None and action.type is REPLACE_OP:
+            picked, named = arguments(action.parameters, given, facts.names, partial(_holds_tensors, ops))
+            kwargs = {**kwargs, **named}
+        else:
+            picked = given if action.select is None else _picked(action, given, facts)
         with action.tool._amanda.lock:
-            result = action.func(*picked, **kwargs)
+            result = _called(action, picked, kwargs, given, facts.names)
         if not targets or result is NotImplemented:
             return result
         written = spread(values[i] for i in targets)
@@ -107,6 +119,27 @@ def run_replacement(
                 ops.write(target, new, isolated=False)
         own = [values[i] for i in targets]
         return own[0] if len(own) == 1 else tuple(own)
+
+
+def _called(
+    action: Action,
+    given: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    values: Sequence[Any],
+    names: Sequence[str],
+) -> Any:
+    """Call a replacement; where it cannot take its arguments, say which values there are."""
+    try:
+        return action.func(*given, **kwargs)
+    except TypeError as error:
+        told = refused(action, values, names, given, kwargs)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _holds_tensors(ops: TensorOps, value: Any) -> bool:
+    return ops.is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(ops.is_tensor, value)))
 
 
 def _spelt_out(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:

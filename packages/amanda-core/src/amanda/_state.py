@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from amanda import interceptor
+from amanda._views import settle_all
 from amanda.errors import ScopeError
 
 if TYPE_CHECKING:
@@ -104,9 +105,14 @@ def enabled() -> AbstractContextManager[None]:
     return _switched(enabled=True)
 
 
-def disabled() -> AbstractContextManager[None]:
+@contextmanager
+def disabled() -> Iterator[None]:
     """Instrument nothing inside this context."""
-    return _switched(enabled=False)
+    try:
+        with _switched(enabled=False):
+            yield
+    finally:
+        settle_all()
 
 
 def cache_enabled() -> AbstractContextManager[None]:

@@ -8,11 +8,17 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amanda._views import Views
     from amanda.action import Routine
 
 
 class TensorOps(ABC):
-    """What a driver knows of its framework's tensors."""
+    """What a driver knows of its framework's tensors.
+
+    views: which values stand for views; None where tensors never share memory.
+    """
+
+    views: Views | None = None
 
     @abstractmethod
     def is_tensor(self, value: Any) -> bool:

@@ -10,6 +10,8 @@ from functools import wraps
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from amanda._arguments import Parameters, parameters_of
+
 if TYPE_CHECKING:
     from amanda.tool import Tool
 
@@ -71,6 +73,7 @@ class ActionType(enum.Enum):
 
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+INSERT_BEFORE_OP = ActionType.INSERT_BEFORE_OP
 REPLACE_OP = ActionType.REPLACE_OP
 
 
@@ -83,6 +86,7 @@ class Action:
     reads: of a replacement in a graph, inputs of other ops that it is given: op ids and positions.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
+    parameters: those of a replacement that the op's inputs may fill; None of one written in C.
     """
 
     type: ActionType
@@ -99,6 +103,7 @@ class Action:
     innermost: bool = field(init=False)
     takes_run: bool = field(init=False)
     takes_original: bool = field(init=False)
+    parameters: Parameters | None = field(init=False)
 
     def __post_init__(self) -> None:
         carried = marks(self.func)
@@ -106,6 +111,11 @@ class Action:
             object.__setattr__(self, mark, mark in carried)
         object.__setattr__(self, "takes_run", self._takes("run"))
         object.__setattr__(self, "takes_original", self.type is REPLACE_OP and self._takes("original"))
+        object.__setattr__(self, "parameters", self._parameters() if self.type is REPLACE_OP else None)
+
+    def _parameters(self) -> Parameters | None:
+        taken = [*self.kwargs, *(name for name in ("run", "original") if self._takes(name))]
+        return parameters_of(self.func, [*taken, "reads"] if self.reads else taken)
 
     def _takes(self, name: str) -> bool:
         return name not in self.kwargs and has_parameter(self.func, name)

@@ -29,12 +29,13 @@ from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._plan import BackwardPlan, Combined
 from amanda._reads import Reads
-from amanda._report import RAN_OP_BY_OP
+from amanda._report import RAN_OP_BY_OP, Report
 from amanda._routine import run_replacement, run_routine
 from amanda._source import codes
 from amanda._state import State, current_state, in_force
 from amanda._tensors import Saved, TensorOps, spread
 from amanda._trace import Trace
+from amanda._views import Tie, Views
 from amanda.action import Action
 from amanda.namespace import Namespace
 
@@ -63,12 +64,15 @@ __all__ = [
     "Namespace",
     "OpFacts",
     "Reads",
+    "Report",
     "Rounds",
     "Saved",
     "State",
     "Table",
     "TensorOps",
+    "Tie",
     "Trace",
+    "Views",
     "backward_id",
     "bind_to_subjects",
     "codes",
@@ -111,6 +115,9 @@ class Driver(ABC):
     def attach(self) -> None:
         """Start to intercept; called when the first scope of the process opens."""
 
+    def closing(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
+        """Finish what tools have begun, as the last scope closes; called before `detach`."""
+
     @abstractmethod
     def detach(self) -> None:
         """Leave the framework as it was found; called after the last scope has closed."""
@@ -118,3 +125,11 @@ class Driver(ABC):
 
 class EagerDriver(EagerExecution, Driver):
     """A driver that instruments calls as they happen; a subclass adds primitives of its tensors."""
+
+    def closing(self, report: Report) -> None:
+        """Make views again of the values that routines gave in their place."""
+        for name, source in () if self.views is None else self.views.release():
+            report.add(
+                f"what is written after the scope into a result of {name}, or into what that was a view of",
+                "a routine gave the result another value, so the two no longer share memory", source,
+            )  # fmt: skip

@@ -53,7 +53,9 @@ def seeing(kind: str) -> amanda.Tool:
     return tool
 
 
-def test_callables_that_run_op_by_op_are_named_once_with_their_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_callables_that_run_op_by_op_are_named_once_with_their_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = torch.compile(Model(), backend="eager")
     itself = Model()
     itself.compile(backend="eager")

@@ -10,8 +10,8 @@ import amanda
 
 from ._coverage import unseen
 from ._execution import Pass, Program, record
-from ._records import Facts, difference
-from ._tools import ROUTINES, Everywhere, Watch
+from ._records import Facts, computed, difference
+from ._tools import FRESH, ROUTINES, Everywhere, Watch
 from ._variants import Samples, Variant, dtypes, filled, variants
 
 SEEN = 8
@@ -98,6 +98,29 @@ def _compared(calls: Calls, count: Count) -> Iterator[str]:
     with amanda.apply(Everywhere(ROUTINES["unchanged"])), amanda.cache_disabled():
         records = calls.records("accumulated", 2)
     yield from _told(calls, "without a cache", passes[0], (records, bare[passes[0]]))
+    if calls.samples.dtype is not None:
+        yield from _fresh(calls, [*passes, ("written", None)])
+
+
+def _fresh(calls: Calls, passes: list[tuple[Pass, int | None]]) -> Iterator[str]:
+    """How calls differ in what they compute, where routines give equal new tensors."""
+    bare = {one: [_written(computed(each)) for each in calls.records(*one)] for one in passes}
+    for name, routine in FRESH.items():
+        for cached in (True, False):
+            some = passes if cached else passes[:1]
+            with amanda.apply(Everywhere(routine)), nullcontext() if cached else amanda.cache_disabled():
+                found = {one: [computed(each) for each in calls.records(*one)] for one in some}
+            for one in some:
+                comparable = [
+                    None if each is None else result
+                    for result, each in zip(found[one], bare[one], strict=True)
+                ]
+                yield from _told(calls, name if cached else f"{name}, no cache", one, (comparable, bare[one]))
+
+
+def _written(facts: Facts | None) -> Facts | None:
+    """Facts of a call whose results could be written; None where torch forbids that, as after `expand`."""
+    return None if facts is None or any(facts.get("writes", ())) else facts
 
 
 def _told(
@@ -110,6 +133,8 @@ def _told(
     for i, one in enumerate(found):
         differs = difference(one, bare[i])
         if differs:
-            own = any(difference(calls.records(*made)[i], bare[i]) for _ in range(CONTROLS))
+            own = any(
+                difference(computed(calls.records(*made)[i]), computed(bare[i])) for _ in range(CONTROLS)
+            )
             yield f"{calls}, sample {i}, {tool}{', and without a scope' if own else ''}: {differs}"
             return

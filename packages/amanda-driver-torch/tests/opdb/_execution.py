@@ -5,15 +5,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import amanda
 
 from ._records import Facts, results_facts, tensor_facts, value_facts
 from ._variants import Sample, Variant
 
-Pass = Literal["accumulated", "returned", "twice"]
-"""A backward pass: into the leaves' `grad`, by `torch.autograd.grad`, or by that and again through it."""
+Pass = Literal["accumulated", "returned", "twice", "written"]
+"""A backward pass: into the leaves' `grad`, by `torch.autograd.grad`, or by that and again through it.
+
+"written": none, but the results are written in place.
+"""
 
 
 class Program(torch.nn.Module):
@@ -29,6 +32,8 @@ def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -
         prepared = variant.prepared(sample)
         if prepared is None:
             return None
+        if backward == "written":
+            prepared = tree_map(_without_gradient, prepared)
         inputs = [one for one in tree_leaves(prepared) if isinstance(one, Tensor)]
         trained = [one for one in inputs if one.requires_grad]
         if backward == "accumulated":
@@ -41,11 +46,15 @@ def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -
         result = program(variant, *prepared)
     except Exception as error:
         left["error"] = _error_facts(error)
+    if backward == "written":
+        left["writes"] = [_written(one) for one in tree_leaves(result) if isinstance(one, Tensor)]
     with amanda.disabled():
         left["random state"] = torch.get_rng_state().numpy().tobytes()
         left["outputs"] = results_facts(result, inputs)
         left["inputs"] = [tensor_facts(one) for one in inputs]
     made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.requires_grad]
+    if backward == "written":
+        return left
     if made and trained:
         try:
             gradients = _gradients(made, trained, backward)
@@ -55,6 +64,19 @@ def record(program: Program, variant: Variant, sample: Sample, backward: Pass) -
             with amanda.disabled():
                 left["gradients"] = [_gradient_facts(one) for one in gradients]
     return left
+
+
+def _without_gradient(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _written(result: Tensor) -> type[Exception] | None:
+    """Write into a result, where torch lets it be; return the class of what torch raises."""
+    try:
+        result.copy_(result == result.flatten()[0])
+    except Exception as error:
+        return type(error)
+    return None
 
 
 def _gradients(made: list[Tensor], trained: list[Tensor], backward: Pass) -> list[Tensor | None]:

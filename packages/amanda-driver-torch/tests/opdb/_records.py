@@ -33,6 +33,68 @@ def tensor_facts(tensor: Tensor) -> Facts:
         }
 
 
+def computed(facts: Any) -> Any:
+    """Return what a program computes, of a record: without what memory it lies in and which node made it."""
+    if isinstance(facts, list):
+        return [computed(one) for one in facts]
+    if not isinstance(facts, dict) or isinstance(facts.get("bits"), Numbers):
+        return facts
+    if "error" in facts or "backward error" in facts:
+        return {name: value[0] for name, value in facts.items() if name in ("error", "backward error")}
+    kept = {name: computed(value) for name, value in facts.items() if name not in _OF_MEMORY}
+    return {**kept, "bits": Numbers(kept["bits"], kept["dtype"])} if "bits" in kept else kept
+
+
+class Numbers:
+    """The values of a tensor: equal if bit-identical, or apart by rounding.
+
+    Kernels round otherwise where a new tensor cannot have the strides of the one that it is equal to, as
+    after `expand`. rounded: how often that was so.
+    """
+
+    rounded = 0
+
+    def __init__(self, bits: Any, dtype: torch.dtype) -> None:
+        self._bits, self._dtype = bits, dtype
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Numbers) or self._bits == other._bits:
+            return isinstance(other, Numbers)
+        close = _close(self._bits, other._bits, self._dtype)
+        Numbers.rounded += close
+        return close
+
+    def __repr__(self) -> str:
+        return f"{_decoded(self._bits, self._dtype)}" if isinstance(self._bits, bytes) else repr(self._bits)
+
+
+def _close(one: Any, other: Any, dtype: torch.dtype) -> bool:
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(_close(*pair, dtype) for pair in zip(one, other, strict=True))
+    if not (isinstance(one, bytes) and isinstance(other, bytes) and len(one) == len(other)):
+        return bool(one == other)
+    if one == other or not (dtype.is_floating_point or dtype.is_complex) or not one:
+        return one == other
+    found, expected = _decoded(one, dtype), _decoded(other, dtype)
+    finite = expected.abs()[expected.isfinite()]
+    rounding = 64 * torch.finfo(dtype).eps
+    most = max(1.0, float(finite.max())) if len(finite) else 1.0
+    return torch.allclose(found, expected, rtol=rounding, atol=rounding * most, equal_nan=True)
+
+
+def _decoded(bits: bytes, dtype: torch.dtype) -> Tensor:
+    wider = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.frombuffer(bytearray(bits), dtype=dtype).to(wider)
+
+
+_OF_MEMORY = frozenset(
+    {
+        *("strides", "is_view", "is_conj", "is_neg", "version", "is", "base", "storage"),
+        *("grad_fn", "is_leaf", "output_nr"),
+    }
+)
+
+
 def bits(tensor: Tensor) -> Any:
     """The values of a tensor of any layout, as bytes."""
     if tensor.is_meta:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from copies import copied
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
@@ -27,6 +29,28 @@ def unchanged_in_a_run(*values: Any, run: dict[str, Any]) -> Any:
     """Hand every value back, having been given those that may outlive the graph."""
     return values
 
+
+def fresh(*values: Any) -> Any:
+    """Hand back an equal new tensor for each."""
+    return [[copied(one) for one in each] if _are_tensors(each) else copied(each) for each in values]
+
+
+@amanda.differentiable
+def fresh_in_autograd(*values: Any) -> Any:
+    """Hand back an equal new tensor for each, as a part of the backward pass."""
+    return [[one.clone() for one in each] if _are_tensors(each) else _cloned(each) for each in values]
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, Tensor) for one in value)
+
+
+FRESH: dict[str, Callable[..., Any]] = {"fresh": fresh, "fresh, in autograd": fresh_in_autograd}
+"""Routines that give equal new values: what a program computes stays, what it shares with what need not."""
 
 ROUTINES: dict[str, Callable[..., Any]] = {
     "nothing": nothing,

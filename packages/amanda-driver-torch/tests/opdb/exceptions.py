@@ -6,3 +6,15 @@ UNDETERMINED = {
     "linalg.lstsq": LAPACK,
     "linalg.lstsq.grad_oriented": LAPACK,
 }
+
+REFUSED = tuple(
+    f"{name}, inplace_variant"
+    for name in (
+        *("as_strided", "as_strided.partial_views", "squeeze", "squeeze.multiple", "t", "transpose"),
+        *("unsqueeze", "nn.functional.dropout3d"),
+    )
+)
+"""Calls after which torch itself cannot record a write into the result, where its gradient is retained.
+
+A routine that takes part in the backward pass cannot give such a result another value.
+"""

@@ -8,6 +8,7 @@ from amanda.backend import Call
 from amanda.interceptor import Site
 
 from ._schema import Binding
+from ._views import in_memory_like
 
 
 class TorchCall(Call):
@@ -45,6 +46,13 @@ class TorchCall(Call):
         else:
             args, kwargs = self._binding.call_arguments(inputs)
         return self._site.invoke((*self._head, *args), kwargs)
+
+    def fitted(self, inputs: list[Any]) -> list[Any]:
+        """Put a tensor for `as_strided` into memory like the original's, of which the op may read all."""
+        own, given = self.inputs[0], inputs[0]
+        if self._site.key != "as_strided" or given is own:
+            return inputs
+        return [in_memory_like(own, given), *inputs[1:]]
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Runs the op on inputs like this call's."""

@@ -34,6 +34,7 @@ from ._schema import binding
 from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
 from ._tensors import TorchTensors
+from ._views import TorchViews
 
 
 class TorchDriver(TorchTensors, Autograd, EagerDriver):
@@ -48,6 +49,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         super().__init__()
         self._attributes = Attributes()
         self._surroundings = Surroundings(self)
+        self.views = TorchViews()
 
     @cached_property
     def namespace(self) -> Namespace:

@@ -39,6 +39,8 @@ ESSENTIAL = (
     "nn.Module._wrapped_call_impl",
     "nn.modules._functions.BackwardHookFunction",
     "utils._python_dispatch._disable_current_modes",
+    "utils._pytree.tree_flatten",
+    "utils._pytree.tree_unflatten",
 )
 """Without one of these nothing is instrumented."""
 

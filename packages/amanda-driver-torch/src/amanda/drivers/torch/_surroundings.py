@@ -15,6 +15,7 @@ from amanda.backend import Attributes, in_force, when_imported
 
 from ._asked import OP_BY_OP, asks_for_graphs, has_stances
 from ._collectives import tell_of_reducers
+from ._control_flow import UTILS, run_map_op_by_op
 from ._op_by_op import tell
 from ._operators import Operators
 from ._requirements import found, log_once
@@ -56,6 +57,7 @@ class Surroundings:
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
             self._leave.append(when_imported(module, functools.partial(_let_be, attributes, module, name)))
+        self._leave.append(when_imported(UTILS, lambda: run_map_op_by_op(attributes)))
         self._run_compiled_callables_eagerly(attributes)
 
     def leave(self) -> None:

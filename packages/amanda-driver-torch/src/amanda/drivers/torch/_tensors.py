@@ -1,11 +1,12 @@
 """Tensor primitives: isolation from autograd, the straight-through edge, signatures."""
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from amanda.backend import Saved
+from amanda.backend import Saved, spread
 from amanda.errors import RoutineError
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
@@ -126,7 +127,9 @@ class TorchTensors:
             return
         value = _detached(_fitting(target, value))
         recorded = target.requires_grad and torch.is_grad_enabled()
-        if (recorded and not (target.is_leaf and not target._is_view())) or _has_tangent(target):
+        if recorded and target.retains_grad:  # torch cannot record a write into one that `squeeze_` has made
+            _without_gradient(target.detach().copy_, value)
+        elif (recorded and not (target.is_leaf and not target._is_view())) or _has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)
@@ -195,9 +198,39 @@ class TorchTensors:
         """Shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
+    def known_to_autodiff(
+        self, own: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]
+    ) -> list[Any]:
+        """Return the values that routines gave as outputs: leaves for leaves, as `zeros(requires_grad=True)`.
+
+        Under no_grad an op's result needs no gradient, unless it is the very tensor that the op was given.
+        """
+        placed = [
+            new.detach().requires_grad_() if new is not old and _is_made_a_leaf(old, inputs) else new
+            for old, new in zip(outputs, given, strict=True)
+        ]
+        if not torch.is_grad_enabled():
+            through = {id(new): old for old, new in zip(spread(own), spread(inputs), strict=False)}
+            for i, (old, new) in enumerate(zip(outputs, placed, strict=True)):
+                original = through.get(id(old), old)
+                if new is not original and isinstance(new, torch.Tensor) and _needs_gradient(original, new):
+                    with torch.enable_grad():
+                        placed[i] = StraightThrough.apply(original, new)  # type: ignore[no-untyped-call]
+        return given if all(map(operator.is_, placed, given)) else placed
+
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """An op's result as a list, and how to put it back into its form."""
         return flatten_outputs(outputs)
+
+
+def _needs_gradient(original: Any, value: torch.Tensor) -> bool:
+    needs = isinstance(original, torch.Tensor) and original.requires_grad and not value.requires_grad
+    return needs and not torch.is_inference_mode_enabled() and original.shape == value.shape
+
+
+def _is_made_a_leaf(output: Any, inputs: Sequence[Any]) -> bool:
+    is_leaf = isinstance(output, torch.Tensor) and output.requires_grad and not _has_node(output)
+    return is_leaf and not any(one is output for one in spread(inputs))
 
 
 def _signatures(values: Sequence[Any]) -> Hashable:
@@ -259,17 +292,28 @@ def _fitting(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` in the floating type of `original`; an error where it cannot stand for it."""
+    """Return `value` in the type of `original`.
+
+    Raises RoutineError where it cannot stand for that: another shape, a complex value for a real one, or
+    numbers that an integer or boolean type does not have.
+    """
     _same_shape(original, value)
     if original.is_complex() != value.is_complex():
         raise RoutineError(
             f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "
             "into complex or back"
         )
-    if value.dtype != original.dtype and original.dtype.is_floating_point | original.is_complex():
-        if not (value.dtype.is_floating_point or value.is_complex()):
-            raise RoutineError(
-                f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
-            )
-        return value.to(original.dtype)
-    return value
+    if value.dtype == original.dtype or original.is_quantized or value.is_quantized:
+        return value
+    floating = original.dtype.is_floating_point | original.is_complex()
+    if floating and not (value.dtype.is_floating_point or value.is_complex()):
+        raise RoutineError(
+            f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
+        )
+    cast = value.to(original.dtype)
+    if not floating and not value.is_meta and not bool((cast == value).all()):
+        raise RoutineError(
+            f"a routine returned {value.dtype} where {original.dtype} was given, with numbers that this type "
+            "does not have; return that type, or select floating values alone"
+        )
+    return cast

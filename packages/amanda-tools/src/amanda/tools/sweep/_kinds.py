@@ -41,7 +41,14 @@ class SparsitySweep(Sweep[float]):
                     evaluate()
 
         super().__init__(
-            evaluate, make, _ordered("sparsities", sparsities), prepare, "sparsity", metric, progress, compiled
+            evaluate,
+            make,
+            _ordered("sparsities", sparsities),
+            prepare,
+            "sparsity",
+            metric,
+            progress,
+            compiled,
         )
         self._check_levels()
 

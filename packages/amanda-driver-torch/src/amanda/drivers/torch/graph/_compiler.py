@@ -24,9 +24,10 @@ from torch._dynamo.source import GlobalStateSource
 from .._asked import asks_for_graphs
 from .._modules import Paths, module_path, plain_module_calls
 from .._surroundings import Surroundings
-from ._frames import left_to_python
+from ._frames import ONCE, left_to_python
 from ._instrument import namespace
 from ._instrumented import Inlet
+from ._memory import SharedMemory
 from ._ops import Program
 from ._reads import TorchReads
 from ._record import uninstrumented
@@ -151,11 +152,15 @@ class Converter:
         self._convert = CatchErrorsWrapper(clone, callback.hooks)
         self._torchdynamo_orig_backend = clone
         self.backend = backend
+        self._op_by_op: dict[CodeType, SharedMemory] = {}
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         left = left_to_python(frame)
         if left is not None:
             return left
+        if frame.f_code in self._op_by_op:
+            self._tell(frame)
+            return ONCE
         own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
         before = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
         _frame.code = frame.f_code
@@ -166,12 +171,30 @@ class Converter:
             with uninstrumented(), plain_module_calls(), self.backend.sizes():
                 result = self._convert(frame, *args)
         except BaseException:
-            self.backend.raise_failure()
+            failure = self.backend.failure()
+            if isinstance(failure, SharedMemory):
+                self._op_by_op[frame.f_code] = failure
+                self._tell(frame)
+                return ONCE
+            if failure is not None:
+                raise failure from failure.__cause__
             raise
         finally:
             _frame.code, _frame.prefix, _frame.instance, _frame.path_of = before
-        self.backend.raise_failure()
+        failure = self.backend.failure()
+        if failure is not None:
+            raise failure from failure.__cause__
         return result
+
+    def _tell(self, frame: Any) -> None:
+        """Report that a compiled frame runs op by op."""
+        failure = self._op_by_op[frame.f_code]
+        code = frame.f_code
+        self.backend.state.report(
+            f"the compiled graph of {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}",
+            f"it runs op by op: {failure}",
+            failure.where,
+        )
 
 
 class Backend:
@@ -211,12 +234,11 @@ class Backend:
         )
         return fixed
 
-    def raise_failure(self) -> None:
-        """Raise what a tool raised while a graph was instrumented, as itself."""
-        error = getattr(self._failures, "error", None)
+    def failure(self) -> BaseException | None:
+        """Take what was raised while a graph was instrumented, which dynamo wraps."""
+        error: BaseException | None = getattr(self._failures, "error", None)
         self._failures.error = None
-        if error is not None:
-            raise error from error.__cause__
+        return error
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         program = Program(self.state)

@@ -13,6 +13,9 @@ from torch._dynamo.types import ConvertFrameReturn
 _PLAINLY = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 """Without dynamo, and so is all that is called in turn."""
 
+ONCE = ConvertFrameReturn(_PLAINLY, apply_to_code=False)
+"""What dynamo is told of a frame that this call alone runs without it."""
+
 
 def left_to_python(frame: Any) -> ConvertFrameReturn | None:
     """What dynamo is told of a frame that it shall not convert; None for others.
@@ -21,7 +24,7 @@ def left_to_python(frame: Any) -> ConvertFrameReturn | None:
     """
     if codes.kind(frame.f_code) & (FRAMEWORK | SKIPPED) == SKIPPED:
         return ConvertFrameReturn(_PLAINLY)
-    return ConvertFrameReturn(_PLAINLY, apply_to_code=False) if interceptor.active() is None else None
+    return ONCE if interceptor.active() is None else None
 
 
 class Sparing:

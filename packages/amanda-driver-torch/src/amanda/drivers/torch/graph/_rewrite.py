@@ -14,6 +14,7 @@ from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import Paths
 from ._instrumented import BackwardSite, Inlet, Instrumented, Leaf, Step
 from ._making import Making
+from ._memory import check_views
 from ._ops import TENSORS, Program
 from ._places import scope_of, source_of
 from ._record import NativeCall, Ran, run, uninstrumented
@@ -75,6 +76,7 @@ class Rewriting:
                 if any(layer.wants_backward for layer in self._analysis.layer.chain):
                     for one in reversed(ran.values()):
                         self._analyse_backward(one)
+                check_views(ran, self._steps)
                 changed = {one: steps for one, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
                     return None

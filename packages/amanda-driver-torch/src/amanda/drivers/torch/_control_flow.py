@@ -1,0 +1,44 @@
+"""Higher-order ops that torch compiles by itself, run op by op."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from amanda import interceptor
+from amanda.backend import Attributes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ._asked import asks_for_graphs
+
+UTILS = "torch._higher_order_ops.utils"
+
+
+def run_map_op_by_op(attributes: Attributes) -> None:
+    """Give `map` the flat results that it has from compiled code.
+
+    Without them it takes a result that is one tensor for a list of tensors, where gradients are recorded.
+    """
+    module = sys.modules[UTILS]
+    original = getattr(module, "_maybe_compile_and_run_fn", None)
+    if original is None:  # before torch 2.7
+        return
+
+    @functools.wraps(original)
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
+        activation = interceptor.active()
+        by_ops = activation is not None and not asks_for_graphs(activation.state)
+        if getattr(fn, "__name__", "") != "run_flattened_map" or not by_ops:
+            return original(fn, *args)
+        body, *rest = args
+        spec: Any = None
+
+        def flat(*inputs: Any) -> list[Any]:
+            nonlocal spec
+            leaves, spec = tree_flatten(body(*inputs))
+            return leaves
+
+        results = original(fn, flat, *rest)
+        return results if spec is None else tree_unflatten(results, spec)
+
+    attributes.set(module, original.__name__, run)

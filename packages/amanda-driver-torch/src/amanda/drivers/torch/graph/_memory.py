@@ -1,0 +1,98 @@
+"""Views in a graph: where a routine's value would no longer share the memory that its node's value shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from amanda.errors import AmandaError
+from torch.utils._pytree import tree_flatten
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from ._instrumented import Step
+    from ._record import NativeCall, Ran
+
+
+class SharedMemory(AmandaError):
+    """A graph writes into memory, or hands it on, of which a routine changes a view.
+
+    In eager mode writes reach both; a graph has to be left to it.  where: the user's line.
+    """
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"a routine changes a view, and {what} the memory that it is a view of")
+        self.where = where
+
+
+def check_views(ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]) -> None:
+    """Raise SharedMemory where a routine may change a view whose memory others see later.
+
+    That is memory that a later node writes while another value in it is read after that, or is of the
+    graph's inputs, and memory that several of its inputs and outputs lie in.
+    """
+    viewed = dict(_changed_views(ran, steps))
+    if not viewed:
+        return
+    order = {node: i for i, node in enumerate(ran)}
+    for written, at, memory in _writes(ran):
+        if memory in viewed and _seen_later(ran, order, memory, written, order[at]):
+            raise SharedMemory(f"{_name(at)} writes into", viewed[memory].facts.source)
+    for memory, step in viewed.items():
+        outside = [node for node, one in ran.items() if memory in _memories(one.value) and _is_outside(node)]
+        if len(outside) > 1:
+            raise SharedMemory("the graph is given, or gives, more than one value in", step.facts.source)
+
+
+def _changed_views(
+    ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]
+) -> Iterator[tuple[int, Step]]:
+    for node, each in steps.items():
+        for call, step in zip(ran[node].calls, each, strict=True):
+            if any(action.select != () and not action.observer for action in step.combined.actions):
+                yield from ((memory, step) for memory in _views(call))
+
+
+def _views(call: NativeCall) -> set[int]:
+    """Memory in which both an input of a call lies and an output that is none of its inputs."""
+    native = call.call
+    given = set(_memories(native.inputs))
+    written = {id(native.inputs[i]) for i in native.targets}
+    made = [one for one in tree_flatten(call.outputs)[0] if id(one) not in written]
+    return given & set(_memories(made))
+
+
+def _writes(ran: Mapping[Node, Ran]) -> Iterator[tuple[Any, Node, int]]:
+    for node, one in ran.items():
+        for call in one.calls:
+            for i in call.call.mutable:
+                yield from ((call.call.inputs[i], node, memory) for memory in _memories(call.call.inputs[i]))
+
+
+def _seen_later(
+    ran: Mapping[Node, Ran], order: Mapping[Node, int], memory: int, written: Any, at: int
+) -> bool:
+    """Whether another value in the memory than the one that is written is read after that, or by the caller."""
+    for node, one in ran.items():
+        if one.value is written or memory not in _memories(one.value):
+            continue
+        users = [order.get(user, len(order)) for user in node.users]
+        if node.op in ("placeholder", "get_attr") or any(user > at for user in users):
+            return True
+    return False
+
+
+def _is_outside(node: Node) -> bool:
+    """Whether a value is an input or an output of the graph."""
+    return node.op in ("placeholder", "get_attr") or any(user.op == "output" for user in node.users)
+
+
+def _memories(values: Any) -> list[int]:
+    tensors = [one for one in tree_flatten(values)[0] if isinstance(one, torch.Tensor)]
+    return [one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided]
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))

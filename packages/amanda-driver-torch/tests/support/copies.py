@@ -1,0 +1,19 @@
+"""Tensors that are equal to others, bit by bit, and share nothing with them."""
+
+from typing import Any
+
+import torch
+
+
+def copied(value: Any) -> Any:
+    """Return a new tensor with the values and, unless they overlap, the strides of another."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        return value.clone()
+    overlaps = any(n > 1 and step == 0 for n, step in zip(value.size(), value.stride(), strict=True))
+    if value.is_quantized or value.is_nested or overlaps:
+        return value.clone()
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device).copy_(
+        value
+    )
