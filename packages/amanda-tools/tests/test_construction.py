@@ -1,4 +1,4 @@
-"""What makes a model is a phase of its own: tools are told, and `amanda run` leaves it out unless it is asked."""
+"""What makes a model is a phase of its own, which `amanda run` leaves out unless it is asked for."""
 
 from __future__ import annotations
 

@@ -121,8 +121,14 @@ import torch
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
-compiled = torch.compile(model, backend=lambda graph, inputs: lambda *values: [one + 1 for one in graph(*values)])
 X = torch.ones(2, 4)
+
+
+def one_more(graph, inputs):
+    return lambda *values: [one + 1 for one in graph(*values)]
+
+
+compiled = torch.compile(model, backend=one_more)
 
 
 def eager():

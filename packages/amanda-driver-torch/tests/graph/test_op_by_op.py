@@ -1,4 +1,4 @@
-"""What becomes of compiled callables is told: which ran as eager code, and which graphs a backend was given."""
+"""Scopes report compiled callables that ran as eager code, and graphs given to a backend with routines."""
 
 import logging
 import threading
@@ -30,7 +30,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 
 class OneMore:
-    """A backend whose code gives one more than the program's; it keeps the nodes of the graphs it was given."""
+    """A backend whose code gives one more than the program's; graphs: nodes of the graphs it was given."""
 
     def __init__(self) -> None:
         self.graphs: list[list[str]] = []
@@ -86,19 +86,16 @@ def test_a_callable_that_the_user_has_run_as_eager_code_is_not_reported() -> Non
 
 def test_compiled_code_runs_where_tools_are_disabled_and_on_threads_without_the_scope() -> None:
     model = Model()
-    for compiled in (torch.compile(model, backend=OneMore()), torch.compile(model, backend=OneMore())):
-        found: list[torch.Tensor] = []
-        with amanda.apply(seeing("relu")) as scope:
-            with amanda.disabled():
-                found.append(compiled(X))
-            thread = threading.Thread(target=lambda run=compiled: found.append(run(X)))  # type: ignore[misc]
-            with amanda.disabled():
-                thread.start()
-                thread.join()
-        assert all(torch.equal(one, model(X) + 1) for one in found)
-        assert len(found) == 2
-        assert not scope.report
-        torch._dynamo.reset()
+    compiled = torch.compile(model, backend=OneMore())
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(compiled(X)))
+    with amanda.apply(seeing("relu")) as scope, amanda.disabled():
+        found.append(compiled(X))
+        thread.start()
+        thread.join()
+    assert all(torch.equal(one, model(X) + 1) for one in found)
+    assert len(found) == 2
+    assert not scope.report
 
 
 def test_a_backend_is_given_the_graph_that_dynamo_captured_where_tools_insert_nothing() -> None:

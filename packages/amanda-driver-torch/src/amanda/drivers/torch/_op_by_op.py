@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -17,8 +18,7 @@ def tell(state: State, frame: FrameType | None) -> None:
 
 def described(function: Callable[..., Any] | None) -> tuple[str, str, str]:
     """Entry of a report on a compiled callable: its name, the reason, "file:line" of its code."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    function = None if function is None else inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         kind = type(owner)

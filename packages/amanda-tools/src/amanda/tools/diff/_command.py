@@ -50,8 +50,8 @@ def _command(
 ) -> int:
     """Find the first op at which two runs diverge.
 
-    A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, functions of no arguments that are
-    run now. The status is 0 if they agree, 1 if they diverge, 2 if they cannot be compared.
+    A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, functions of no arguments that
+    are run now. The status is 0 if they agree, 1 if they diverge, 2 if they cannot be compared.
 
     \b
     amanda diff before/ after/

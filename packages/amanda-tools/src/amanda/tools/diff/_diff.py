@@ -46,19 +46,19 @@ def diff(
     of the same sizes, in order.  None is "module" for different frameworks, or TensorFlow's eager mode and
     its graphs, and else "op"; the result says so.
 
-    compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the result
-    says so; "instrument" compares the compiled code, and what the functions return.
+    compiled: as of `amanda.apply`, for functions: "eager" runs what torch.compile made op by op, and the
+    result says so; "instrument" compares the compiled code, and what the functions return.
 
     Raises AmandaError where nothing can be compared, and for a module of the mapping that ran nothing.
     """
     if by not in (None, "op", "module"):
         raise AmandaError(f'by is {by!r}; it is "op", "module" or None')
     with ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump" for _ in (a, b)]
         run, other = (
-            record(one, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dump", max_bytes, compiled)
-            if callable(one) else open_run(one)
-            for one in (a, b)
-        )  # fmt: skip
+            record(one, folder, max_bytes, compiled) if callable(one) else open_run(one)
+            for one, folder in zip((a, b), folders, strict=True)
+        )
         for name, other_name in (mapping or {}).items():
             _check_module(run, name)
             _check_module(other, other_name)
@@ -67,7 +67,8 @@ def diff(
             return _ops(run, other, mapping or {}, rtol, told)
         if by is None:
             told.append(
-                f'Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other)}; by="op" compares ops'
+                f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other)}; "
+                'by="op" compares ops'
             )
         names = same_modules(run, other) if mapping is None else mapping
         compared = _in_order(run, list(_modules(run, other, names, rtol)))

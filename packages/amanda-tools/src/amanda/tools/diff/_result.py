@@ -23,9 +23,9 @@ class Comparison:
     """One execution of an op that both runs have, or what a module gave.
 
     phase to source: of run a.  other_type to other_source: of run b.  relative, cosine, largest, exact: see
-    `Distance`.  tolerance: of `relative`.  by_type: tolerance of the element types alone, which ops before may
-    have raised.  dtypes: element types of both.  inputs: whether what the op read agreed, None where that is
-    not known or nothing differs.  weight: relative error of its weight, None likewise.
+    `Distance`.  tolerance: of `relative`.  by_type: tolerance of the element types alone, which ops before
+    may have raised.  dtypes: element types of both.  inputs: whether what the op read agreed, None where that
+    is not known or nothing differs.  weight: relative error of its weight, None likewise.
     """
 
     phase: str
@@ -91,9 +91,8 @@ class Comparison:
         )
         if self.dtypes[0] != self.dtypes[1]:
             loosest = max(TOLERANCES.get(one, 0.0) for one in self.dtypes)
-            lines.append(
-                f"  {self.dtypes[0]} in a, {self.dtypes[1]} in b; rtol={loosest:g} allows for the less precise"
-            )
+            kinds = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
+            lines.append(f"  {kinds}; rtol={loosest:g} allows for the less precise")
         if self.inputs is not None:
             lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
         if self.weight is not None:
@@ -156,7 +155,7 @@ class DiffResult(Result):
 
     @property
     def hidden(self) -> Comparison | None:
-        """The first op that differs by more than its types allow, within a tolerance that ops before raised."""
+        """The first op that differs by more than its types allow, within a tolerance raised by ops before."""
         return next((one for one in self.comparisons if one.by_type < one.relative <= one.tolerance), None)
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
+from amanda.tools.inject._memory import FoundMemory
 from amanda.tools.inject._options import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
@@ -79,30 +80,36 @@ class Campaign:
             raise InjectError(f"hang_factor is {hang_factor}; it is more than 1")
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor = hang_factor
+        self._memory = FoundMemory()
         self._watch = None if hang_factor is None and timeout is None else _Watch(timeout)
 
     def run(self, program: Program) -> CampaignResult:
         """Run the program without faults twice, and once for each trial.
 
-        It has to do the same at each call, random numbers and trained weights included.
+        It has to do the same at each call, random numbers included.  After each run the memory that its ops
+        found when it began, such as parameters and buffers, is put back bit for bit.
         Raises InjectError where it does not, or executes nothing in which a fault fits.
         """
-        golden, sites = self._golden(program)
-        trials = [self._trial(program, number, golden, sites) for number in range(self._trials)]
+        try:
+            golden, sites = self._golden(program)
+            trials = [self._trial(program, number, golden, sites) for number in range(self._trials)]
+        finally:
+            self._memory.clear()
         return CampaignResult(trials, self._tool.seed, len(sites))
 
     def replay(self, program: Program, number: int) -> Any:
         """Run the program with the faults of one trial: what it returns, or what it raises."""
         _, sites = self._golden(program)
         self._tool.try_at(number, self._site(number, sites))
-        return self._run(program)
+        return self._run(program, self._memory.outlasting)
 
     def _golden(self, program: Program) -> tuple[Any, list[Site]]:
         """What the program gives without faults, and where it can have them."""
         self._tool.look()
         if self._watch is not None:
             self._watch.limit = float("inf")
-        golden = arrays(self._run(program))
+        self._memory.clear()
+        golden = self._run(program, arrays, self._memory)
         if self._watch is not None and self._hang_factor is not None:
             self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
         sites = self._tool.sites
@@ -111,7 +118,7 @@ class Campaign:
                 "the program executes nothing in which a fault fits; " + " ".join(self._tool.result.notes())
             )
         self._tool.look()
-        again = arrays(self._run(program))
+        again = self._run(program, arrays)
         if self._compare(golden, again) or not_finite(golden, again):
             raise InjectError(
                 "the program gives another output each time, also without faults; let it seed its random "
@@ -138,7 +145,7 @@ class Campaign:
 
     def _outcome(self, program: Program, golden: Any) -> tuple[Outcome, str]:
         try:
-            output = arrays(self._run(program))
+            output = self._run(program, arrays)
         except Exception as error:
             if self._watch is not None and self._watch.fired:
                 return "hang", self._watch.fired
@@ -151,10 +158,14 @@ class Campaign:
             return "nan", ""
         return ("sdc" if self._compare(golden, output) else "masked"), ""
 
-    def _run(self, program: Program) -> Any:
-        if self._watch is None:
-            with amanda.apply(self._tool):
-                return program()
-        self._watch.start()
-        with amanda.apply(self._tool, self._watch):
-            return program()
+    def _run(self, program: Program, read: Callable[[Any], Any], *others: amanda.Tool) -> Any:
+        """What `read` makes of the program's output, before memory is put back."""
+        watches = () if self._watch is None else (self._watch,)
+        for watch in watches:
+            watch.start()
+        try:
+            with amanda.apply(*others, self._tool, *watches):
+                output = program()
+            return read(output)
+        finally:
+            self._memory.restore()

@@ -27,9 +27,9 @@ class InjectTool(amanda.Tool):
         reads, where the parameter itself is left as it is; "grad_outputs" that enter a backward op,
         "grad_inputs" that leave it; "weight_grads", those of the latter that belong to the weight.
     type, module: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of module
-        paths ("layer1.*"); None for all.  A backward op is selected by its own word ("linear_backward"); the word
-        of a forward op selects the first of that op's backward ops alone, which the gradient enters, and for
-        "weight_grads" the one that gives the weight's gradient.
+        paths ("layer1.*"); None for all.  A backward op is selected by its own word ("linear_backward"); the
+        word of a forward op selects the first of that op's backward ops alone, which the gradient enters, and
+        for "weight_grads" the one that gives the weight's gradient.
     index: position of the tensor among the target; None for all of them together.
     probability: of each element, at each execution.  count: so many elements of each execution, which
         is 1 where neither is given.

@@ -7,8 +7,8 @@ from types import FrameType
 from typing import Literal
 
 _CONSTRUCTORS = frozenset(
-    {"__init__", "build", "build_from_config", "initialize_parameters", "reset_parameters", "_reset_parameters",
-     "reset_running_stats", "init_weights", "_init_weights"}
+    {"__init__", "build", "build_from_config", "initialize_parameters", "reset_parameters",
+     "_reset_parameters", "reset_running_stats", "init_weights", "_init_weights"}
 )  # fmt: skip
 _CALLS = frozenset(
     {("_call_impl", "torch.nn.modules.module"),
@@ -22,7 +22,7 @@ _INITIALIZERS = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initia
 
 
 def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
-    """Return what a frame says of the ops below it: they make a model, or a layer that is called runs them."""
+    """Return what a frame says of the ops below it: they make a model, or the call of a layer runs them."""
     function = frame.f_code.co_name
     if function in _CONSTRUCTORS and _is_of_layer(frame):
         return "construction"

@@ -55,7 +55,7 @@ def dtype(value: Any) -> str | None:
 
 
 def _phase(context: OpContext) -> str:
-    """What computes the op: an optimizer, a constructor, or else the forward pass, as a closure's module does."""
+    """Return "optimizer", "construction" or "forward", by the innermost frame that tells."""
     frame: Any = sys._getframe(1)
     is_users = False
     while frame is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -37,7 +37,7 @@ def elements_left(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
 def _size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
     """Elements of what holds a weight, or else of the weight, as where that is a handle."""
     for one in (holder, value):
-        extents = None if isinstance(one, (list, tuple)) else context["shape"](one)
+        extents: Sequence[int] | None = None if isinstance(one, (list, tuple)) else context["shape"](one)
         if extents and None not in extents:
             return prod(extents)
     return None

@@ -30,11 +30,10 @@ class Selection:
     type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
     letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
     is selected with it, and `*` stands for any part ("layer4", "*.attention").  phase: "forward", "backward",
-    "optimizer", for the steps of PyTorch's optimizers, or "construction", for what makes a model.  With "backward" the forward analysis routines are
-    called all the same, since those of backward ops may read what they note down; nothing that they insert
-    runs.
+    "optimizer", for the steps of PyTorch's optimizers, "construction", for what makes a model, or None for
+    all.  With "backward" the forward analysis routines are called all the same, since those of backward ops
+    may read what they note down; nothing that they insert runs.
 
-    phase: the one that is selected, None for all.
     matched: whether an op was selected.  types, modules: of the ops that were not.
     """
 

@@ -15,8 +15,8 @@ Number = TypeVar("Number", int, float)
 class SparsitySweep(Sweep[float]):
     """Prunes the weight of each op alone, and all of them, ever more.
 
-    evaluate, metric, progress, compiled: see `Sweep`.  options: of `PruneTool`, such as pattern, type, module.  With
-    scope="global" the weights are ranked together in a first evaluation of each point.
+    evaluate, metric, progress, compiled: see `Sweep`.  options: of `PruneTool`, such as pattern and type.
+    With scope="global" the weights are ranked together in a first evaluation of each point.
 
     Raises what PruneTool does for an option or a level that cannot be.
 
@@ -56,9 +56,9 @@ class SparsitySweep(Sweep[float]):
 class BitsSweep(Sweep[int]):
     """Quantises what each op alone reads, and all of them, to ever fewer bits.
 
-    evaluate, metric, progress, compiled: see `Sweep`.  weights, activations: which of the two.  calibrate: runs the
-    model on examples, by which the scales of activations are found; without it they are found at each
-    execution.  options: of `QuantizeTool`, such as type, observer, per_channel.
+    evaluate, metric, progress, compiled: see `Sweep`.  weights, activations: which of the two.  calibrate:
+    runs the model on examples, by which the scales of activations are found; without it they are found at
+    each execution.  options: of `QuantizeTool`, such as type, observer, per_channel.
 
     Raises what QuantizeTool does for an option or a level that cannot be.
 
