@@ -98,7 +98,12 @@ def _compiler(state: Any) -> ModuleType | None:
 
 
 def _is_outside(stance: Any) -> bool:
-    """Whether no scope is in force here, or its tools are disabled, so that compiled code runs as it is."""
+    """Whether no scope is in force here, or its tools are disabled, so that compiled code runs as it is.
+
+    Without the native interceptor dynamo would see stand-ins for torch's functions, so it does not.
+    """
+    if not interceptor.NATIVE:
+        return False
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.state.enabled and activation.state.layer is not None:
         return False  # a routine, or an op, runs
