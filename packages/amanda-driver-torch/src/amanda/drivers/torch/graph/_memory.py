@@ -74,7 +74,7 @@ def _writes(ran: Mapping[Node, Ran]) -> Iterator[tuple[Any, Node, int]]:
 def _seen_later(
     ran: Mapping[Node, Ran], order: Mapping[Node, int], memory: int, written: Any, at: int
 ) -> bool:
-    """Whether another value in the memory than the one that is written is read after that, or by the caller."""
+    """Whether the memory is read by another value after the write, or by the caller."""
     for node, one in ran.items():
         if one.value is written or memory not in _memories(one.value):
             continue
