@@ -285,18 +285,3 @@ def test_views_are_let_go_with_the_values_given_for_them() -> None:
             base.view(2, 2)[0].t().unsqueeze(0).add_(1)
         assert len(driver.views._labels) <= 2
     assert not driver.views
-
-
-@pytest.mark.parametrize("program", [copy_into_slice, add_to_view, fill_diagonal, add_to_chunk, write_base])
-def test_a_compiled_graph_that_writes_what_a_routine_views_runs_op_by_op_and_says_so(
-    program: Program,
-) -> None:
-    expected = program()
-    compiled = torch.compile(program, backend="aot_eager")
-    with amanda.apply(Times(), compiled="instrument") as scope:
-        for _ in range(2):
-            assert torch.equal(compiled(), expected)
-    assert torch.equal(compiled(), expected)
-    (entry,) = scope.report
-    assert "runs op by op" in entry.reason
-    assert program.__name__ in entry.what

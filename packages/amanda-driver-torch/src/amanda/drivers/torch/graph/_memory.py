@@ -30,17 +30,21 @@ class SharedMemory(AmandaError):
 def check_views(ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]) -> None:
     """Raise SharedMemory where a routine may change a view whose memory others see later.
 
-    That is memory that a later node writes while another value in it is read after that, or is of the
-    graph's inputs, and memory that several of its inputs and outputs lie in.
+    That is memory that a node writes after the view is made, where another value in it is read later or by
+    the caller, and memory that several of the graph's inputs and outputs lie in.
     """
-    viewed = dict(_changed_views(ran, steps))
+    viewed = list(_changed_views(ran, steps))
     if not viewed:
         return
     order = {node: i for i, node in enumerate(ran)}
+    first: dict[int, tuple[int, Step]] = {}
+    for node, step, memory in viewed:
+        first.setdefault(memory, (order[node], step))
     for written, at, memory in _writes(ran):
-        if memory in viewed and _seen_later(ran, order, memory, written, order[at]):
-            raise SharedMemory(f"{_name(at)} writes into", viewed[memory].facts.source)
-    for memory, step in viewed.items():
+        made, changed = first.get(memory, (len(order), None))
+        if changed is not None and made < order[at] and _seen_later(ran, order, memory, written, order[at]):
+            raise SharedMemory(f"{_name(at)} writes into", changed.facts.source)
+    for memory, (_, step) in first.items():
         outside = [node for node, one in ran.items() if memory in _memories(one.value) and _is_outside(node)]
         if len(outside) > 1:
             raise SharedMemory("the graph is given, or gives, more than one value in", step.facts.source)
@@ -48,11 +52,11 @@ def check_views(ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]) -
 
 def _changed_views(
     ran: Mapping[Node, Ran], steps: Mapping[Node, Sequence[Step]]
-) -> Iterator[tuple[int, Step]]:
+) -> Iterator[tuple[Node, Step, int]]:
     for node, each in steps.items():
         for call, step in zip(ran[node].calls, each, strict=True):
             if any(action.select != () and not action.observer for action in step.combined.actions):
-                yield from ((memory, step) for memory in _views(call))
+                yield from ((node, step, memory) for memory in _views(call))
 
 
 def _views(call: NativeCall) -> set[int]:
