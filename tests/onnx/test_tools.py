@@ -256,3 +256,14 @@ def test_a_product_of_any_name_is_counted(
     result = ran(kind, given, **attributes)
     assert result.total("macs") == macs
     assert not result.unsupported
+
+
+def test_nan_in_a_weight_of_a_session_is_told() -> None:
+    broken = Network()
+    with torch.no_grad():
+        broken.head.weight[0] = float("nan")
+    tool, session = NanTool(), session_of(broken)
+    with amanda.apply(tool):
+        session.run(None, FEED)
+    assert not tool.result.findings
+    assert tool.result.notes()[0] == "input 1 of linear holds 4 NaN."
