@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda.tools.flops import FlopsTool
@@ -203,6 +206,51 @@ def test_a_script_that_is_counted_computes_once() -> None:
     torch.manual_seed(0)
     torch.jit.script(Counting())(x)
     assert torch.equal(after, torch.rand(1))
+
+
+@pytest.mark.parametrize("twice", ["data", "both"])
+def test_the_double_backward_of_a_convolution_is_counted(twice: str) -> None:
+    image, kernel = rand(1, 2, 4, 4), rand(3, 2, 3, 3)
+    wanted = [image, kernel] if twice == "both" else [image]
+
+    def program() -> None:
+        grads = torch.autograd.grad(F.conv2d(image, kernel).square().sum(), wanted, create_graph=True)
+        sum(one.square().sum() for one in grads).backward()
+
+    places = counted(program).places
+    macs = [place.macs for place in places if place.type == "conv2d_backward_backward"]
+    assert macs == [{"data": 2, "both": 4}[twice] * prod((3, 2, 2, 2, 3, 3))]
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the kernels that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_what_runs_to_be_counted_is_seen_by_nobody() -> None:
+    def program(x: Tensor) -> Tensor:
+        return torch.linalg.inv(torch.tensordot(x, x.t(), 1) + torch.eye(3)).sum()
+
+    names = []
+    for tools in ((), (FlopsTool(),)):
+        with Recorder() as recorder, amanda.apply(*tools):
+            program(rand(3, 4)).backward()
+        names.append(recorder.names)
+    assert names[0] == names[1]
+    x = rand(3, 4)
+    result = counted(lambda: checkpoint(program, x, use_reentrant=False).backward())
+    assert result.total("macs", "backward") > 0
+    bare = rand(3, 4)
+    bare.data = x.data
+    checkpoint(program, bare, use_reentrant=False).backward()
+    assert torch.equal(bare.grad, x.grad)
 
 
 class Doubled(torch.autograd.Function):

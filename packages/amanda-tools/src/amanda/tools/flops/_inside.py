@@ -91,8 +91,7 @@ def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Insi
         return made.clone()  # an op in place may not write into a leaf
 
     found = Inside()
-    interpreted = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with torch.enable_grad(), interpreted:
+    with _unseen(), torch.enable_grad():
         twins = tree_map_only(torch.Tensor, twin, inputs)
         with mode, counter(formulas, context["shape"], mode) as take:
             made = tree_leaves(context.get_computation()(twins))
@@ -101,6 +100,24 @@ def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Insi
             if outputs and leaves:
                 _count_backward(outputs, leaves, found, take)
     return found
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keep what runs from the program's modes, its hooks on saved tensors, and the profiles of the JIT."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(same, same),
+        torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
+    ):
+        yield
 
 
 def _count_backward(

@@ -19,6 +19,7 @@ def roles(context: amanda.OpContext) -> None:
     """Write `parameters`, `backward_macs`, `inside` and `is_view` in PyTorch's terms."""
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return  # what takes a parameter's place later, as its mask has it, is none
+    from torch._C import DisableTorchFunction
     from torch.nn import Parameter
 
     inputs = [
@@ -31,15 +32,19 @@ def roles(context: amanda.OpContext) -> None:
         extents = tuple(inputs[0].shape)
         context["steps"] = extents[1::-1] if context.get_attrs().get("batch_first") else extents[:2]
     context["inside"] = inside
-    context["differentiated"] = [one.requires_grad for one in tensors_of(context.get_inputs())]
+    with DisableTorchFunction():
+        context["differentiated"] = [one.requires_grad for one in tensors_of(context.get_inputs())]
     context["is_view"] = is_view
     context["is_unranked"] = lambda value: False
 
 
 def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     """Whether all outputs lie in the memory of an input."""
-    held = {_storage(local(one)) for one in tensors_of(inputs)}
-    made = [_storage(local(one)) for one in tensors_of(outputs)]
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        held = {_storage(local(one)) for one in tensors_of(inputs)}
+        made = [_storage(local(one)) for one in tensors_of(outputs)]
     return bool(made) and None not in made and held.issuperset(made)
 
 
@@ -86,8 +91,16 @@ def _backward_macs(context: amanda.OpContext) -> int:
 
 
 def _as_often_as_forward(context: amanda.OpContext) -> int:
-    """For the gradient of each factor what the op itself takes."""
+    """For the gradient of each factor what the op itself takes.
+
+    The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
+    the gradient of the output, and once more for that of the other.
+    """
     grads, forward = context.get_grad_inputs() or [], context.get("cost")
+    if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
+        entering = sum(one is not None for one in (context.get_grad_outputs() or [])[:2])
+        made = [one is not None for one in grads[:3]]
+        return (entering * made[0] + sum(made[1:])) * (forward.macs if forward else 0)
     name = context["backward_type"].removesuffix("_backward")
     given = sum(i < len(grads) and grads[i] is not None for i in _FACTORS.get(name, (0, 1)))
     return given * (forward.macs if forward else 0)

@@ -166,7 +166,7 @@ class FlopsTool(amanda.Tool):
             return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
         if forward == "scaled_dot_product_attention":
             return _attention_backward(context, share(grads))
-        if forward in CONTRACTIONS:
+        if forward.removesuffix("_backward") in CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
         if forward in _MOVES or forward == "accumulate_grad":
             return Cost()
