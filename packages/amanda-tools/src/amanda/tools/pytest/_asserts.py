@@ -66,7 +66,7 @@ def assert_op_counts(
 
 
 def assert_finite(function: Callable[..., T], *inputs: Any, inf: bool = True, backward: bool = True) -> T:
-    """Run `function(*inputs)`: no op makes NaN of finite values, nor Inf unless `inf` is False.
+    """Run `function(*inputs)`: no op makes NaN or is given any, and none makes Inf unless `inf` is False.
 
     Gives what the function returns; raises AssertionError, with the op, its line and its inputs.
     """
@@ -76,6 +76,8 @@ def assert_finite(function: Callable[..., T], *inputs: Any, inf: bool = True, ba
     tool = NanTool(inf=inf, backward=backward)
     with amanda.apply(tool):
         output = function(*inputs)
+    if tool.result.entered:
+        raise AssertionError(f"NaN comes from {tool.result.entered[0]}")
     if (first := tool.result.first) is not None:
         raise AssertionError(f"the first op that makes {'NaN' if first.makes_nan else 'Inf'} is {first}")
     return output
