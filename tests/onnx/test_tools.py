@@ -213,3 +213,57 @@ def test_the_others_see_every_node(session: Any, tmp_path: Path) -> None:
     assert "All of 5 executed ops" in str(nan)
     assert sum(column(coverage, "executed")) == 5
     assert sorted(column(profile, "type")) == sorted(TYPES)
+
+
+def ran(kind: str, given: dict[str, np.ndarray], **attributes: Any) -> Any:
+    """What the flops tool counts of one operator of ONNX, or of Microsoft's."""
+    types = {np.dtype(np.float32): onnx.TensorProto.FLOAT, np.dtype(np.uint8): onnx.TensorProto.UINT8}
+    node = helper.make_node(kind, list(given), ["made"], **attributes)
+    inputs = [helper.make_tensor_value_info(name, types[one.dtype], one.shape) for name, one in given.items()]
+    result = onnx.TensorProto.INT32 if kind.endswith("Integer") else onnx.TensorProto.FLOAT
+    graph = helper.make_graph([node], "one", inputs, [helper.make_tensor_value_info("made", result, None)])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        session.run(None, given)
+    return tool.result
+
+
+def ones(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+
+
+MICROSOFT = {"domain": "com.microsoft"}
+PRODUCTS: list[tuple[str, dict[str, Any], dict[str, np.ndarray], int]] = [
+    ("Einsum", {"equation": "...ij,...jk->...ik"}, ones(a=(2, 3, 4), b=(2, 4, 5)), 120),
+    ("MatMul", {}, ones(a=(2, 3, 4), b=(2, 4, 5)), 120),
+    ("Gemm", {"transA": 1}, ones(a=(4, 3), b=(4, 5)), 60),
+    ("FusedMatMul", {"transA": 1, **MICROSOFT}, ones(a=(4, 3), b=(4, 5)), 60),
+    ("MatMulInteger", {}, {name: np.ones((4, 4), np.uint8) for name in "ab"}, 64),
+    ("LSTM", {"hidden_size": 5}, ones(x=(7, 2, 3), w=(1, 20, 3), r=(1, 20, 5)), 7 * 2 * 160),
+    ("GRU", {"hidden_size": 5}, ones(x=(7, 2, 3), w=(1, 15, 3), r=(1, 15, 5)), 7 * 2 * 120),
+    ("MultiHeadAttention", {"num_heads": 2, **MICROSOFT}, ones(q=(1, 6, 8), k=(1, 5, 8), v=(1, 5, 8)), 480),
+    ("Attention", {"num_heads": 2, **MICROSOFT}, ones(x=(1, 6, 8), w=(8, 24), b=(24,)), 6 * 192 + 2 * 288),
+]
+
+
+@pytest.mark.parametrize(("kind", "attributes", "given", "macs"), PRODUCTS, ids=[one[0] for one in PRODUCTS])
+def test_a_product_of_any_name_is_counted(
+    kind: str, attributes: dict[str, Any], given: dict[str, np.ndarray], macs: int
+) -> None:
+    result = ran(kind, given, **attributes)
+    assert result.total("macs") == macs
+    assert not result.unsupported
+
+
+def test_nan_in_a_weight_of_a_session_is_told() -> None:
+    broken = Network()
+    with torch.no_grad():
+        broken.head.weight[0] = float("nan")
+    tool, session = NanTool(), session_of(broken)
+    with amanda.apply(tool):
+        session.run(None, FEED)
+    assert not tool.result.findings
+    assert tool.result.notes()[0] == "input 1 of linear holds 4 NaN."

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 from amanda import interceptor
 from amanda.drivers.torch import TorchDriver
-from amanda.testing import DriverTests, Sample, never
+from amanda.testing import DriverTests, Sample, ViewSample, ViewTests, never
 
 FALLBACK_GAPS = {
     "test_an_op_looked_up_before_the_scope_is_seen": never("without native code attributes are replaced"),
@@ -100,6 +100,23 @@ class TorchSample(Sample):
 
     def beyond(self) -> None:
         torch.func.vmap(lambda x: torch.relu(x))(self.input())
+
+
+class TorchViewSample(TorchSample, ViewSample):
+    """PyTorch, whose slices are views."""
+
+    part_name = "__getitem__"
+
+    def part(self, x: Any) -> Any:
+        return x[:2]
+
+
+class TestViews(ViewTests):
+    """The suite of views on PyTorch."""
+
+    @pytest.fixture
+    def sample(self) -> ViewSample:
+        return TorchViewSample()
 
 
 class ReentrantSample(TorchSample):

@@ -62,7 +62,7 @@ def test_what_cannot_be_read_says_what_is_expected(given: Any, kind: Any, part: 
 
 def test_options_are_those_of_the_constructor() -> None:
     assert list(map(str, options_of(NanTool).values())) == [
-        "stop: true or false = false", "inf: true or false = true", "backward: true or false = true",
+        "stop: true or false = false", "inf: true or false = false", "backward: true or false = true",
         "limit: whole number = 20",
     ]  # fmt: skip
     assert not options_of(FlopsTool)["formulas"].readable

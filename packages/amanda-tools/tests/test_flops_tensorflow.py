@@ -133,3 +133,60 @@ def test_a_twin_of_a_model_of_torchvision_costs_the_same_in_every_mode(name: str
         result = counted(program)
         assert result.total("macs") == wanted
         assert not result.unsupported
+
+
+def gradients(compute: Callable[..., Any], *extents: tuple[int, ...]) -> Callable[[], Any]:
+    """The gradients of a function of arrays of ones."""
+    values = [tf.ones(one) for one in extents]
+
+    def program() -> Any:
+        with tf.GradientTape() as tape:
+            for one in values:
+                tape.watch(one)
+            result = compute(*values)
+        return result, tape.gradient(result, values)
+
+    return program
+
+
+def cell(kind: Any) -> Callable[[Any], Any]:
+    """The output of one step of a cell of width 5."""
+    layer = kind(5)
+    layer.build((2, 3))
+    states = [tf.ones((2, 5))] * (2 if kind is keras.layers.LSTMCell else 1)
+    return lambda x: layer(x, states)[0]
+
+
+PRODUCTS = {
+    "einsum": (lambda a, b: tf.einsum("...ij,...jk->...ik", a, b), ((2, 3, 4), (2, 4, 5)), 120, 240),
+    "tensordot": (lambda a, b: tf.tensordot(a, b, 2), ((3, 4, 5), (4, 5, 6)), 360, 720),
+    "matvec": (tf.linalg.matvec, ((3, 4), (4,)), 12, 24),
+    "transposed": (lambda a, b: tf.matmul(a, b, transpose_b=True), ((2, 3, 4), (2, 5, 4)), 120, 240),
+    "LSTMCell": (cell(keras.layers.LSTMCell), ((2, 3),), 320, 120),
+    "GRUCell": (cell(keras.layers.GRUCell), ((2, 3),), 240, 90),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_any_name_is_counted_forward_and_backward(name: str) -> None:
+    compute, extents, forward, backward = PRODUCTS[name]
+    result = counted(tf.function(gradients(compute, *extents)))
+    assert (result.total("macs", "forward"), result.total("macs", "backward")) == (forward, backward)
+    assert not result.missing
+
+
+def test_decompositions_and_transforms_have_flops() -> None:
+    def program() -> None:
+        matrix = tf.eye(3)
+        tf.linalg.inv(matrix)
+        tf.signal.fft(tf.ones((4, 8), tf.complex64))
+
+    flops = {row[0]: row[3] for row in counted(program).by("type").rows()}
+    assert (flops["MatrixInverse"], flops["FFT"]) == (2 * 27, 5 * 32 * 3)
+
+
+def test_a_gather_reads_the_rows_that_it_gives() -> None:
+    table = tf.Variable(tf.ones((1000, 8)))
+    places = counted(lambda: tf.gather(tf.convert_to_tensor(table), [1, 2, 3])).places
+    gathered = next(place for place in places if place.type in ("embedding", "GatherV2"))
+    assert gathered.bytes == 2 * 3 * 32 + 3 * 4 + 4  # of which the last is the axis

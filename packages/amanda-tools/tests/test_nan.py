@@ -113,14 +113,17 @@ def test_the_line_of_a_planted_nan_is_told_in_the_forward_and_backward_pass_and_
     assert first is not None
     assert (first.phase, first.type, first.source) == ("forward", "log", line_of("forward"))
     model = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 2))
-    first = look(lambda: model(torch.rand(1, 4, 8)).sum().backward(), inf=False).result.first
+    first = look(lambda: model(torch.rand(1, 4, 8)).sum().backward()).result.first
     assert first is not None
     assert (first.type, first.module) == ("scaled_dot_product_attention", "1")
     assert first.source == line_of("attention")
     model = nn.Sequential(nn.Linear(4, 4), Root())
     result = look(lambda: model(torch.rand(3, 4)).sum().backward()).result
     assert result.first is not None
-    assert (result.first.phase, result.first.type) == ("backward", "sqrt_backward")
+    assert (result.first.phase, result.first.type) == ("backward", "pow_backward")
+    assert "Some were given Inf; where that begins, the option `inf` tells." in str(result)
+    result = look(lambda: model(torch.rand(3, 4)).sum().backward(), inf=True).result
+    assert [one.type for one in result.findings] == ["sqrt_backward", "pow_backward"]
     assert {(one.phase, one.module, one.source) for one in result.findings} == {
         ("backward", "1", line_of("backward"))
     }
@@ -138,11 +141,11 @@ def test_an_inf_is_found_and_a_nan_comes_before_it() -> None:
         masked = torch.zeros(4).masked_fill(torch.ones(4, dtype=torch.bool), float("-inf"))
         torch.log(torch.full((4,), -1.0) + 0 * masked.isinf())
 
-    result = look(program).result
-    assert [one.type for one in result.findings][-1] == "log"
+    result = look(program, inf=True).result
+    assert [one.type for one in result.findings] == ["masked_fill", "log"]
     assert result.first is not None
     assert result.first.type == "log"
-    assert [one.type for one in look(program, inf=False).result.findings] == ["log"]
+    assert [one.type for one in look(program).result.findings] == ["log"]
 
 
 def test_stop_raises_at_the_op_and_names_it() -> None:
@@ -160,14 +163,14 @@ def test_so_many_findings_are_kept_and_the_others_counted() -> None:
 
     result = look(program, limit=3).result
     assert len(result.findings) == 3
-    assert "2 more ops made NaN or Inf" in str(result)
+    assert "2 more ops made NaN;" in str(result)
 
 
 def test_finite_programs_have_an_empty_result() -> None:
     result = look(lambda: (torch.rand(3, requires_grad=True) + 1).sum().backward()).result
     assert not result
     assert result.first is None
-    assert "gave finite values" in str(result)
+    assert "gave no NaN" in str(result)
 
 
 def test_a_result_goes_to_files_and_data_frames(tmp_path) -> None:
@@ -197,7 +200,7 @@ def test_complex_and_half_numbers_and_lists_are_looked_at() -> None:
     nothing = torch.tensor([complex("nan"), 1j])
     assert look(lambda: nothing + 1).result.passed_on == 1
     half = torch.full((2,), 60000, dtype=torch.half)
-    assert look(lambda: half * 2).result.findings[0].outputs[0].inf == 2
+    assert look(lambda: half * 2, inf=True).result.findings[0].outputs[0].inf == 2
     assert look(lambda: torch.cat([torch.tensor([float("nan")]), torch.ones(1)])).result.passed_on == 1
 
 
@@ -236,3 +239,113 @@ def test_a_tensor_that_is_not_plain_is_looked_into(kind: str) -> None:
         torch.ones(2, 2).log().sub(1)
         made[kind](torch.full((2, 2), -1.0).log())
     assert [one.type for one in tool.result.findings] == ["log"]
+
+
+class CausalAttention(nn.Module):
+    """Causal attention as nanoGPT writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).chunk(3, -1)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(self.mask == 0, float("-inf"))
+        return F.softmax(scores, dim=-1) @ v  # planted: softmax
+
+
+def test_healthy_attention_with_a_mask_of_inf_is_left_alone() -> None:
+    model, x = CausalAttention(), torch.rand(2, 4, 8)
+    result = look(lambda: model(x).sum().backward(), stop=True).result
+    assert not result
+    assert "executed ops gave no NaN." in str(result)
+
+
+def test_the_nan_of_a_row_that_is_masked_whole_is_born_in_softmax() -> None:
+    model, x = CausalAttention(), torch.rand(2, 4, 8)
+    model.mask[0] = 0
+    first = look(lambda: model(x)).result.first
+    assert first is not None
+    assert (first.type, first.source) == ("softmax", line_of("softmax"))
+    (given,), (gave,) = first.inputs.values(), first.outputs.values()
+    assert (given.nan, gave.nan) == (0, 2 * 4)
+    added = look(lambda: torch.softmax(torch.rand(4) + torch.full((4,), float("-inf")), 0)).result
+    assert [one.type for one in added.findings] == ["softmax"]
+
+
+def test_nan_that_comes_in_is_told_before_all_others() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.rand(2, 4)
+    x[0, :3] = float("nan")
+    tool = look(lambda: torch.log(-model(x.view(2, 4)).nan_to_num().abs() - 1))
+    assert [one.what for one in tool.result.entered] == ["input 0 of linear"]
+    assert [one.type for one in tool.result.findings] == ["log"]
+    assert tool.result.notes()[0] == "input 0 of linear holds 3 NaN."
+    assert tool.result.rows()[0][2] == "input 0 of linear"
+    with torch.no_grad():
+        model[1].weight[0, 0] = float("nan")
+    assert [one.what for one in look(lambda: model(torch.rand(2, 4))).result.entered] == [
+        "parameter 1.weight"
+    ]
+    with pytest.raises(NotFiniteError, match=r"comes from parameter 1\.weight, .*, which holds 1 NaN"):
+        look(lambda: model(torch.rand(2, 4)), stop=True)
+
+
+def test_nan_that_an_op_takes_away_is_nobodys_fault() -> None:
+    x = torch.tensor([float("nan"), 1.0])
+    assert not look(lambda: (x.nan_to_num(), torch.where(x.isnan(), 0.0, x), x.view(2, 1))).result
+
+
+def test_what_came_in_goes_to_files_and_back() -> None:
+    x = torch.tensor([float("nan"), 0.0])
+    result = look(lambda: x + 1).result
+    assert type(result).from_dict(result.to_dict()).entered == result.entered
+    assert len(result.merged(result).entered) == 2
+
+
+class Overflowing(nn.Module):
+    """A layer whose gradients have the range of half precision, behind what makes NaN of an overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = (x * self.weight).half()
+        return (half - half * 0.5).sum()
+
+
+def test_the_steps_that_a_grad_scaler_skips_are_counted_and_not_blamed() -> None:
+    model = Overflowing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)  # beyond half precision
+    losses = []
+
+    def train() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+
+    result = look(train, stop=True).result
+    assert not result
+    assert scaler.get_scale() < 2.0**17
+    assert "Not in the table: ops of" in str(result)
+
+
+def test_compiled_attention_is_looked_at_as_well() -> None:
+    model, x = CausalAttention(), torch.rand(2, 4, 8)
+    model.mask[0] = 0
+    call, tool = torch.compile(model, backend="aot_eager"), NanTool()
+    with amanda.apply(tool, compiled="instrument"):
+        call(x)
+    assert [(one.type, one.source) for one in tool.result.findings] == [("softmax", line_of("softmax"))]
+    broken, tool = nn.Linear(4, 2), NanTool()
+    broken.weight.data.fill_(float("nan"))
+    call = torch.compile(broken, backend="aot_eager")
+    with amanda.apply(tool, compiled="instrument"):
+        call(torch.rand(2, 4))
+    assert tool.result.notes()[0] == "parameter weight holds 8 NaN."

@@ -40,7 +40,7 @@ def loop(x: Any) -> Any:
 
 def test_a_nan_in_the_body_of_a_loop_of_a_function_is_found_at_its_op_and_line() -> None:
     function = tf.function(loop)
-    first = first_of(lambda: function(tf.fill((3,), 100.0)), inf=False)
+    first = first_of(lambda: function(tf.fill((3,), 100.0)))
     assert (first.phase, first.type, first.source) == ("forward", "log", line_of("loop"))
     (given,) = first.inputs.values()
     assert given.nan == given.inf == 0
@@ -72,7 +72,7 @@ def test_so_is_one_in_a_branch_and_in_a_loop_of_python() -> None:
 
     first = first_of(lambda: branch(tf.ones(2)))
     assert (first.type, first.source) == ("sqrt", line_of("branch"))
-    first = first_of(lambda: loop(tf.fill((3,), 100.0)), inf=False)
+    first = first_of(lambda: loop(tf.fill((3,), 100.0)))
     assert (first.type, first.source) == ("log", line_of("loop"))
 
 
@@ -84,7 +84,7 @@ def test_one_of_the_backward_pass_is_told_with_the_line_of_its_forward_op(traced
             y = tf.reduce_sum(tf.sqrt(x))  # planted: gradient
         return tape.gradient(y, x)
 
-    first = first_of(lambda: (tf.function(step) if traced else step)(tf.zeros(3)))
+    first = first_of(lambda: (tf.function(step) if traced else step)(tf.zeros(3)), inf=True)
     assert (first.phase, first.type) == ("backward", "sqrt_backward")
     assert first.source == line_of("gradient")
 
@@ -109,10 +109,63 @@ def test_numbers_of_every_type_are_looked_at(dtype: Any, traced: bool) -> None:
         return tf.math.log(tf.zeros_like(x))  # planted: types
 
     x = tf.cast(tf.fill((3,), 3e4), dtype)
-    first = first_of(lambda: (tf.function(planted) if traced else planted)(x))
+    first = first_of(lambda: (tf.function(planted) if traced else planted)(x), inf=True)
     assert (first.type, first.source) == ("log", line_of("types"))
     assert first.outputs[0].inf == 3
-    fine, tool = tf.cast(tf.fill((3,), 3e38), tf.complex64) * (1 + 1j), NanTool()
+    fine, tool = tf.cast(tf.fill((3,), 3e38), tf.complex64) * (1 + 1j), NanTool(inf=True)
     with amanda.apply(tool):
         tf.reverse(fine, [0])
     assert not tool.result.findings
+
+
+def looked(program: Callable[[], Any]) -> Any:
+    tool = NanTool()
+    with amanda.apply(tool):
+        program()
+    return tool.result
+
+
+def attention(x: Any, kept: Any) -> Any:
+    scores = tf.where(kept, tf.matmul(x, x, transpose_b=True), float("-inf"))
+    return tf.nn.softmax(scores)  # planted: softmax
+
+
+def in_each_mode(function: Callable[..., Any], *inputs: Any) -> dict[str, Callable[[], Any]]:
+    """A call in eager mode, as a function, and in a session."""
+    with tf.Graph().as_default() as graph:
+        fed = [tf.compat.v1.placeholder(one.dtype, one.shape) for one in inputs]
+        result = function(*fed)
+    session = tf.compat.v1.Session(graph=graph)
+    return {
+        "eager": lambda: function(*map(tf.constant, inputs)),
+        "function": lambda: tf.function(function)(*map(tf.constant, inputs)),
+        "session": lambda: session.run(result, dict(zip(fed, inputs, strict=True))),
+    }
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+def test_a_mask_of_inf_is_left_alone_and_a_row_that_is_masked_whole_is_not(mode: str) -> None:
+    x, kept = np.ones((3, 4), np.float32), np.tril(np.ones((3, 3), bool))
+    assert not looked(in_each_mode(attention, x, kept)[mode])
+    kept[0] = False
+    result = looked(in_each_mode(attention, x, kept)[mode])
+    assert [(one.type, one.source) for one in result.findings] == [("softmax", line_of("softmax"))]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+def test_nan_that_comes_in_is_told(mode: str) -> None:
+    x = np.full((2, 3), np.nan, np.float32)
+    result = looked(in_each_mode(lambda x: tf.matmul(x, tf.ones((3, 2))), x)[mode])
+    assert result.notes()[0] == "input 0 of matmul holds 6 NaN."
+    assert not result.findings
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_variable_that_holds_nan_is_told(traced: bool) -> None:
+    layer = keras.layers.Dense(3)
+    layer.build((None, 4))
+    layer.kernel.assign(np.full((4, 3), np.nan))
+    call = tf.function(layer) if traced else layer
+    result = looked(lambda: call(tf.ones((2, 4))))
+    assert not result.findings
+    assert result.notes()[0].endswith(" holds 12 NaN.")

@@ -128,7 +128,7 @@ def test_tools_that_come_with_amanda_are_selected() -> None:
     rows = [row for row in whole.result.rows() if row[0] == "backward" and row[2].startswith("1")]
     assert rows
     assert part.result.rows() == rows
-    finder = select(NanTool(), phase="backward")
+    finder = select(NanTool(inf=True), phase="backward")
     with amanda.apply(finder):
         a = torch.zeros(2, requires_grad=True)
         (a.sqrt().sum() + torch.log(-torch.ones(2)).sum()).backward()

@@ -49,6 +49,10 @@ class Call(ABC):
         """Those of the user's tensors that the op has written and gives back."""
         return spread(inputs[i] for i in self.targets)
 
+    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""
+        return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
+
     def formed(self, result: Any) -> Any:
         """A replacement's result in the form that the op's own has."""
         return result

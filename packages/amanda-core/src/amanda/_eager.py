@@ -152,7 +152,7 @@ class EagerExecution(EagerOps):
         if changed is not values:
             changed = views.given_after(inputs, values, changed, (told.name, told.source))
         if views and call.mutable:
-            views.wrote([*(inputs[i] for i in call.mutable), *call.written(inputs, values)])
+            views.wrote(call.writes(inputs, values))
         return changed
 
     def _run_after(

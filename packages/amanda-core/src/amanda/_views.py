@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from amanda._mortality import mortality
@@ -130,9 +130,9 @@ class Views(ABC):
         near = {id(one): self.memory(one) for one in spread(inputs)}
         return [self._stand_in(old, new, near, label) for old, new in zip(outputs, given, strict=True)]
 
-    def wrote(self, values: Iterable[Any]) -> None:
+    def wrote(self, values: Sequence[Any]) -> None:
         """Copy what an op has written into these tensors to where the program expects to see it."""
-        values = [value for value in spread(values) if self.memory(value) in self._ties]
+        values = [value for value in values if self.memory(value) in self._ties]
         if values:
             self._spread_out(self.parts(values))
 

@@ -197,6 +197,9 @@ class OpContext(dict[str, Any]):
     ) -> None:
         """Call `func` instead of the op; it takes part in autodiff as the op would have.
 
+        Without `inputs`, `func` is given the op's tensors, and other inputs by name where it has a parameter
+        of that name; all inputs in order where it has as many parameters, or `*inputs`.
+
         It may return NotImplemented to let the op itself run; in a graph, where there is nothing but
         the replacement, that is an error.  To a parameter named `original` it is given what computes the op
         itself, in any mode: `original(*inputs)`, of as many inputs as the op has here.

@@ -59,7 +59,7 @@ PURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda x, y: x + _like(y, x),
     "mul": lambda x, y: x * _like(y, x),
     "exp": lambda x, y: x.clamp(-2, 2).exp(),
-    "cat": lambda x, y: torch.cat([x, y])[:SIZE],
+    "cat": lambda x, y: torch.cat([x, y]).index_select(0, torch.arange(min(SIZE, len(x) + len(y)))),
     "where": lambda x, y: torch.where(x > 0, x, _like(y, x)),
     "checkpoint": lambda x, y: checkpoint(lambda z: z.sin() * 2, x, use_reentrant=False),
     "linear": lambda x, y: torch.nn.functional.linear(x, torch.outer(_like(y, x), x)),

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         'amanda.testing needs pytest: pip install "amanda-core[testing]"', name="pytest"
     ) from None
 
-pytest.register_assert_rewrite("amanda.testing._suite", "amanda.testing._traceable")
+pytest.register_assert_rewrite("amanda.testing._suite", "amanda.testing._traceable", "amanda.testing._views")
 
 from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
@@ -29,6 +29,7 @@ from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample  # noqa: E402
 from amanda.testing._suite import DriverTests  # noqa: E402
 from amanda.testing._traceable import GraphSample, TraceableTests  # noqa: E402
+from amanda.testing._views import ViewSample, ViewTests  # noqa: E402
 
 __all__ = [
     "DriverTests",
@@ -40,6 +41,8 @@ __all__ = [
     "Silent",
     "TraceableTests",
     "Unchanged",
+    "ViewSample",
+    "ViewTests",
     "attached",
     "never",
     "notimpl",

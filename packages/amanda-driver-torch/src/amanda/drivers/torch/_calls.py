@@ -8,7 +8,7 @@ from amanda.backend import Call
 from amanda.interceptor import Site
 
 from ._schema import Binding
-from ._views import in_memory_like
+from ._views import Written, in_memory_like
 
 
 class TorchCall(Call):
@@ -69,6 +69,12 @@ class TorchCall(Call):
         if self._site.key != "Function.apply":
             return super().written(inputs, outputs)
         return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
+
+    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
+        if self._site.key != "setitem":
+            return super().writes(inputs, outputs)
+        return [Written.at(inputs[0], inputs[1])]
 
     def formed(self, result: Any) -> Any:
         """A plain tuple as the named tuple of the op's results, where it has one of that length."""

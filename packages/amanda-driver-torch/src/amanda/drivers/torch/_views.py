@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from amanda.backend import Tie, Views
@@ -14,6 +14,8 @@ class TorchViews(Views):
 
     def memory(self, value: Any) -> Hashable:
         """The storage of a strided tensor; None for one that a subclass wraps, and other layouts."""
+        if type(value) is Written:
+            value = value.tensor
         if type(value) in _PLAIN or (
             isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is _NO_DISPATCH
         ):
@@ -52,8 +54,25 @@ class TorchViews(Views):
         parts: dict[Hashable, Part] = {}
         for value in values:
             memory = self.memory(value)
+            if type(value) is Written:
+                parts[memory] = Part(value.tensor, value.marks)
+                continue
             parts[memory] = parts[memory].with_(value) if memory in parts else Part(value)
         return parts
+
+
+class Written(NamedTuple):
+    """Some elements of a tensor; marks: which."""
+
+    tensor: torch.Tensor
+    marks: torch.Tensor
+
+    @classmethod
+    def at(cls, tensor: torch.Tensor, index: Any) -> "Written":
+        """The elements at an index."""
+        marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+        marks[index] = True
+        return cls(tensor, marks)
 
 
 class Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
@@ -54,6 +54,18 @@ class Shapes:
         everything = tensors([*self.inputs, *self.outputs])
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
         return max([prod(shape) for shape in everything] + [sum(map(prod, one)) for one in lists], default=0)
+
+    @property
+    def estimate(self) -> int:
+        """Multiply-accumulates if this is the product of its two largest inputs; 0 with fewer than two.
+
+        (n, k) by (k, m) gives (n, m), and n k m is the root of the product of the three sizes.
+        """
+        if any(None in shape for shape in tensors([*self.inputs, *self.outputs])):
+            return 0  # nested tensors tell no extent
+        factors = sorted(prod(shape) for shape in tensors(self.inputs) if len(shape) > 1)[-2:]
+        results = [prod(shape) for shape in tensors(self.outputs)]
+        return isqrt(prod(factors) * max(results)) if len(factors) == 2 and results else 0
 
 
 Formula = Callable[[Shapes], Cost]

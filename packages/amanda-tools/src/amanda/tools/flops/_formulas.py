@@ -7,6 +7,7 @@ what only moves data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
@@ -63,26 +64,56 @@ def attention(op: Shapes) -> Cost:
 
 
 def einsum(op: Shapes) -> Cost:
-    """Pairs of operands from left to right, each summed over the letters that nothing later has."""
-    equation = next((one for one in op.values if isinstance(one, str)), None)
-    if equation is None:
-        equation = str(op.attributes.get("equation", ""))
-    operands = tensors(op.inputs)
-    terms, _, result = equation.replace(" ", "").partition("->")
-    names = terms.split(",")
-    if len(names) != len(operands) or "." in equation or not operands:
-        raise NotImplementedError(f"einsum {equation!r}")
-    extents = {letter: n for term, shape in zip(names, operands, strict=True)
-               for letter, n in zip(term, shape, strict=True)}  # fmt: skip
-    if "->" not in equation:
-        result = "".join(sorted(letter for letter in extents if terms.count(letter) == 1))
-    macs, left = 0, names[0]
-    for i, right in enumerate(names[1:], 1):
+    """Pairs of operands, each summed over the letters that nothing later has: along the path, or from left.
+
+    The axes of an ellipsis are letters too.
+    """
+    equation = next((one for one in op.values if isinstance(one, (str, bytes))), None)
+    equation = equation or op.attributes.get("equation", "")
+    equation = equation.decode() if isinstance(equation, bytes) else str(equation)
+    names, result, extents = _letters(equation, tensors(op.inputs))
+    path = next((one for one in op.values if isinstance(one, (list, tuple))), ())
+    macs = 0
+    for first, second in _pairs(path, len(names)):
+        right, left = (names.pop(i) for i in sorted((first, second), reverse=True))
         together = {*left, *right}
         macs += prod(extents[letter] for letter in together)
-        later = {*result, *"".join(names[i + 1 :])}
-        left = "".join(letter for letter in together if letter in later)
+        later = {*result, *"".join(names)}
+        names.append("".join(letter for letter in together if letter in later))
     return Cost.of_macs(macs)
+
+
+def _letters(equation: str, operands: list[tuple[int, ...]]) -> tuple[list[str], str, dict[str, int]]:
+    """Letters of each operand and of the result, and their extents; an ellipsis is digits, from the right."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    names: list[str] = []
+    extents: dict[str, int] = {}
+    widest = ""
+    for term, shape in zip(terms.split(","), operands, strict=True):
+        missing = len(shape) - len(term.replace("...", ""))
+        digits = "".join(chr(ord("0") + i) for i in reversed(range(missing)))
+        widest = max(widest, digits, key=len)
+        names.append(term.replace("...", digits))
+        for letter, n in zip(names[-1], shape, strict=True):
+            extents[letter] = max(n, extents.get(letter, 0))  # one of extent 1 is broadcast
+    if not arrow:
+        once = sorted(letter for letter in extents if terms.count(letter) == 1)
+        result = "..." + "".join(once)
+    return names, result.replace("...", widest), extents
+
+
+def _pairs(path: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Positions of the operands that are multiplied next; the product is put behind the others."""
+    if path and all(isinstance(one, int) for one in path):
+        return list(zip(path[::2], path[1::2], strict=True))
+    return [(0, 1)] + [(0, left - 1) for left in range(count - 1, 1, -1)] if count > 1 else []
+
+
+def batch_norm(op: Shapes) -> Cost:
+    """In training, the statistics of the batch and then the normalisation; else the normalisation alone."""
+    names = ("training", "train", "is_training", "training_mode", "use_input_stats")
+    trains = any(bool(op.attributes.get(name)) for name in names)
+    return Cost(0, (STEPS["batch_norm"] + (3 if trains else 0)) * op.elements)
 
 
 def recurrent(op: Shapes) -> Cost:
@@ -165,7 +196,7 @@ FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(_POOLING, pooling),
     **{f"conv{n}d": convolution for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": transposed_convolution for n in (1, 2, 3)},
-    "depthwise_conv2d": depthwise_convolution,
+    "depthwise_conv2d": depthwise_convolution, "batch_norm": batch_norm,
     "linear": linear, "matmul": matrix_product, "addmm": matrix_product_and_sum,
     "addmv": matrix_product_and_sum, "baddbmm": matrix_product_and_sum, "bilinear": bilinear,
     "scaled_dot_product_attention": attention, "einsum": einsum,
@@ -175,3 +206,20 @@ FORMULAS: dict[str, Formula] = {
 
 MOVES = frozenset(_FREE)
 """Words of ops that compute nothing."""
+
+STAYS = frozenset(
+    "alias detach empty empty_like identity item movedim new_empty pin_memory reshape squeeze unsqueeze "
+    "variable view".split()
+)
+"""Words of those that move nothing either."""
+
+CONTRACTIONS = frozenset(
+    """
+    linear einsum matmul addmm addmv addbmm baddbmm bilinear trilinear grouped_mm conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d depthwise_conv2d conv_tbc lstm gru rnn_tanh rnn_relu
+    """.split()
+)
+"""Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
+
+ELEMENTWISE = frozenset(FORMULAS) - CONTRACTIONS - {"scaled_dot_product_attention"}
+"""Words of ops each of whose gradients takes one operation for each element, or none."""

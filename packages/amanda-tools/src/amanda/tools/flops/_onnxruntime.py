@@ -28,8 +28,22 @@ def product_and_sum(op: Shapes) -> Cost:
     return Cost.of_macs(prod(op.out) * depth, prod(op.out) if has_bias else 0)
 
 
+def attention_layer(op: Shapes) -> Cost:
+    """com.microsoft's Attention: x (batch, length, in) by weights (in, 3 width), then attention."""
+    (batch, length, _), (depth, projected) = op.inputs[:2]
+    width = op.out[-1]
+    return Cost.of_macs(batch * length * (depth * projected + 2 * length * width))
+
+
+def grouped_attention(op: Shapes) -> Cost:
+    """com.microsoft's GroupQueryAttention: each query (batch, length, width) by all keys that are held."""
+    query, present = op.inputs[0], op.outputs[1] if len(op.outputs) > 1 else None
+    held = present[-2] if present else query[-2]
+    return Cost.of_macs(2 * prod(op.out) * held)
+
+
 def quantised_product(op: Shapes) -> Cost:
-    """The product of the first input and the fourth; scales and zero points lie between."""
+    """The product of the first input and a weight, with its scale and zero point between or behind."""
     return Cost.of_macs(prod(op.out) * op.inputs[0][-1])
 
 
@@ -43,11 +57,15 @@ def pooling(op: Shapes) -> Cost:
     return Cost(0, prod(op.out) * prod(op.attributes.get("kernel_shape", ())))
 
 
+_QUANTISED = ("MatMulNBits", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulBnb4")
+
 FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(_FREE, no_cost),
     **dict.fromkeys(_ONE_STEP, visits(1)),
     **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), pooling),
     "Gemm": product_and_sum, "QLinearMatMul": quantised_product,
+    **dict.fromkeys(_QUANTISED, quantised_product),
+    "FusedGemm": product_and_sum, "Attention": attention_layer, "GroupQueryAttention": grouped_attention,
     "LSTM": recurrent, "GRU": recurrent, "RNN": recurrent,
     "ReduceLogSumExp": visits(4), "MeanVarianceNormalization": visits(7), "LRN": visits(5),
 }  # fmt: skip
@@ -55,3 +73,9 @@ FORMULAS: dict[str, Formula] = {
 
 MOVES = frozenset(_FREE)
 """Types of operators that compute nothing."""
+
+COPIES = MOVES - frozenset(
+    "Constant If Loop Optional OptionalGetElement OptionalHasElement Scan SequenceAt SequenceConstruct "
+    "SequenceEmpty SequenceErase SequenceInsert SequenceLength Shape Size".split()
+)
+"""Types of those that write their result into other memory."""

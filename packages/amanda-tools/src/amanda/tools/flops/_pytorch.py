@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import amanda
+from amanda.tools.flops import _aten, _linalg, _products
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import STEPS, no_cost
+from amanda.tools.flops._inside import inside
 from amanda.tools.mapping import local, share
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `parameters` and `backward_macs` in PyTorch's terms."""
+    """Write `parameters`, `backward_macs`, `inside` and `is_view` in PyTorch's terms."""
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return  # what takes a parameter's place later, as its mask has it, is none
+    from torch._C import DisableTorchFunction
     from torch.nn import Parameter
 
     inputs = [
@@ -23,9 +28,45 @@ def roles(context: amanda.OpContext) -> None:
     owned = [one for one in inputs if isinstance(one, Parameter)] if context["phase"] == "forward" else []
     context["parameters"] = sum(local(one).numel() for one in owned)
     context["backward_macs"] = _backward_macs
+    if context["type"] == "lstm":
+        extents = tuple(inputs[0].shape)
+        context["steps"] = extents[1::-1] if context.get_attrs().get("batch_first") else extents[:2]
+    context["inside"] = inside
+    with DisableTorchFunction():
+        context["differentiated"] = [one.requires_grad for one in tensors_of(context.get_inputs())]
+    context["is_view"] = is_view
+    context["is_unranked"] = lambda value: False
 
 
-_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2)}
+def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Whether all outputs lie in the memory of an input."""
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        held = {_storage(local(one)) for one in tensors_of(inputs)}
+        made = [_storage(local(one)) for one in tensors_of(outputs)]
+    return bool(made) and None not in made and held.issuperset(made)
+
+
+def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
+    """The tensors among values, those in lists too."""
+    import torch
+
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_of(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _storage(tensor: Any) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse ones have several
+        return None
+
+
+_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2), "trilinear": (0, 1, 2)}
 _PRODUCT = re.compile(r"(addmm|baddbmm|addmv|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
 
 
@@ -34,9 +75,8 @@ def _backward_macs(context: amanda.OpContext) -> int:
     grads = context.get_grad_inputs() or []
     product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
     if product is None:
-        forward = context.get("cost")
-        given = sum(grad is not None for grad in grads[:2])
-        return given * (forward.macs if forward else 0)
+        layer = _of_recurrent_layer(context)
+        return _as_often_as_forward(context) if layer is None else layer
     first, second = _FACTORS.get(product[1].lower(), (0, 1))
     entering = tuple((context.get_grad_outputs() or [])[0].shape)
     left, right = (grads[i] if i < len(grads) else None for i in (first, second))
@@ -48,6 +88,44 @@ def _backward_macs(context: amanda.OpContext) -> int:
         width = right.shape[-2] if right.dim() > 1 else right.shape[-1] if right.dim() else 1
         macs += round(size * width * share([right]))
     return macs
+
+
+def _as_often_as_forward(context: amanda.OpContext) -> int:
+    """For the gradient of each factor what the op itself takes.
+
+    The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
+    the gradient of the output, and once more for that of the other.
+    """
+    grads, forward = context.get_grad_inputs() or [], context.get("cost")
+    if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
+        entering = sum(one is not None for one in (context.get_grad_outputs() or [])[:2])
+        made = [one is not None for one in grads[:3]]
+        return (entering * made[0] + sum(made[1:])) * (forward.macs if forward else 0)
+    name = context["backward_type"].removesuffix("_backward")
+    given = sum(i < len(grads) and grads[i] is not None for i in _FACTORS.get(name, (0, 1)))
+    return given * (forward.macs if forward else 0)
+
+
+def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
+    """Of a node of oneDNN's LSTM, one layer in one direction; None for others.
+
+    Its gradients are those of the input, the weights of the input and of the state, two biases, and states.
+    The gradient of the state goes back through every step but the first, whose state is given.
+    """
+    if not context.get_backward_op().__name__.startswith("MkldnnRnnLayer"):
+        return None
+    grads = context.get_grad_inputs() or []
+    hidden = next(one for one in context.get_grad_outputs() or [] if one is not None).shape[-1]
+    steps, rows = context["steps"]
+    size = sum(one.numel() for one in (grads[1], grads[2]) if one is not None)  # of weights
+    if grads[0] is not None:
+        size += grads[0].shape[-1] * _GATES * hidden
+    state = _GATES * hidden**2 * rows * (steps if grads[5] is not None else steps - 1)
+    return int(steps * rows * size + state)
+
+
+_GATES = 4
+"""Of an LSTM."""
 
 
 def encoder_layer(op: Shapes) -> Cost:
@@ -101,6 +179,9 @@ LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 """Of ops that move tensors between processes, which cost bytes alone."""
 
 FORMULAS: dict[str, Formula] = {
+    **_aten.FORMULAS,
+    **_products.FORMULAS,
+    **_linalg.FORMULAS,
     "_transformer_encoder_layer_fwd": encoder_layer,
     "_native_multi_head_attention": attention_layer,
     **{f"_foreach_{word}{end}": foreach for word in _FOREACH for end in ("", "_")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
@@ -9,6 +10,8 @@ from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, KeyedResult, amount, check_schema
+
+logger = logging.getLogger("amanda")
 
 KEYS = ("phase", "type", "module", "source")
 
@@ -19,6 +22,7 @@ class Place:
 
     calls: how often it was executed.  macs, flops: of one execution; None where no formula knows.
     parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
+    estimate: where no formula knows, the MACs of one execution if the op is a product of its largest inputs.
     """
 
     phase: str
@@ -30,6 +34,7 @@ class Place:
     flops: int | None = 0
     parameters: int = 0
     bytes: int = 0
+    estimate: int = 0
 
 
 _columns = (
@@ -54,12 +59,18 @@ class FlopsResult(KeyedResult):
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls]
+        self._warned = False
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all."""
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
+        if what in ("macs", "flops"):
+            self._warn()
+        return self._sum(what, phase)
+
+    def _sum(self, what: str, phase: str | None = None) -> int:
         chosen = [place for place in self.places if phase in (None, place.phase)]
         return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
 
@@ -96,7 +107,7 @@ class FlopsResult(KeyedResult):
         """Totals, what was not counted, and each op."""
         phases = dict.fromkeys(place.phase for place in self.places)
         totals = {
-            phase: {what: self.total(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
+            phase: {what: self._sum(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
         }
         names = [one.name for one in fields(Place)]
         places = [{name: getattr(place, name) for name in names} for place in self.places]
@@ -107,10 +118,34 @@ class FlopsResult(KeyedResult):
         notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
         missing = self.unsupported
         if missing:
-            share = 100 * sum(missing.values()) / max(self.total("calls"), 1)
+            share = 100 * sum(missing.values()) / max(self._sum("calls"), 1)
             listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(missing.items()))
             notes.append(f"No formula for {share:.1f} % of the calls, which count as 0: {listed}.")
+        if told := self._told_missing():
+            notes.append(told)
         return notes
+
+    @property
+    def missing(self) -> Mapping[str, int]:
+        """Types of ops that no formula knows and that may be products, with their MACs if they are."""
+        found: dict[str, int] = {}
+        for place in self.places:
+            if place.flops is None and place.estimate:
+                found[place.type] = found.get(place.type, 0) + place.calls * place.estimate
+        return found
+
+    def _told_missing(self) -> str | None:
+        missing = self.missing
+        if not missing:
+            return None
+        everything = self._sum("macs") + sum(missing.values())
+        listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
+        return f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
+
+    def _warn(self) -> None:
+        if not self._warned and (told := self._told_missing()):
+            logger.warning("FLOPs are missing in this total. %s", told)
+        self._warned = True
 
 
 def _sums(places: Sequence[Place]) -> tuple[Any, ...]:

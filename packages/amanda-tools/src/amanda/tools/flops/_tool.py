@@ -9,10 +9,12 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.flops import _aten, _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
-from amanda.tools.flops._formulas import FORMULAS, MOVES, no_cost
+from amanda.tools.flops._formulas import CONTRACTIONS, ELEMENTWISE, FORMULAS, MOVES, no_cost
+from amanda.tools.flops._inside import COMPILED, Inside
 from amanda.tools.flops._result import FlopsResult, Place
+from amanda.tools.flops._traffic import copied, copies
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
 
 _AT_EXECUTION: Any = object()
@@ -21,12 +23,7 @@ _AT_EXECUTION: Any = object()
 logger = logging.getLogger("amanda")
 
 _FORMULAS = {**FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS, **_onnxruntime.FORMULAS}
-_MOVES = MOVES | _tensorflow.MOVES | _onnxruntime.MOVES
-_CONTRACTIONS = frozenset(
-    {"linear", "matmul", "addmm", "addmv", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-     "conv_transpose2d", "conv_transpose3d", "depthwise_conv2d", "lstm", "gru", "rnn_tanh", "rnn_relu"}
-)  # fmt: skip
-"""Ops each of whose gradients takes as many multiply-accumulates as the op itself."""
+_MOVES = MOVES | _aten.MOVES | _tensorflow.MOVES | _onnxruntime.MOVES
 
 
 @dataclass
@@ -51,6 +48,7 @@ class FlopsTool(amanda.Tool):
         super().__init__()
         self._custom = dict(formulas or {})
         self._places: dict[Hashable, Place] = {}  # without a cache an op is analysed at each execution
+        self._products = 0  # ops analysed so far that are products
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
         self.add_inst_for_op(self._forward, require_outputs=True, guard="shape")
@@ -69,9 +67,9 @@ class FlopsTool(amanda.Tool):
     # ---- analysis ----
 
     def _look_at_inputs(self, context: amanda.OpContext) -> None:
-        shape = context["shape"]
-        if not all(_is_known(_shape_of(value, shape)) for value in context.get_inputs()):
-            context.insert_before_op(self._note_inputs, shape=shape)
+        context["products"] = self._products
+        if not _all_known(context, context.get_inputs()):
+            context.insert_before_op(self._note_inputs, shape=context["shape"])
 
     def _forward(self, context: amanda.OpContext) -> None:
         outputs = context.get_outputs() or []
@@ -80,22 +78,45 @@ class FlopsTool(amanda.Tool):
         place = Place(context["phase"], kind, context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
         names = (context.get_op_type(), kind)
-        if all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
-            self._fill(place, names, shapes, _bytes(context, [*context.get_inputs(), *outputs]))
+        if _all_known(context, [*context.get_inputs(), *outputs]):
+            self._fill(place, shapes, self._cost(names, shapes, place.source))
+            if place.flops is None and (within := self._inside(context)) and not within.unknown:
+                place.macs, place.flops = within.forward
+            if self._products > context["products"]:
+                place.estimate = 0  # a function in Python, whose own ops are counted
+            self._products += bool(place.macs)
+            place.bytes = self._moved(context, names, outputs)
             _divide(place, share(outputs))
             place = self._places.setdefault((context.get_op_id(), astuple(place)), place)
             context["cost"] = None if place.flops is None else Cost(place.macs or 0, place.flops)
+            context["estimate"] = place.estimate
             context.insert_after_op(self._count, outputs=[], place=place)
             return
         context["cost"] = _AT_EXECUTION
         found = _Found(context.get_op_id(), place, names, context["shape"])
         context.insert_after_op(self._count_shapes, found=found, shapes=shapes)
 
-    def _fill(self, place: Place, names: tuple[str, str], shapes: Shapes, moved: int) -> None:
-        """Write what one execution costs."""
-        cost = self._cost(names, shapes, place.source)
+    @staticmethod
+    def _fill(place: Place, shapes: Shapes, cost: Cost | None) -> None:
+        """Write what one execution costs; without a formula, what it would as a product."""
         place.macs, place.flops = cost or (None, None)
-        place.bytes = 0 if names[0] in _MOVES or (names[1] in _MOVES and names[1] != "cat") else moved
+        place.estimate = 0 if cost else shapes.estimate
+
+    @staticmethod
+    def _moved(context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
+        """Bytes that one execution moves."""
+        inputs, in_place = context.get_inputs(), context["in_place"]
+        if not in_place and names[1] in _MOVES and context["is_view"](inputs, outputs):
+            return 0
+        read, written = ([_bytes(context, [one]) for one in side] for side in (inputs, outputs))
+        return _traffic(names, read, written, in_place)
+
+    def _inside(self, context: amanda.OpContext) -> Inside | None:
+        """What an op calls, counted once for the op and its backward ops."""
+        if "within" not in context:
+            context["within"] = context["inside"](context, {**_FORMULAS, **self._custom})
+        within: Inside | None = context["within"]
+        return within
 
     def _cost(self, names: tuple[str, str], shapes: Shapes, source: str) -> Cost | None:
         custom = next((self._custom[name] for name in names if name in self._custom), None)
@@ -118,7 +139,7 @@ class FlopsTool(amanda.Tool):
         kind, op = context["backward_type"], context.get_backward_op_id() or 0
         place = Place("backward", kind, context.get_scope(), context.get_source())
         if "cost" not in context:
-            context["cost"] = self._cost_of_absent(context)
+            context["cost"], context["estimate"] = self._cost_of_absent(context), 0
         if context["cost"] is _AT_EXECUTION:
             found = _Found(op, place, (kind, kind), context["shape"])
             context.insert_after_backward_op(self._count_gradients, found=found)
@@ -126,6 +147,8 @@ class FlopsTool(amanda.Tool):
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
         entering = [grad for grad in context.get_grad_outputs() or [] if grad is not None]
         place.macs, place.flops = self._backward_cost(context, kind, grads) or (None, None)
+        if place.flops is None:
+            place.estimate = self._backward_estimate(context)
         place.bytes = _bytes(context, [*entering, *grads])
         place = self._places.setdefault((op, astuple(place)), place)
         context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
@@ -141,16 +164,29 @@ class FlopsTool(amanda.Tool):
         forward = kind.removesuffix("_backward")
         if kind in self._custom:
             return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
-        if context["cost"] is None and forward == context["type"]:
-            return None
         if forward == "scaled_dot_product_attention":
             return _attention_backward(context, share(grads))
-        if forward in _CONTRACTIONS:
+        if forward.removesuffix("_backward") in CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
         if forward in _MOVES or forward == "accumulate_grad":
             return Cost()
+        if forward not in ELEMENTWISE | _aten.ELEMENTWISE and context.get_backward_order() == 1:
+            within = self._inside(context)
+            node = context.get_backward_op().__name__
+            cost = within.next_of(node) if within else None
+            if cost is not None:
+                return cost
+            if within and node == COMPILED and within.backward_macs:
+                return None  # how many of its products there are, torch does not tell
+            if forward == context["type"] and (context["cost"] is None or forward in _pytorch.FORMULAS):
+                return None
         shape = context["shape"]
         return Cost(0, sum(_size(shape(local(grad))) for grad in grads))
+
+    @staticmethod
+    def _backward_estimate(context: amanda.OpContext) -> int:
+        within = context.get("within")
+        return within.backward_macs if within and within.backward_macs else 2 * int(context["estimate"])
 
     # ---- execution ----
 
@@ -166,7 +202,9 @@ class FlopsTool(amanda.Tool):
         place = self._same(found, str((inputs, made)))
         if not place.calls:
             known = replace(shapes, inputs=inputs, outputs=made)
-            self._fill(place, found.names, known, 4 * sum(map(_size, tensors([*inputs, *made]))))
+            self._fill(place, known, self._cost(found.names, known, place.source))
+            read, written = ([4 * sum(map(_size, tensors([one]))) for one in side] for side in (inputs, made))
+            place.bytes = _traffic(found.names, read, written)
         place.calls += 1
         run["macs"] = place.macs or 0
 
@@ -176,7 +214,7 @@ class FlopsTool(amanda.Tool):
         macs, elements = run.get("macs", 0), sum(map(_size, made))
         place = self._same(found, str((macs, made)))
         forward = place.type.removesuffix("_backward")
-        if forward in _CONTRACTIONS:
+        if forward in CONTRACTIONS:
             place.macs, place.flops = Cost.of_macs(len(made) * macs)
         else:
             place.flops = 0 if forward in _MOVES or forward == "accumulate_grad" else elements
@@ -193,6 +231,15 @@ class FlopsTool(amanda.Tool):
         place.calls += 1
 
 
+def _traffic(
+    names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool = False
+) -> int:
+    """Bytes that an op moves, by those of its inputs and outputs."""
+    if names[0] not in _MOVES and names[1] not in _MOVES:
+        return sum(inputs) + sum(outputs)
+    return copied(inputs, outputs, in_place) if copies(names, in_place) else 0
+
+
 def _divide(place: Place, part: float) -> None:
     """Count what this process computes of an op that several compute together."""
     if part != 1.0 and place.flops is not None:
@@ -207,11 +254,15 @@ def _attention_backward(context: amanda.OpContext, part: float) -> Cost:
 
 
 def roles(context: amanda.OpContext) -> None:
-    """Write `parameters` and `backward_macs`, as far as every framework tells them."""
+    """Write `parameters`, `backward_macs`, `inside` and `is_view`, as far as every framework tells them."""
     if "parameters" not in context:
         weight = context["weight_index"]
         context["parameters"] = 0 if weight is None else _size(context["shape"](context.get_inputs()[weight]))
         context["backward_macs"] = _macs_of_each_gradient
+        context["inside"] = lambda context, formulas: None
+        context["is_view"] = lambda inputs, outputs: False
+        shape, dtype = context["shape"], context["dtype"]
+        context["is_unranked"] = lambda value: dtype(value) is not None and shape(value) is None
 
 
 def _macs_of_each_gradient(context: amanda.OpContext) -> int:
@@ -234,6 +285,12 @@ def _shape_of(value: Any, shape: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(shape(one) is not None for one in value):
         return [shape(one) for one in value if shape(one) is not None]
     return shape(value)
+
+
+def _all_known(context: amanda.OpContext, values: Sequence[Any]) -> bool:
+    """Whether the extents of all values are; of some not even the rank is known before execution."""
+    shapes = [_shape_of(value, context["shape"]) for value in values]
+    return all(map(_is_known, shapes)) and not any(map(context["is_unranked"], values))
 
 
 def _is_known(shape: Any) -> bool:

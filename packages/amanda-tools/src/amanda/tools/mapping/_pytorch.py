@@ -46,9 +46,16 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type."""
+    """Name of a tensor's element type; None for no tensor, such as a storage, which has a type as well."""
     kind = None if isinstance(value, type) else getattr(value, "dtype", None)
-    return None if kind is None else str(kind).removeprefix("torch.")
+    return None if kind is None or not _has_shape(value) else str(kind).removeprefix("torch.")
+
+
+def _has_shape(value: Any) -> bool:
+    try:
+        return hasattr(value, "shape")
+    except RuntimeError:  # of a nested tensor, or a parameter of a lazy module
+        return True
 
 
 # ---- the forward op ----

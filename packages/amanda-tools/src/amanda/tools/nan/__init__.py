@@ -1,4 +1,4 @@
-"""Which op makes the first NaN or Inf, forward or backward, and from what.
+"""Which op makes the first NaN, or Inf, forward or backward, and from what.
 
 finder = NanTool()
 with amanda.apply(finder):
@@ -6,8 +6,8 @@ with amanda.apply(finder):
 print(finder.result)
 """
 
-from amanda.tools.nan._result import Finding, NanResult
+from amanda.tools.nan._result import Entered, Finding, NanResult
 from amanda.tools.nan._summary import Summary
 from amanda.tools.nan._tool import NanTool, NotFiniteError
 
-__all__ = ["Finding", "NanResult", "NanTool", "NotFiniteError", "Summary"]
+__all__ = ["Entered", "Finding", "NanResult", "NanTool", "NotFiniteError", "Summary"]

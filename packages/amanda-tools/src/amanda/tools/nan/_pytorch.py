@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
+import amanda
 from amanda.tools.mapping import local
 from amanda.tools.stats import numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_SCALER = "torch.amp.grad_scaler"
+_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write `loss_scale`: "scale" where a GradScaler scales a loss, "check" where it looks at gradients."""
+    if context.is_forward():
+        scales = context["type"] == "mul" and _is_called_by_scaler()
+        is_check = context.get_op_type() == _CHECK
+        context["loss_scale"] = "check" if is_check else "scale" if scales else None
+
+
+def _is_called_by_scaler() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _SCALER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def total(tensor: Tensor) -> Tensor:
+    """The sum of all elements, with a range that sums of fewer bits do not leave."""
+    import torch
+
+    few = tensor.element_size() < 4
+    return tensor.sum(dtype=torch.float32) if few else tensor.sum()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The tensor as it is now."""
+    return tensor.detach().clone()
 
 
 def plain(tensor: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from amanda.tools.results import Column, Result, check_schema, shortened
 
 @dataclass(frozen=True)
 class Finding:
-    """One op that was given finite values alone and gave others.
+    """One op at which NaN or Inf begins: it gave what nothing was that it was given.
 
     phase: "forward", "backward" or "optimizer".  execution: how many ops had been executed in the scope
     before it.
@@ -40,8 +40,30 @@ class Finding:
         return f"{self.type} ({self.phase}){module}, {self.source}\n  given {given}\n  gave {made}"
 
 
+@dataclass(frozen=True)
+class Entered:
+    """An input or a parameter that held NaN, which no op that was seen had given.
+
+    what: "input 0 of linear", "parameter encoder.weight".  The op that read it first: phase, module, source,
+    execution.
+    """
+
+    what: str
+    phase: str
+    module: str
+    source: str
+    execution: int
+    summary: Summary
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.source}, which holds {self.summary.nan} NaN\n  {self.summary}"
+
+
 class NanResult(Result):
-    """The ops at which NaN and Inf begin, in the order of execution."""
+    """The inputs and parameters that held NaN, and the ops at which NaN and Inf begin, as they were executed.
+
+    inf: whether Inf was looked for.  skipped: how many steps of a GradScaler were left out that overflowed.
+    """
 
     name: ClassVar[str] = "nan"
     title = "Where NaN and Inf begin"
@@ -53,12 +75,20 @@ class NanResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self, findings: Sequence[Finding], executions: int, passed_on: int, dropped: int = 0
+        self,
+        findings: Sequence[Finding],
+        executions: int,
+        passed_on: int,
+        dropped: int = 0,
+        entered: Sequence[Entered] = (),
+        skipped: int = 0,
+        inf: bool = False,
     ) -> None:
         self.findings = tuple(findings)
         self.executions = executions
         self.passed_on = passed_on
-        self._dropped = dropped
+        self.entered = tuple(entered)
+        self._dropped, self._skipped, self._inf = dropped, skipped, inf
 
     @property
     def first(self) -> Finding | None:
@@ -66,11 +96,15 @@ class NanResult(Result):
         return next((one for one in self.findings if one.makes_nan), next(iter(self.findings), None))
 
     def __bool__(self) -> bool:
-        return bool(self.findings)
+        return bool(self.findings or self.entered)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each op."""
-        return [
+        """A row for each input and parameter, then for each op."""
+        entered = [
+            (one.execution, one.phase, one.what, one.module, one.source, str(one.summary), "")
+            for one in self.entered
+        ]
+        return entered + [
             (one.execution, one.phase, one.type, one.module, one.source,
              "; ".join(map(str, one.inputs.values())), "; ".join(map(str, one.outputs.values())))
             for one in self.findings
@@ -84,7 +118,8 @@ class NanResult(Result):
                 found[side] = {i: summary._asdict() for i, summary in found[side].items()}
         return {
             "executions": self.executions, "passed_on": self.passed_on, "dropped": self._dropped,
-            "findings": findings,
+            "findings": findings, "skipped": self._skipped, "inf": self._inf,
+            "entered": [{**asdict(one), "summary": one.summary._asdict()} for one in self.entered],
         }  # fmt: skip
 
     def merged(self, *others: NanResult) -> NanResult:
@@ -95,6 +130,9 @@ class NanResult(Result):
             sum(one.executions for one in every),
             sum(one.passed_on for one in every),
             sum(one._dropped for one in every),
+            [entered for one in every for entered in one.entered],
+            sum(one._skipped for one in every),
+            any(one._inf for one in every),
         )
 
     @classmethod
@@ -102,22 +140,36 @@ class NanResult(Result):
         """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
         check_schema(found, cls.name, cls.version)
         findings = [Finding(**{**one, **_summaries(one)}) for one in found["findings"]]
-        return cls(findings, found["executions"], found["passed_on"], found.get("dropped", 0))
+        entered = [
+            Entered(**{**one, "summary": _summary(one["summary"])}) for one in found.get("entered", ())
+        ]
+        counts = found["executions"], found["passed_on"], found.get("dropped", 0)
+        return cls(findings, *counts, entered, found.get("skipped", 0), found.get("inf", True))
 
     def notes(self) -> Sequence[str]:
-        """How much was looked at, and what is not in the table."""
-        if not self.findings:
-            return [f"All of {self.executions:,} executed ops gave finite values or were given others."]
-        notes = [f"{self.passed_on:,} of {self.executions:,} executed ops passed on what they were given."]
+        """What came in, how much was looked at, and what is not in the table."""
+        notes = [f"{one.what} holds {one.summary.nan:,} NaN." for one in self.entered]
+        sought = "NaN or Inf" if self._inf else "NaN"
+        if self:
+            notes.append(
+                f"{self.passed_on:,} of {self.executions:,} executed ops passed on what they were given."
+            )
+        else:
+            notes.append(f"All of {self.executions:,} executed ops gave no {sought}.")
+        if not self._inf and any(one.inf for found in self.findings for one in found.inputs.values()):
+            notes.append("Some were given Inf; where that begins, the option `inf` tells.")
         if self._dropped:
-            notes.append(f"{self._dropped:,} more ops made NaN or Inf; `limit` says how many are kept.")
+            notes.append(f"{self._dropped:,} more ops made {sought}; `limit` says how many are kept.")
+        if self._skipped:
+            steps = f"{self._skipped:,} steps that a GradScaler skipped"
+            notes.append(f"Not in the table: ops of {steps}, whose gradients overflowed.")
         return notes
 
 
+def _summary(told: Mapping[str, Any]) -> Summary:
+    return Summary(**{**told, "shape": tuple(told["shape"])})
+
+
 def _summaries(finding: Mapping[str, Any]) -> dict[str, dict[int, Summary]]:
-    return {
-        side: {
-            int(i): Summary(**{**told, "shape": tuple(told["shape"])}) for i, told in finding[side].items()
-        }
-        for side in ("inputs", "outputs")
-    }
+    sides = ("inputs", "outputs")
+    return {side: {int(i): _summary(told) for i, told in finding[side].items()} for side in sides}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import isfinite, isnan, prod
 from typing import Any, NamedTuple
 
 from autoray import do
@@ -55,10 +55,29 @@ class Summary(NamedTuple):
         return f"{self.dtype} {extents}: {', '.join(found)}"
 
 
-def is_finite(tensor: Any) -> bool:
-    """Whether every element is."""
+NAN, INF = 1, 2
+"""Flags of what a tensor holds."""
+
+
+def held(tensor: Any, inf: bool) -> int:
+    """NAN, INF, both or neither: what a tensor holds; Inf is looked for if `inf`.
+
+    The sum of all elements tells of finite ones in one pass; only where it is not finite are they looked at
+    one by one.
+    """
     numbers = _numbers(tensor)
-    return numbers is None or bool(do("all", do("isfinite", numbers)))
+    if numbers is None:
+        return 0
+    total = float(_TOTALS.get(backend_of(numbers), _total)(numbers))
+    if isfinite(total) or not (inf or isnan(total)):
+        return 0
+    found = NAN if isnan(total) and bool(do("any", do("isnan", numbers))) else 0
+    return found | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
+
+
+def copied(tensor: Any) -> Any:
+    """A tensor that stays when an op writes into this one."""
+    return _pytorch.copied(tensor) if backend_of(tensor) == "torch" else tensor
 
 
 def _numbers(tensor: Any) -> Any:
@@ -68,6 +87,16 @@ def _numbers(tensor: Any) -> Any:
 
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {"torch": _pytorch.plain, "tensorflow": _tensorflow.plain}
+
+
+_TOTALS: dict[str, Callable[[Any], Any]] = {"torch": _pytorch.total, "tensorflow": _tensorflow.total}
+
+
+def _total(array: Any) -> Any:
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        return abs(array.sum(dtype=None if array.dtype.itemsize >= 4 else np.float32))
 
 
 def _count(flags: Any) -> int:

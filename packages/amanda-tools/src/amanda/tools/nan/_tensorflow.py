@@ -12,3 +12,10 @@ def plain(tensor: Any) -> Any:
     if tensor.dtype.is_complex:
         return tf.abs(tf.cast(tensor, tf.complex128))  # which does not overflow for those of fewer bits
     return tensor if tensor.dtype in (tf.float16, tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
+
+
+def total(tensor: Any) -> Any:
+    """The sum of all elements, with a range that sums of fewer bits do not leave."""
+    import tensorflow as tf
+
+    return tf.reduce_sum(tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor)

@@ -2,38 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import UNINITIALISED, StandardMapping
-from amanda.tools.nan._result import Finding, NanResult
-from amanda.tools.nan._summary import Summary, is_finite
+from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
+from amanda.tools.nan import _pytorch
+from amanda.tools.nan._result import Entered, Finding, NanResult
+from amanda.tools.nan._scaled import Scaled
+from amanda.tools.nan._summary import NAN, Summary, copied, held
 
 _FLOATING = ("float", "bfloat", "half", "complex")
+_MOVES = frozenset(
+    """
+    Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
+    getitem identity index_select narrow permute repeat reshape select setitem slice split squeeze stack to
+    transpose type type_as unbind unsqueeze
+    """.split()
+)
+"""Words of ops that hand on what they are given, also memory that nobody has written yet."""
+
+
+_READS = frozenset({"ReadVariableOp", "VariableV2", "Variable", "ResourceGather"})
+"""Types of TensorFlow's operations that give what a variable holds."""
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
-    """An op made NaN or Inf of finite values; `finding` tells which."""
+    """NaN or Inf begins here; `finding` tells at which op, or in which input or parameter."""
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: Finding | Entered) -> None:
         super().__init__(f"the first NaN or Inf comes from {finding}")
         self.finding = finding
 
 
-class NanTool(amanda.Tool):
-    """Finds the ops at which NaN or Inf begins: all they were given is finite, what they give is not.
+class _Op(NamedTuple):
+    """An op and the paths of the parameters among its inputs, by position.
 
-    stop: raise NotFiniteError at the first.  inf: look for Inf as well as for NaN.  backward: look at
-    backward ops too.  limit: so many ops are kept.  `result` tells, `clear` starts anew.
+    moves: whether it only hands on.  reads: whether it gives what a variable holds.
     """
 
-    def __init__(self, stop: bool = False, inf: bool = True, backward: bool = True, limit: int = 20) -> None:
+    phase: str
+    type: str
+    module: str
+    source: str
+    parameters: Mapping[int, str]
+    moves: bool
+    reads: bool = False
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        return self.phase, self.type, self.module, self.source
+
+
+class _Given(NamedTuple):
+    """What an execution was given: floating tensors, the positions of their inputs, what is not finite."""
+
+    tensors: Mapping[int, Any] = {}
+    positions: Mapping[int, int] = {}
+    holds: Mapping[int, int] = {}
+
+
+class NanTool(amanda.Tool):
+    """Finds the ops at which NaN begins: nothing that they were given is NaN, something that they give is.
+
+    stop: raise NotFiniteError at the first.  inf: look for the ops at which Inf begins, too; it is often
+    meant, as in the masks of attention.  backward: look at backward ops too.  limit: so many ops are kept.
+    `result` tells, `clear` starts anew.
+    """
+
+    def __init__(self, stop: bool = False, inf: bool = False, backward: bool = True, limit: int = 20) -> None:
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
         self.clear()
-        self.depends_on(StandardMapping())
+        self.depends_on(StandardMapping(), MappingTool([["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._forward)
         if backward:
             self.add_inst_for_op(self._backward, backward=True)
@@ -41,80 +83,160 @@ class NanTool(amanda.Tool):
     @property
     def result(self) -> NanResult:
         """What was found so far."""
-        return NanResult(self._findings, self._executions, self._passed_on, self._dropped)
+        pending = self._scaled.pending
+        findings = [*self._findings, *(one for one in pending if isinstance(one, Finding))]
+        dropped = self._dropped + max(len(findings) - self._limit, 0)
+        counts = self._executions, self._passed_on, dropped
+        entered = [*self._entered.values(), *(one for one in pending if isinstance(one, Entered))]
+        return NanResult(findings[: self._limit], *counts, entered, self._scaled.skipped, self._inf)
 
     def clear(self) -> None:
         """Forget what was found; what was analysed stays."""
         self._findings: list[Finding] = []
+        self._entered: dict[tuple[str, ...], Entered] = {}
         self._executions = self._passed_on = self._dropped = 0
+        self._is_known = False  # an op gave NaN, which later ones are given
+        self._scaled = Scaled()
 
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
         if context["type"] in UNINITIALISED:
             return
-        place = (context["phase"], context["type"], context.get_scope(), context.get_source())
-        context.insert_before_op(
-            self._entering, dtype=context["dtype"], side="forward", copied=context["in_place"]
-        )
-        context.insert_after_op(self._leaving, dtype=context["dtype"], side="forward", place=place)
+        role = context.get("loss_scale")
+        if role == "check":
+            context.insert_before_op(self._note_flag, inputs=[1])
+            context.insert_after_op(self._end_scaled, outputs=[])
+            return
+        if role == "scale":
+            context.insert_after_op(self._begin_scaled, outputs=[])
+        kind, dtype = context["type"], context["dtype"]
+        place = (context["phase"], kind, context.get_scope(), context.get_source())
+        op = _Op(*place, _parameters(context), kind in _MOVES, context.get_op_type() in _READS)
+        in_place = context["in_place"]
+        context.insert_before_op(self._entering, dtype=dtype, side="forward", in_place=in_place)
+        context.insert_after_op(self._leaving, dtype=dtype, side="forward", op=op)
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         if kind == "accumulate_grad":
             return
-        place = ("backward", kind, context.get_scope(), context.get_source())
-        side = str(context.get_backward_op_id())
-        context.insert_before_backward_op(self._entering, dtype=context["dtype"], side=side, copied=False)
-        context.insert_after_backward_op(self._leaving, dtype=context["dtype"], side=side, place=place)
+        op = _Op("backward", kind, context.get_scope(), context.get_source(), {}, False)
+        side, dtype = str(context.get_backward_op_id()), context["dtype"]
+        context.insert_before_backward_op(self._entering, dtype=dtype, side=side, in_place=False)
+        context.insert_after_backward_op(self._leaving, dtype=dtype, side=side, op=op)
 
     # ---- execution ----
 
     @amanda.observer
-    def _entering(self, *values: Any, dtype: Any, side: str, copied: bool, run: dict[str, Any]) -> None:
-        tensors = _floating(values, dtype)
-        if not all(self._is_good(tensor) for tensor in tensors.values()):
-            run[side] = None
-        elif copied:  # the op is about to write into one of them
-            run[side] = {i: Summary.of(tensor, dtype(tensor)) for i, tensor in tensors.items()}
-        else:
-            run[side] = tensors
+    def _entering(self, *values: Any, dtype: Any, side: str, in_place: bool, run: dict[str, Any]) -> None:
+        tensors, positions = _floating(values, dtype)
+        holds = self._not_finite(tensors)
+        if in_place:  # the op is about to write into the first
+            tensors = {i: copied(one) if positions[i] == 0 else one for i, one in tensors.items()}
+        run[side] = _Given(tensors, positions, holds)
 
     @amanda.observer
-    def _leaving(
-        self, *values: Any, dtype: Any, side: str, place: tuple[str, str, str, str], run: dict[str, Any]
-    ) -> None:
-        given = run.pop(side, None)
+    def _leaving(self, *values: Any, dtype: Any, side: str, op: _Op, run: dict[str, Any]) -> None:
+        given: _Given = run.pop(side, None) or _Given()
         execution, self._executions = self._executions, self._executions + 1
-        bad = {i: one for i, one in _floating(values, dtype).items() if not self._is_good(one)}
-        if not bad:
+        tensors, _ = _floating(values, dtype)
+        holds = self._not_finite(tensors)
+        if not holds:
             return
-        if given is None:
+        before, after = _all(given.holds.values()), _all(holds.values())
+        if after & NAN and not given.tensors and op.reads:
+            given, before = _Given(tensors, dict.fromkeys(tensors, 0), holds), after
+        if (after & NAN and not before & NAN) or not before:
+            self._keep(
+                Finding(*op.place, execution, _told(given.tensors, dtype), _told(tensors, dtype, holds))
+            )
+        else:
             self._passed_on += 1
+        if after & NAN and not op.moves:
+            self._name(op, execution, given, dtype)
+            self._is_known = True
+
+    def _keep(self, finding: Finding | Entered) -> None:
+        if self._scaled.takes(finding):
             return
-        if len(self._findings) >= self._limit:
+        if isinstance(finding, Entered):
+            self._entered[finding.what, finding.module, finding.source] = finding
+        elif len(self._findings) >= self._limit:
             self._dropped += 1
             return
-        inputs = {
-            i: one if isinstance(one, Summary) else Summary.of(one, dtype(one)) for i, one in given.items()
-        }
-        outputs = {i: Summary.of(one, dtype(one)) for i, one in bad.items()}
-        finding = Finding(*place, execution, inputs, outputs)
-        self._findings.append(finding)
+        else:
+            self._findings.append(finding)
         if self._stop:
             raise NotFiniteError(finding)
 
-    def _is_good(self, tensor: Any) -> bool:
-        if is_finite(tensor):
-            return True
-        return not self._inf and not Summary.of(tensor, "float32").nan
+    def _name(self, op: _Op, execution: int, given: _Given, dtype: Any) -> None:
+        """Name the parameters that hold NaN, and the inputs where no op that was seen gave it."""
+        for i, what in given.holds.items():
+            position = given.positions[i]
+            path = op.parameters.get(position)
+            if not what & NAN or (path is None and self._is_known):
+                continue
+            side = "gradient" if op.phase == "backward" else "input"
+            name = f"{side} {position} of {op.type}" if path is None else f"parameter {path}"
+            if (name, op.module, op.source) not in self._entered and len(self._entered) < self._limit:
+                summary = Summary.of(given.tensors[i], dtype(given.tensors[i]))
+                self._keep(Entered(name, op.phase, op.module, op.source, execution, summary))
+
+    def _not_finite(self, tensors: Mapping[int, Any]) -> dict[int, int]:
+        found = {i: held(tensor, self._inf) for i, tensor in tensors.items()}
+        return {i: what for i, what in found.items() if what}
+
+    @amanda.observer
+    def _begin_scaled(self) -> None:
+        self._scaled.is_open = True
+
+    @staticmethod
+    @amanda.observer
+    def _note_flag(found: Any, run: dict[str, Any]) -> None:
+        run["found_inf"] = found  # which the op writes
+
+    @amanda.observer
+    def _end_scaled(self, run: dict[str, Any]) -> None:
+        is_skipped = bool(run.pop("found_inf"))
+        for finding in self._scaled.end(is_skipped):
+            self._keep(finding)
+        if is_skipped and not self._findings:
+            self._is_known = False
 
 
-def _floating(values: Sequence[Any], dtype: Any) -> dict[int, Any]:
-    """The tensors of floating or complex numbers among values, also in lists."""
-    flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
-    return {
-        i: one
-        for i, one in enumerate(flat)
-        if (name := dtype(one)) is not None and name.startswith(_FLOATING)
-    }
+def _parameters(context: amanda.OpContext) -> dict[int, str]:
+    """Paths of the parameters among an op's inputs, by position."""
+    found = {}
+    for i in range(len(context.get_inputs())):
+        variable = context.get_variable(i)
+        path = None if variable is None else context.get_variable_path(variable)
+        if path is not None:
+            found[i] = path
+    return found
+
+
+def _floating(values: Sequence[Any], dtype: Any) -> tuple[dict[int, Any], dict[int, int]]:
+    """The tensors of floating or complex numbers among values, also in lists, and where each lies."""
+    flat = [(i, one) for i, value in enumerate(values) for one in _listed(value)]
+    tensors, positions = {}, {}
+    for i, (position, one) in enumerate(flat):
+        name = dtype(one)
+        if name is not None and name.startswith(_FLOATING):
+            tensors[i], positions[i] = one, position
+    return tensors, positions
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _told(tensors: Mapping[int, Any], dtype: Any, chosen: Iterable[int] | None = None) -> dict[int, Summary]:
+    return {i: Summary.of(tensors[i], dtype(tensors[i])) for i in (tensors if chosen is None else chosen)}
+
+
+def _all(flags: Iterable[int]) -> int:
+    every = 0
+    for flag in flags:
+        every |= flag
+    return every

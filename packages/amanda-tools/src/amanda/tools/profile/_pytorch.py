@@ -58,7 +58,10 @@ def clock_for(inputs: Iterable[Any]) -> CudaClock | None:
     import torch
 
     for value in _flat(inputs):
-        device = value if isinstance(value, torch.device) else getattr(value, "device", None)
+        is_placed = isinstance(
+            value, (torch.Tensor, torch.Generator)
+        )  # storages warn that they are deprecated
+        device = value.device if is_placed else value
         if isinstance(device, torch.device) and device.type == "cuda":
             return _CLOCKS.setdefault(str(device), CudaClock(torch.cuda))
     return None

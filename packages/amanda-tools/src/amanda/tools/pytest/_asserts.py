@@ -24,7 +24,8 @@ def assert_flops(
 ) -> T:
     """Run `function(*inputs)`: it costs so many multiply-accumulates or FLOPs, within `rel` of them.
 
-    phase: "forward", "backward" or "optimizer"; all of them if None.  Gives what the function returns.
+    phase: one of the words of StandardMapping, "forward" for one; all of them if None.  Gives what the
+    function returns.
     Raises AssertionError, with the costliest types of ops, and TypeError where nothing is expected.
     """
     __tracebackhide__ = True
@@ -76,7 +77,7 @@ def assert_finite(
     backward: bool = True,
     compiled: Compiled = "eager",
 ) -> T:
-    """Run `function(*inputs)`: no op makes NaN of finite values, nor Inf unless `inf` is False.
+    """Run `function(*inputs)`: no op makes NaN or is given any, and none makes Inf unless `inf` is False.
 
     Gives what the function returns; raises AssertionError, with the op, its line and its inputs.
     """
@@ -86,6 +87,8 @@ def assert_finite(
     tool = NanTool(inf=inf, backward=backward)
     with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
+    if tool.result.entered:
+        raise AssertionError(f"NaN comes from {tool.result.entered[0]}")
     if (first := tool.result.first) is not None:
         raise AssertionError(f"the first op that makes {'NaN' if first.makes_nan else 'Inf'} is {first}")
     return output

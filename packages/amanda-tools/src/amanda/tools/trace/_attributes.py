@@ -35,6 +35,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value.__qualname__
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
+    if hasattr(type(value), "nbytes"):  # a storage, whose text has all its elements
+        return type(value).__qualname__
     return _shortened(str(value))
 
 

@@ -1,0 +1,90 @@
+"""Graphs that write memory of which a routine changes a view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amanda
+from amanda import interceptor
+from amanda.drivers.torch.graph import instrument
+
+pytestmark = pytest.mark.skipif(not interceptor.NATIVE, reason="graphs are for native code")
+
+
+class Same(amanda.Tool):
+    """Gives an equal value for each result."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(lambda context: context.insert_after_op(self.same))
+
+    def same(self, *values: Any) -> Any:
+        return [one * 1.0 if isinstance(one, Tensor) else one for one in values]
+
+
+def copy_into_slice() -> Tensor:
+    b = torch.zeros(4)
+    b[:2].copy_(torch.ones(2))
+    return b
+
+
+def add_to_view() -> Tensor:
+    b = torch.zeros(4)
+    b.view(-1).add_(1)
+    return b
+
+
+def fill_diagonal() -> Tensor:
+    b = torch.zeros(3, 3)
+    b.diagonal().fill_(2)
+    return b
+
+
+def add_to_chunk() -> Tensor:
+    b = torch.zeros(4)
+    x, _ = b.chunk(2)
+    x += 1
+    return b
+
+
+def write_base() -> Tensor:
+    b = torch.zeros(4)
+    v = b[:2]
+    b.fill_(3)
+    return v
+
+
+@pytest.mark.parametrize("program", [copy_into_slice, add_to_view, fill_diagonal, add_to_chunk, write_base])
+def test_a_graph_that_writes_a_changed_view_runs_op_by_op_and_says_so(program: Callable[[], Tensor]) -> None:
+    expected = program()
+    compiled = torch.compile(program, backend="aot_eager")
+    with amanda.apply(Same(), compiled="instrument") as scope:
+        for _ in range(2):
+            assert torch.equal(compiled(), expected)
+    assert torch.equal(compiled(), expected)
+    (entry,) = scope.report
+    assert "runs op by op" in entry.reason
+    assert program.__name__ in entry.what
+
+
+def test_a_graph_whose_views_nobody_writes_stays_a_graph() -> None:
+    compiled = torch.compile(lambda x: torch.relu(x * 2).view(-1).t() + 1, backend="aot_eager")
+    with amanda.apply(Same(), compiled="instrument") as scope:
+        assert torch.equal(compiled(torch.ones(2, 2)), torch.full((4,), 3.0))
+    assert not scope.report
+
+
+def test_a_traced_graph_that_writes_a_changed_view_is_refused() -> None:
+    class Writes(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            b = torch.zeros_like(x)
+            b.view(-1).add_(x.view(-1))
+            return b
+
+    graph = torch.fx.symbolic_trace(Writes())
+    with pytest.raises(amanda.errors.AmandaError, match="add_ writes into the memory"):
+        instrument(graph, Same(), example=(torch.ones(2),))

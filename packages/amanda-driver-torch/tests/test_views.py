@@ -1,0 +1,287 @@
+"""Writes reach views, bases and the values that routines give in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from copies import copied
+from torch import Tensor
+
+import amanda
+from amanda.testing import Fresh
+
+Program = Callable[[], Tensor]
+
+
+class Times(amanda.Tool):
+    """Gives each op's floating outputs times one, or each of its views times another number."""
+
+    def __init__(self, factor: float = 1.0, only: str = "") -> None:
+        self.factor, self.only = factor, only
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if self.only in ("", context.get_op_type()):
+            context.insert_after_op(self.times)
+
+    def times(self, *values: Any) -> Any:
+        """Return the values, the floating tensors among them multiplied."""
+        return [one * self.factor if is_floating(one) else one for one in values]
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def copy_into_slice() -> Tensor:
+    b = torch.zeros(4)
+    b[:2].copy_(torch.ones(2))
+    return b
+
+
+def add_to_view() -> Tensor:
+    b = torch.zeros(4)
+    b.view(-1).add_(1)
+    return b
+
+
+def out_into_slice() -> Tensor:
+    b = torch.zeros(4, 2)
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=b[:2])
+    return b
+
+
+def fill_diagonal() -> Tensor:
+    b = torch.zeros(3, 3)
+    b.diagonal().fill_(2)
+    return b
+
+
+def add_to_chunk() -> Tensor:
+    b = torch.zeros(4)
+    x, _ = b.chunk(2)
+    x += 1
+    return b
+
+
+def write_base() -> Tensor:
+    b = torch.zeros(4)
+    v = b[:2]
+    b.fill_(3)
+    return v
+
+
+def write_other_view() -> Tensor:
+    b = torch.zeros(2, 3)
+    v = b.view(-1)
+    b.t()[1] = 4.0
+    return v * 1
+
+
+def write_through_views_of_views() -> Tensor:
+    b = torch.zeros(3, 3)
+    b.fill_diagonal_(1)
+    b[torch.tensor([0, 1])] += 1
+    b[:, 0][1:].sub_(4)
+    b.T[2] = 9
+    return b
+
+
+def write_row_of_expanded() -> Tensor:
+    b = torch.zeros(3)
+    b.expand(2, 3)[1].add_(2)
+    return b
+
+
+def foreach_on_parts() -> Tensor:
+    b = torch.zeros(6)
+    torch._foreach_add_(list(b.split(2)), 1.0)
+    return b
+
+
+def complex_as_real() -> Tensor:
+    b = torch.zeros(4, dtype=torch.complex64)
+    torch.view_as_real(b)[:, 1].add_(2)
+    return b
+
+
+def other_type() -> Tensor:
+    b = torch.zeros(4)
+    b.view(torch.int32).fill_(1065353216)
+    return b
+
+
+def numpy_array() -> Tensor:
+    array = numpy.zeros(3, numpy.float32)
+    t = torch.from_numpy(array)
+    t.add_(1)
+    t[0] = 5
+    return torch.tensor(array)
+
+
+def weight_under_no_grad() -> Tensor:
+    layer = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.t().copy_(torch.ones(2, 2))
+        layer.weight.view(-1)[0] = 7
+        layer.weight.data[1].zero_()
+    return layer.weight.detach()
+
+
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        b = torch.zeros(4)
+        b.view(2, 2)[0].fill_(1)
+        return b.clone()
+
+
+def while_disabled() -> Tensor:
+    b = torch.arange(4.0)
+    v = b[:3]
+    with amanda.disabled():
+        v.add_(1)
+    return b * 1
+
+
+def gradient_of_what_is_copied() -> Any:
+    w = torch.arange(4.0, requires_grad=True)
+    b = torch.zeros(4)
+    b[:2].copy_(w[1:3])
+    b.sum().backward()
+    return w.grad
+
+
+def gradient_through_written_views() -> Any:
+    w = torch.arange(1.0, 5, requires_grad=True)
+    b = w * 2
+    v = b.view(2, 2)
+    v[0].mul_(w[2].detach())
+    v.t()[1].add_(b[0].clone() * w[1])
+    (b * b).sum().backward()
+    return w.grad
+
+
+def gradient_through_a_written_base() -> Any:
+    w = torch.arange(1.0, 5, requires_grad=True)
+    b = w * 2
+    v = b[1:3]
+    b.mul_(w)
+    (v * v).sum().backward()
+    return w.grad
+
+
+def gradient_of_what_no_grad_hands_through() -> Any:
+    x = torch.ones(3, requires_grad=True) * 2
+    x.retain_grad()
+    with torch.no_grad():
+        y = torch.nn.functional.dropout(x.contiguous(), 0.5, False)
+    (y * 3).sum().backward()
+    return x.grad
+
+
+PROGRAMS: list[Program] = [
+    copy_into_slice, add_to_view, out_into_slice, fill_diagonal, add_to_chunk, write_base, write_other_view,
+    write_through_views_of_views, write_row_of_expanded, foreach_on_parts, complex_as_real, other_type,
+    numpy_array, weight_under_no_grad, in_inference_mode, while_disabled, gradient_of_what_is_copied,
+    gradient_through_written_views, gradient_through_a_written_base, gradient_of_what_no_grad_hands_through,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("made", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_equal_values_leave_a_program_as_it_is(program: Program, made: Callable[[], amanda.Tool]) -> None:
+    expected = program()
+    tool = made()
+    with amanda.apply(tool) as scope:
+        for _ in range(2):
+            assert torch.equal(program(), expected)
+    assert torch.equal(program(), expected)
+    assert not scope.report
+
+
+def test_a_changed_view_is_what_its_readers_see_and_its_base_keeps_its_values() -> None:
+    base = torch.ones(4)
+    with amanda.apply(Times(3.0, "view")):
+        view = base.view(2, 2)
+        assert view.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+        assert base.tolist() == [1.0] * 4
+
+
+def test_a_write_into_a_changed_view_reaches_the_elements_that_it_writes() -> None:
+    base = torch.ones(4)
+    with amanda.apply(Times(3.0, "view")):
+        view = base.view(2, 2)
+        view[0] += 1
+        assert base.tolist() == [4.0, 4.0, 1.0, 1.0]
+        base[3] = 8
+        assert view.tolist() == [[4.0, 4.0], [3.0, 8.0]]
+
+
+def test_a_parameter_keeps_its_values_where_a_view_of_it_is_changed() -> None:
+    layer = torch.nn.Linear(2, 2)
+    before = layer.weight.detach().clone()
+    with amanda.apply(Times(3.0, "t")):
+        torch.mm(torch.ones(1, 2), layer.weight.t()).sum().backward()
+    assert torch.equal(layer.weight.detach(), before)
+
+
+def test_a_value_that_stays_changed_after_the_scope_is_reported() -> None:
+    base = torch.ones(4)
+    with amanda.apply(Times(3.0, "view")) as scope:
+        view = base.view(2, 2)
+    view.add_(1)
+    assert base.tolist() == [1.0] * 4
+    (entry,) = scope.report
+    assert "result of view" in entry.what
+    assert "no longer share memory" in entry.reason
+
+
+def test_an_equal_value_is_a_view_again_after_the_scope() -> None:
+    base = torch.ones(4)
+    with amanda.apply(Times(1.0, "view")) as scope:
+        view = base.view(2, 2)
+    view.add_(1)
+    assert base.tolist() == [2.0] * 4
+    assert not scope.report
+
+
+def test_a_constant_given_for_two_views_ties_them_not_to_each_other() -> None:
+    constant = torch.full((2,), 5.0)
+
+    class Constant(Times):
+        def times(self, *values: Any) -> Any:
+            return constant
+
+    first, second = torch.zeros(4), torch.zeros(4)
+    with amanda.apply(Constant(only="chunk")), pytest.raises(amanda.errors.RoutineError):
+        first.chunk(2)
+    with amanda.apply(Constant(only="narrow")):
+        one, other = first.narrow(0, 0, 2), second.narrow(0, 0, 2)
+        one.add_(1)
+        assert other.tolist() == [5.0, 5.0]
+        assert second.tolist() == [0.0] * 4
+        assert first.tolist() == [6.0, 6.0, 0.0, 0.0]
+
+
+def test_a_leaf_that_is_made_in_a_scope_is_a_leaf() -> None:
+    with amanda.apply(Times(2.0, "ones")):
+        leaf = torch.ones(2, requires_grad=True)
+        (leaf * 3).sum().backward()
+    assert leaf.is_leaf
+    assert leaf.tolist() == [2.0, 2.0]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3.0, 3.0]
+
+
+def test_views_are_let_go_with_the_values_given_for_them() -> None:
+    driver = amanda._attachment.attachment.driver(amanda.drivers.torch.TorchDriver)
+    with amanda.apply(Times()):
+        base = torch.zeros(4)
+        for _ in range(50):
+            base.view(2, 2)[0].t().unsqueeze(0).add_(1)
+        assert len(driver.views._labels) <= 2
+    assert not driver.views

@@ -1,0 +1,248 @@
+"""Costs of an op of PyTorch by what it calls inside, counted on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.tools.flops._aten import ELEMENTWISE as _OF_ATEN
+from amanda.tools.flops._cost import Cost, Formula, Shapes
+from amanda.tools.flops._formulas import ELEMENTWISE, visits
+from amanda.tools.mapping._pytorch import word
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TAGS = frozenset({"Tag.pointwise", "Tag.reduction"})
+"""Of operators that visit each element once."""
+
+COMPILED = "CppFunction"
+"""Name of a node that computes the gradient of a whole region of TorchScript."""
+
+_EFFECTS = ("prim::Print", "prim::SetAttr", "aten::warn", "prim::PythonOp")
+"""Nodes of TorchScript that do more than compute."""
+
+
+@dataclass
+class Inside:
+    """The cost of an op, and of each node of its backward pass by the node's name, in order of execution.
+
+    unknown: names of the ops inside that no formula knows.
+    """
+
+    forward: Cost = field(default_factory=Cost)
+    backward: dict[str, list[Cost]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+
+    @property
+    def backward_macs(self) -> int:
+        """Multiply-accumulates of the nodes that were not asked for."""
+        return sum(cost.macs for costs in self.backward.values() for cost in costs)
+
+    def next_of(self, node: str) -> Cost | None:
+        """Cost of the next node of a name; the last one stands for those that follow."""
+        costs = self.backward.get(node)
+        if not costs:
+            return None
+        return costs.pop(0) if len(costs) > 1 else costs[0]
+
+
+def inside(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Inside | None:
+    """Run an op and its backward pass without data and add up what they call; None where that fails.
+
+    Only ops of ATen and TorchScript run, since code of others could have effects.
+    """
+    if not _is_native(context):
+        return None
+    try:
+        return _counted(context, formulas)
+    except Exception:  # data decide, or there is no kernel without data: the op is reported by its name
+        return None
+
+
+def _is_native(context: amanda.OpContext) -> bool:
+    import torch
+
+    graph = getattr(getattr(context.get_op(), "_function", None), "inlined_graph", None)
+    if graph is not None:  # of TorchScript
+        return not any(effect in str(graph) for effect in _EFFECTS)
+    return hasattr(torch.ops.aten, context.get_op_type())
+
+
+def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Inside:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    inputs, wanted = list(context.get_inputs()), iter(context["differentiated"])
+    given = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+    modes = [one.fake_mode for one in given if isinstance(one, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    leaves: list[Tensor] = []
+
+    def twin(tensor: Tensor) -> Tensor:
+        made = tensor.detach() if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+        if not next(wanted):
+            return made
+        leaves.append(made.requires_grad_())
+        return made.clone()  # an op in place may not write into a leaf
+
+    found = Inside()
+    with _unseen(), torch.enable_grad():
+        twins = tree_map_only(torch.Tensor, twin, inputs)
+        with mode, counter(formulas, context["shape"], mode) as take:
+            made = tree_leaves(context.get_computation()(twins))
+            found.forward, found.unknown = take()
+            outputs = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+            if outputs and leaves:
+                _count_backward(outputs, leaves, found, take)
+    return found
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keep what runs from the program's modes, its hooks on saved tensors, and the profiles of the JIT."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(same, same),
+        torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+def _count_backward(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], found: Inside, take: Callable[[], Any]
+) -> None:
+    import torch
+
+    def begin(grads: Any) -> None:
+        take()
+
+    def end(name: str) -> Callable[..., None]:
+        def note(grad_inputs: Any, grad_outputs: Any) -> None:
+            cost, unknown = take()
+            found.backward.setdefault(name, []).append(cost)
+            found.unknown |= unknown
+
+        return note
+
+    hooks = []
+    for node in _nodes([one.grad_fn for one in outputs]):
+        hooks += [node.register_prehook(begin), node.register_hook(end(node.name()))]
+    grads = [torch.ones_like(one) for one in outputs]
+    torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+
+
+def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    seen, left = set(), [root for root in roots if root is not None]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [one for one, _ in node.next_functions if one is not None]
+
+
+@contextmanager
+def counter(
+    formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any
+) -> Iterator[Callable[[], tuple[Cost, set[str]]]]:
+    """A function that gives the cost of what was dispatched since it was called last, and unknown names.
+
+    fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    costs: list[Cost] = []
+    unknown: set[str] = set()
+
+    def without_data(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor)
+
+    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # else dynamo is imported
+
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            given: Any = (args, kwargs or {})
+            given = tree_map_only(torch.Tensor, without_data, given)
+            made = op(*given[0], **given[1])
+            cost = cost_of_call(op, given[0], given[1], made, formulas, shape)
+            if cost is None:
+                unknown.add(op.overloadpacket.__name__)
+            else:
+                costs.append(cost)
+            return made
+
+    def take() -> tuple[Cost, set[str]]:
+        total = Cost(sum(one.macs for one in costs), sum(one.flops for one in costs))
+        names = set(unknown)
+        costs.clear()
+        unknown.clear()
+        return total, names
+
+    with Counter():  # type: ignore[no-untyped-call]
+        yield take
+
+
+def cost_of_call(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    made: Any,
+    formulas: Mapping[str, Formula],
+    shape: Callable[[Any], Any],
+) -> Cost | None:
+    """Cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
+    if op.namespace == "prim":
+        return Cost()
+    parameters = [one.name for one in op._schema.arguments]
+    values = dict(zip(parameters, args, strict=False)) | dict(kwargs)
+    inputs = [values[name] for name in parameters if name in values]
+    outputs = made if isinstance(made, (list, tuple)) else [made]
+    name = op.overloadpacket.__name__
+    read = [_shape_of(one, shape) for one in inputs]
+    plain = [one for one, known in zip(inputs, read, strict=True) if known is None]
+    kind = word(name)
+    shapes = Shapes(kind, read, [_shape_of(one, shape) for one in outputs], plain, values)
+    formula = _formula(name, formulas)
+    if formula is None and _TAGS & {str(tag) for tag in op.tags}:
+        formula = visits(1)
+    return None if formula is None else formula(shapes)
+
+
+def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
+    """The formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
+    for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
+        formula = formulas.get(spelling) or formulas.get(word(spelling))
+        if formula is not None:
+            return formula
+    stem, found, _ = name.removeprefix("_").partition("_backward")
+    return next(
+        (formulas[one] for one in (word(stem), word(f"_{stem}")) if found and one in ELEMENTWISE | _OF_ATEN),
+        None,
+    )
+
+
+def _shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)) and any(shape(one) is not None for one in value):
+        return [shape(one) for one in value if shape(one) is not None]
+    return shape(value)
