@@ -64,7 +64,7 @@ class Saving(threading.Thread):
                 self._save()
 
     def _send_again(self, number: int) -> None:
-        """Send a signal to the main thread, unless the program has a handler of its own, which may have run."""
+        """Send a signal to the main thread, unless the program has a handler of its own for it."""
         main = threading.main_thread().ident
         if main is not None and signal.getsignal(number) == self._handler:
             signal.pthread_kill(main, number)
