@@ -159,9 +159,10 @@ def demonstration(session: nox.Session) -> Environment:
         return environment
     environment = Environment(session, "demo")
     if not environment.is_made_from(made_from):
-        environment.install(TORCH)
-        environment.install("--no-deps", "torchvision")
-        environment.install(*BUILD, *MODELS, *TOOLS)
+        # Compiled are the modules that it imports, as it does.
+        wanted = [name for name in TOOLS if name != "pandas"]
+        environment.install("--no-compile", TORCH, *BUILD, *MODELS, *wanted)
+        environment.install("--no-compile", "--no-deps", "torchvision")
         names = ("core", "driver-torch", "tools")
         paths = [ROOT / "packages" / f"amanda-{name}" for name in names]
         environment.install("--no-deps", "--no-build-isolation", *editable(paths))
