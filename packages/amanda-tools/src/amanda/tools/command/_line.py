@@ -33,6 +33,8 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
         return _said(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
+        if error.filename is None and isinstance(error, FileNotFoundError):
+            where = "the working directory has been deleted: "
         return _said(name, f"{where}{error.strerror or error}", failure)
     except Exception as error:
         if not _notes(error):  # it is of no tool

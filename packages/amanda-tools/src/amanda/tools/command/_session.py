@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import amanda
 from amanda.plugins import hookimpl, plugin_manager
 from amanda.tools.command._environment import Handed, process_label
+from amanda.tools.command._exec import before_exec
 from amanda.tools.command._gathering import Gathering
 from amanda.tools.command._labels import is_rank
 from amanda.tools.command._ranks import Rank
@@ -41,7 +43,7 @@ class Session:
 
     def begin(self) -> None:
         """Open the scope."""
-        self._label = process_label()
+        self._label = process_label(self._handed)
         self._messages = Messages()
         if self._handed.together and self._pid == self._handed.root:
             self._rank = Rank(self._handed.folder, self._label)
@@ -84,6 +86,15 @@ class Session:
         elif self._saw_op or is_rank(self._label):  # of a rank, also that it has none
             gathering.leave(self._saw_op)
 
+    def leave_to_follower(self) -> Callable[[], None]:
+        """Leave the results for the program that this process becomes; return what takes them back."""
+        if self._pid != os.getpid() or self.scope.closed or not self._saw_op:
+            return lambda: None
+        with self._leaving:
+            gathering = Gathering(self._handed, self._tools, self._messages.told, self._label)
+            left = gathering.leave(followed=True)
+        return lambda: left.unlink(missing_ok=True) if left is not None else None
+
     def _save(self) -> None:
         """Leave the results as they are so far."""
         with self._leaving:
@@ -122,6 +133,7 @@ class _Process:
         self._begin()
         show_program_alone()
         atexit.register(self._end_of_interpreter)
+        before_exec(self._leave_before_exec)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
@@ -162,6 +174,12 @@ class _Process:
         self._ending = False
         if self._waiting is not None:
             _die(self._waiting)
+
+    def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
+        if self.session is not None and under_tools:
+            return self.session.leave_to_follower()
+        self._end()
+        return lambda: None
 
     def _end_of_interpreter(self) -> None:
         self._end()
