@@ -1,4 +1,4 @@
-"""Modules, optimizers, autograd functions and custom ops of torch's databases compute the same under tools."""
+"""Modules, optimizers and functions of torch's databases compute the same under tools."""
 
 from __future__ import annotations
 

@@ -293,8 +293,8 @@ def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
     target.detach().as_strided((size,), (1,), 0)[index] = value
     if not torch.equal(target.nan_to_num(), value.nan_to_num()):
         raise RoutineError(
-            f"a routine returned different values for elements of a tensor of shape {tuple(target.shape)} that "
-            "are one in memory, as after expand"
+            "a routine returned different values for elements of a tensor of shape "
+            f"{tuple(target.shape)} that are one in memory, as after expand"
         )
 
 

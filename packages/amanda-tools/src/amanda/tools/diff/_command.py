@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from amanda.tools.command import SpecError, exit_status, save_option
+from amanda.errors import printable
+from amanda.tools.command import SpecError, exit_status, limit_option, save_option
 from amanda.tools.diff._diff import By, diff
 from amanda.tools.results import read_json
 
@@ -35,6 +36,7 @@ from amanda.tools.results import read_json
     help="What is compared; else modules across frameworks, and ops within.",
 )
 @save_option(".html", ".json", ".csv", ".txt")
+@limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing, the status tells.")
 def _command(
     a: Path,
@@ -54,7 +56,7 @@ def _command(
     for path in files:
         result.save(path)
     if not quiet:
-        sys.stdout.write(f"{result}\n")
+        sys.stdout.write(f"{printable(str(result))}\n")
     return 1 if result else 0
 
 
