@@ -300,9 +300,10 @@ def test_an_input_that_a_function_marks_dirty_is_written_where_a_routine_gave_an
 
     class Before(amanda.Tool):
         def __init__(self) -> None:
-            self.add_inst_for_op(
-                lambda context: context.insert_before_op(lambda *given: [one * 1.0 for one in given])
-            )
+            self.add_inst_for_op(lambda context: context.insert_before_op(self.same))
+
+        def same(self, *given: Any) -> Any:
+            return [one * 1.0 if is_floating(one) else one for one in given]
 
     leaf = torch.ones(2, requires_grad=True)
     with amanda.apply(Before()):
