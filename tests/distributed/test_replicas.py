@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 WORKER = Path(__file__).with_name("worker_tensorflow.py")
@@ -20,8 +20,8 @@ ROWS = 16
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("replicas") / "told.json"
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(path)], capture_output=True, text=True, check=False, timeout=500,
+    done = children.run(
+        [sys.executable, str(WORKER), str(path)], limit=500,
         env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,8 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import children
+
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -25,8 +27,8 @@ def test_commands_print_what_the_page_says(tmp_path: Path) -> None:
             continue
         for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
             command, _, expected = part.partition("\n")
-            done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environment, text=True, check=False,
+            done = children.run(
+                command, shell=True, cwd=tmp_path, env=environment,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             check(done.stdout, expected)

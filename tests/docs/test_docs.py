@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -41,7 +42,9 @@ def test_snippets_print_what_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where they may write files
     if page in APART:
-        done = subprocess.run([sys.executable, __file__, page], capture_output=True, text=True, check=False)
+        done = children.run(
+            [sys.executable, __file__, page], env={**os.environ, "PYTHONPATH": children.PLACE}
+        )
         assert done.returncode == 0, done.stderr
     else:
         check(page)

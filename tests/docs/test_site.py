@@ -51,6 +51,24 @@ def test_every_public_name_is_in_the_reference_and_has_a_docstring(package: str)
         assert whole or re.search(rf"^::: {package}\.(\w+\.)?{name}$", listed, re.MULTILINE), name
         if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), name
+        elif not inspect.ismodule(value):
+            assert described(module, name), f"{package}.{name} has no text below it, and is not in the site"
+
+
+def described(module: ModuleType, name: str) -> bool:
+    """Whether a string follows the assignment of a name, in this module or in the one that it comes from."""
+    tree = ast.parse(inspect.getsource(module))
+    blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
+    for node, after in [pair for body in blocks for pair in zip(body, [*body[1:], None], strict=True)]:
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for one in node.names:
+                if (one.asname or one.name) == name:
+                    return described(importlib.import_module(str(node.module)), one.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if name in map(ast.unparse, targets):
+                return isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    return False
 
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda path: path.parent.name)

@@ -1,9 +1,9 @@
 """The example of one pass, as the command runs it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples/step.py"
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples/step.py"
 )
 def test_flops_of_an_unmodified_model_are_told(arguments: list[str], macs: str) -> None:
     command = [sys.executable, "-m", "amanda", "run", "-t", "flops", "--", str(SCRIPT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = children.run(command, check=True)
     assert done.stdout == "(1, 1000)\n"
     (total,) = [line for line in done.stderr.splitlines() if line.strip().startswith("total")]
     assert macs in total

@@ -9,6 +9,7 @@ import sys
 import venv
 from pathlib import Path
 
+import children
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +30,10 @@ class Empty:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment, outside of the repository."""
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
-        return subprocess.run(
+        return children.run(
             [self.home / BIN / program, *arguments],
             env={**plain, **env},
             cwd=cwd or self.home,
-            text=True,
-            check=False,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
@@ -60,7 +59,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(given)
     place = tmp_path_factory.mktemp("wheels")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--wheel-dir", place, *DISTRIBUTIONS], check=True)
+    children.run([*pip, "--wheel-dir", place, *DISTRIBUTIONS], check=True)
     return place
 
 

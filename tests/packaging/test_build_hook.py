@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 CORE = Path(__file__).parents[2] / "packages" / "amanda-core"
@@ -23,12 +24,9 @@ def build(place: Path, **env: str) -> subprocess.CompletedProcess[str]:
         "--no-build-isolation",
         "--no-index",
     ]
-    return subprocess.run(
+    return children.run(
         [*pip, "--wheel-dir", str(place), str(CORE)],
         env={**os.environ, "AMANDA_CACHE_DIR": str(place / "cache"), "AMANDA_NATIVE": "1", **env},
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 import yaml
 
@@ -27,7 +28,7 @@ def copied(template: str, place: Path, **answers: str) -> subprocess.CompletedPr
     given = [argument for name, answer in answers.items() for argument in ("--data", f"{name}={answer}")]
     command = [str(PROGRAMS / "copier"), "copy", "--quiet", "--defaults", *given]
     command += [str(ROOT / "templates" / template), str(place)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return children.run(command)
 
 
 def made(template: str, place: Path, **answers: str) -> Path:
@@ -35,12 +36,12 @@ def made(template: str, place: Path, **answers: str) -> Path:
     done = copied(template, place, **answers)
     assert not done.returncode, done.stderr
     assert not [path for path in place.rglob("*") if "{" in path.name or path.suffix == ".jinja"]
-    subprocess.run(
+    children.run(
         [sys.executable, "-m", "build", "--no-isolation", place], check=True, stdout=subprocess.DEVNULL
     )
     built = sorted((place / "dist").iterdir())
     assert [path.suffix for path in built] == [".whl", ".gz"]
-    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *built], check=True)
+    children.run([sys.executable, "-m", "twine", "check", "--strict", *built], check=True)
     return place
 
 

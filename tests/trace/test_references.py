@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import children
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -95,7 +95,7 @@ def torchlens() -> dict[str, list[Node]]:
     """What TorchLens has of each model; parents come in any order, each once."""
     script = Path(__file__).with_name("torchlens_nodes.py")
     command = [sys.executable, str(script), json.dumps(BERT)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    printed = children.run(command, check=True).stdout
     return {
         model: [Node(name, tuple(shape), tuple(producers)) for name, shape, producers in nodes]
         for model, nodes in json.loads(printed).items()

@@ -21,7 +21,11 @@ def main() -> int:
     """Build everything, and look for what is wrong with it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(prog="amanda_docs", description=main.__doc__)
-    parser.add_argument("--no-notebooks", action="store_true", help="take what they gave the last time")
+    parser.add_argument(
+        "--no-notebooks",
+        action="store_true",
+        help="take what they gave the last time, or the outputs that are in them",
+    )
     options = parser.parse_args()
     if missing := unlisted():
         return failed(missing)
@@ -30,7 +34,7 @@ def main() -> int:
         shutil.rmtree(executed, ignore_errors=True)
     write_pages()
     write_api()
-    write_notebooks(executed)
+    write_notebooks(executed, run=not options.no_notebooks)
     shutil.rmtree(ROOT / ".cache", ignore_errors=True)
     zensical = Path(sys.executable).with_name("zensical")
     done = subprocess.run([zensical, "build", "--strict"], cwd=ROOT, check=False)

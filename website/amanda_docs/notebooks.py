@@ -16,17 +16,19 @@ TIMEOUT = 600
 IMAGES = {"image/png": ".png", "image/svg+xml": ".svg"}
 
 
-def write_notebooks(executed: Path) -> None:
-    """Make a page of each notebook; one that is not in the folder `executed` runs first.
+def write_notebooks(executed: Path, run: bool = True) -> None:
+    """Make a page of each notebook, as it is in the folder `executed`.
 
+    run: whether one that is not there is executed; otherwise its page has the outputs that the file has.
     Raises CellExecutionError when a cell fails.
     """
     executed.mkdir(parents=True, exist_ok=True)
     for name, page in ELSEWHERE.items():
         path = ROOT / name
         if path.suffix == ".ipynb":
-            if not (kept := executed / path.name).exists():
-                nbformat.write(_run(path), kept)
+            if run and not (executed / path.name).exists():
+                nbformat.write(_run(path), executed / path.name)
+            kept = executed / path.name if (executed / path.name).exists() else path
             text = _markdown(nbformat.read(kept, as_version=4), PAGES / Path(page).with_suffix(""))
             (PAGES / page).write_text(relinked(text, path, PAGES / page))
 

@@ -15,7 +15,6 @@ import io
 import math
 import operator
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import children
 import pytest
 
 from amanda import interceptor
@@ -370,9 +370,7 @@ print(len(calls.seen), calls.seen[0][0][1:], list(numbers))
 @native_only
 def test_assignments_by_subscript_are_seen_and_deletions_pass() -> None:
     here = os.path.dirname(__file__)  # noqa: PTH120
-    done = subprocess.run(
-        [sys.executable, "-c", ASSIGNMENT, here], capture_output=True, text=True, check=False
-    )
+    done = children.run([sys.executable, "-c", ASSIGNMENT, here])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["IndexError", "3 (0, 5.0) [8.0, 7.0]"]
 
@@ -549,12 +547,9 @@ print(Stream().closed, Date.fromordinal(1), type(Date.fromordinal(1)) is Date, l
 
 def test_the_fallback_stands_in_for_properties_and_class_methods() -> None:
     here = os.path.dirname(__file__)  # noqa: PTH120
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", FALLBACK, here],
         env={**os.environ, "AMANDA_NATIVE": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "0001-01-01", "True", "3"]

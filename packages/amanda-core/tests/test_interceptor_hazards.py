@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 from amanda import interceptor
@@ -51,7 +52,7 @@ def run(build: Path, *names: str) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONMALLOC": "debug", **os.environ, "AMANDA_FUZZ_BUILD": str(build)}
     env["PYTHONPATH"] = os.pathsep.join([SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "interceptor_fuzz.hazards", *names]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    return children.run(command, env=env, limit=120)
 
 
 @native

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 from amanda import interceptor
@@ -22,7 +22,7 @@ def run(build: Path, *arguments: str) -> str:
     env = {**os.environ, "AMANDA_FUZZ_BUILD": str(build)}
     env["PYTHONPATH"] = os.pathsep.join([SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = children.run(command, env=env, limit=300)
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-3000:]}"
     return done.stdout
 

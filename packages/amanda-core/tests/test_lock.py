@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+import children
 import pytest
 
 from amanda import interceptor
@@ -83,6 +84,7 @@ def test_a_forked_child_finds_it_free_though_another_thread_held_it() -> None:
     held.wait(30)
     child = os.fork()
     if child == 0:
+        children.end_after(60)
         with lock:
             os._exit(7)
     status = os.waitpid(child, 0)[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 from amanda import interceptor
@@ -84,12 +84,9 @@ PLACES = Path(__file__).parent / "support" / "places.py"
 
 
 def ids(native: str, *program: str) -> list[str]:
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, *(program or ("-c", PROGRAM))],
         env={**os.environ, "AMANDA_NATIVE": native},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 PLUGINS = Path(__file__).parents[3] / "tests" / "plugins"
@@ -19,7 +20,7 @@ def third_parties(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("site")
     sources = [str(path.parent) for path in PLUGINS.glob("*/pyproject.toml")]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--no-build-isolation", "--target", place, *sources], check=True)
+    children.run([*pip, "--no-build-isolation", "--target", place, *sources], check=True)
     return place
 
 
@@ -30,9 +31,7 @@ class Run:
         self.env = {**os.environ, "PYTHONPATH": str(place)}
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments], env=self.env, capture_output=True, text=True, check=False
-        )
+        return children.run([sys.executable, *arguments], env=self.env)
 
     def code(self, source: str) -> str:
         """What the source prints; it logs to standard output."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
+import children
 import pytest
 
 import amanda
@@ -63,6 +63,6 @@ def test_an_attached_driver_is_used_within_its_context_alone() -> None:
 
 def test_without_pytest_the_import_says_what_to_install() -> None:
     program = "import sys; sys.modules['pytest'] = None; import amanda; import amanda.testing"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = children.run([sys.executable, "-c", program])
     assert 'amanda.testing needs pytest: pip install "amanda-core[testing]"' in done.stderr
     assert "another exception" not in done.stderr

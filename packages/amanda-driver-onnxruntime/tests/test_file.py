@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import numpy as np
 import onnx
 import onnxruntime
@@ -43,7 +43,7 @@ def alone(model: Path, given: NDArray[Any], tmp_path: Path) -> dict[str, NDArray
     np.save(tmp_path / "given.npy", given)
     out = tmp_path / "out.npz"
     command = [sys.executable, "-c", ALONE, str(model), str(tmp_path / "given.npy"), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as file:
         return dict(file)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
+import children
 import pytest
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_util_port
@@ -67,7 +67,7 @@ assert not config.graph_options.rewrite_options.disable_meta_optimizer
 
 def test_a_tool_that_changes_nothing_leaves_every_bit() -> None:
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    done = children.run([sys.executable, "-c", PROGRAM], env=environment)
     assert done.returncode == 0, done.stderr
 
 

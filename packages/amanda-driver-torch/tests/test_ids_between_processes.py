@@ -1,9 +1,10 @@
 """Two processes that run the same program have the same ids, native or not, whatever strings hash to."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+import children
 
 from amanda.interceptor import NATIVE
 
@@ -36,9 +37,8 @@ def ids(seed: int, native: bool = NATIVE, left_out: tuple[str, ...] = ()) -> lis
     place = str(Path(__file__).parent / "support")
     env = {"PYTHONHASHSEED": str(seed), "AMANDA_NATIVE": "1" if native else "0", "PYTHONPATH": place}
     program = PROGRAM.replace("LEFT_OUT", repr(left_out))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True, text=True, check=True, env={**os.environ, **env},
+    done = children.run(
+        [sys.executable, "-W", "ignore", "-c", program], check=True, env={**os.environ, **env},
     )  # fmt: skip
     return done.stdout.split()
 

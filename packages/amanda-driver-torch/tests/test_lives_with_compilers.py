@@ -1,9 +1,9 @@
 """torch.compile, TorchScript, tracing and function transforms in a scope: correct, or said."""
 
-import subprocess
 import sys
 from typing import Any
 
+import children
 import pytest
 import torch
 
@@ -72,7 +72,7 @@ def test_a_scope_does_not_import_the_compiler() -> None:
         "    print('force_eager' in repr(torch._dynamo.eval_frame._stance))\n"
         "print('force_eager' in repr(torch._dynamo.eval_frame._stance))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = children.run([sys.executable, "-c", program], check=True)
     assert done.stdout.split() == ["False", "True", "False"]
 
 
@@ -147,5 +147,5 @@ def test_work_compiled_after_a_scope_in_which_the_compiler_was_loaded_is_compile
         "    torch.compile(net, backend='eager')(x)\n"
         "print(torch.equal(torch.compile(net, backend='eager', fullgraph=True)(x), net(x)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = children.run([sys.executable, "-c", program], check=True)
     assert done.stdout.split() == ["True"]

@@ -1,11 +1,11 @@
 """Forks, exits and deep graphs, each in a process of its own: a native crash is never an outcome."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from typing import Any
 
+import children
 import pytest
 
 BEGIN = """
@@ -38,10 +38,11 @@ def vanilla():
 
 def run(program: str, **env: Any) -> tuple[int, list[str]]:
     """Exit status and what was printed, where nothing was on stderr."""
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-W", "ignore", "-c", BEGIN + textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, **env},
-    )  # fmt: skip
+        limit=120,
+        env={**os.environ, **env},
+    )
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines()
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from typing import Any
 
+import children
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -101,7 +102,7 @@ class Items(Dataset[torch.Tensor]):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_data_loader_workers_run_as_without_a_scope(seen: Any, method: str) -> None:
     with amanda.apply(seen):
-        loader = DataLoader(Items(), batch_size=2, num_workers=1, multiprocessing_context=method)
+        loader = DataLoader(Items(), batch_size=2, num_workers=1, multiprocessing_context=method, timeout=300)
         batches = torch.cat(list(loader))
     assert torch.equal(batches, torch.tensor([[0.0, 0], [1, 0], [2, 0], [3, 0]]))
     assert "relu" not in seen.names
@@ -113,6 +114,7 @@ def test_a_forked_child_is_vanilla_and_may_open_scopes(seen: Any) -> None:
     with amanda.apply(seen):
         child = os.fork()
         if child == 0:
+            children.end_after(60)
             torch.relu(torch.ones(2))
             before = type(torch.nn.Module.__call__).__name__, tuple(seen.names)
             own = type(seen)()
@@ -136,5 +138,6 @@ def test_a_spawned_process_is_vanilla(seen: Any) -> None:
         answers = context.SimpleQueue()
         process = context.Process(target=is_instrumented, args=(answers,))
         process.start()
-        process.join()
+        with children.killed([process]):
+            process.join()
     assert answers.get() == "function"

@@ -1,8 +1,9 @@
 """Tests of the user's, run in several processes at once, with tools applied."""
 
-import subprocess
 import sys
 from pathlib import Path
+
+import children
 
 TESTS = """
 import amanda, pytest, torch
@@ -35,8 +36,8 @@ def test_outside(size):
 
 def test_the_tests_of_a_user_run_in_two_processes(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(TESTS)
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=2", "test_own.py"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        cwd=tmp_path,
+    )
     assert "12 passed" in done.stdout, done.stdout + done.stderr

@@ -1,11 +1,11 @@
 """Faults that the first Amanda had."""
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import children
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,7 +202,7 @@ assert state() == before
 
 
 def test_importing_patches_nothing_and_a_scope_leaves_nothing() -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", IMPORTING], check=True)
+    children.run([sys.executable, "-W", "error", "-c", IMPORTING], check=True)
 
 
 def test_a_scope_belongs_to_its_thread() -> None:

@@ -285,3 +285,46 @@ def test_views_are_let_go_with_the_values_given_for_them() -> None:
             base.view(2, 2)[0].t().unsqueeze(0).add_(1)
         assert len(driver.views._labels) <= 2
     assert not driver.views
+
+
+def test_an_input_that_a_function_marks_dirty_is_written_where_a_routine_gave_another_value() -> None:
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    class Before(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(lambda context: context.insert_before_op(self.same))
+
+        def same(self, *given: Any) -> Any:
+            return [one * 1.0 if is_floating(one) else one for one in given]
+
+    leaf = torch.ones(2, requires_grad=True)
+    with amanda.apply(Before()):
+        x = leaf + 0
+        y = Doubles.apply(x)
+        y.sum().backward()
+    assert y is x
+    assert x.tolist() == [2.0, 2.0]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2.0, 2.0]
+
+
+def test_an_expanded_tensor_that_an_op_writes_takes_equal_values_and_refuses_others() -> None:
+    x = torch.zeros(2, 3)
+    with amanda.apply(Times(1.0, "set_")):
+        x.set_(torch.arange(3.0).untyped_storage(), 0, (2, 3), (0, 1))
+    assert x.tolist() == [[0.0, 1.0, 2.0]] * 2
+
+    class Rows(Times):
+        def times(self, *values: Any) -> Any:
+            return [values[0] + torch.tensor([[0.0], [1.0]])]
+
+    with amanda.apply(Rows(only="set_")), pytest.raises(amanda.errors.RoutineError, match="one in memory"):
+        x.set_(torch.arange(3.0).untyped_storage(), 0, (2, 3), (0, 1))

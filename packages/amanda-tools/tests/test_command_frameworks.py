@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 RUN = [sys.executable, "-m", "amanda", "run"]
@@ -44,8 +45,8 @@ def script(tmp_path: Path) -> Path:
 def amanda_run(
     folder: Path, *arguments: str, status: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*RUN, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+    done = children.run(
+        [*RUN, *arguments], cwd=folder, limit=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
     )  # fmt: skip
     assert done.returncode == status, done.stderr
@@ -79,9 +80,7 @@ def test_an_exception_is_told_as_it_is_and_results_are_saved(script: Path) -> No
     script.write_text(
         f"{MODEL}\nmodel(torch.rand(5, 4))\ntry:\n    model(torch.rand(5, 3))\nfinally:\n    1 / 0"
     )
-    plain = subprocess.run(
-        [sys.executable, "train.py"], cwd=script.parent, capture_output=True, text=True, check=False
-    )
+    plain = children.run([sys.executable, "train.py"], cwd=script.parent)
     run = amanda_run(script.parent, "-t", "flops", "-t", "nan", "-o", "out", "train.py", status=1)
     assert plain.stderr
     assert run.stderr.startswith(plain.stderr)
@@ -94,10 +93,12 @@ def test_results_are_saved_when_a_signal_ends_the_program(script: Path, number: 
     script.write_text(
         f"{MODEL}\nx = torch.rand(5, 4)\nmodel(x)\nprint('ready', flush=True)\nwhile True:\n    model(x)"
     )
-    with subprocess.Popen(
-        [*RUN, "-t", "flops", "-o", "out", "train.py"], cwd=script.parent, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as program:  # fmt: skip
+    with children.started(
+        [*RUN, "-t", "flops", "-o", "out", "train.py"],
+        cwd=script.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(number)
@@ -282,10 +283,11 @@ def test_a_transformers_trainer_runs_under_tools(script: Path) -> None:
     (script.parent / "patch").mkdir()
     (script.parent / "patch" / "sitecustomize.py").write_text(PATCH)
     environment = {"PYTHONPATH": str(script.parent / "patch"), "HF_HUB_OFFLINE": "1"}
-    plain = subprocess.run(
-        [sys.executable, "train.py", "--output_dir", "a"], cwd=script.parent, capture_output=True, text=True,
-        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
+    plain = children.run(
+        [sys.executable, "train.py", "--output_dir", "a"],
+        cwd=script.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
     told = ["-t", "flops:module=transformer.h", "-t", "nan:frequency=2", "-o", "out"]
     run = amanda_run(script.parent, *told, "--", "train.py", "--output_dir", "b", **environment)
     assert losses(run.stdout) == losses(plain.stdout) != []

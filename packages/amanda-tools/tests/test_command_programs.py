@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import children
 import pytest
 
 RUN = [sys.executable, "-m", "amanda", "run", "-q", "-t", "flops", "--"]
@@ -16,9 +17,7 @@ RUN = [sys.executable, "-m", "amanda", "run", "-q", "-t", "flops", "--"]
 
 def outcome(command: Sequence[str], folder: Path, stdin: str = "") -> tuple[int, str, str]:
     """Exit status, standard output and standard error."""
-    done = subprocess.run(
-        command, cwd=folder, input=stdin, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = children.run(command, cwd=folder, input=stdin, limit=120)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -98,15 +97,14 @@ def test_a_reader_that_goes_away_changes_nothing(script: Path) -> None:
     script.write_text("for i in range(100_000): print(i)")
     told = []
     for command in ([sys.executable], RUN):
-        program = subprocess.Popen(
-            [*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert program.stdout is not None
-        assert program.stderr is not None
-        program.stdout.readline()
-        program.stdout.close()
-        told.append((program.stderr.read(), program.wait(timeout=60)))
-        program.stderr.close()
+        with children.started(
+            [*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as program:
+            assert program.stdout is not None
+            assert program.stderr is not None
+            program.stdout.readline()
+            program.stdout.close()
+            told.append((program.stderr.read(), program.wait(timeout=60)))
     assert told[0] == told[1]
     assert "BrokenPipeError" in told[0][0]
 
@@ -151,9 +149,7 @@ def test_a_sitecustomize_that_is_shadowed_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     for command in ([sys.executable], RUN):
         code = "import sys, sitecustomize; print(customized, sitecustomize.__file__, sys.path)"
-        done = subprocess.run(
-            [*command, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
+        done = children.run([*command, "-c", code], env=environment, check=True)
         assert done.stdout.startswith(f"True {tmp_path / 'sitecustomize.py'}")
         assert "launch" not in done.stdout
 
@@ -172,10 +168,11 @@ def test_a_command_that_is_not_pythons_is_run_and_waited_for(tmp_path: Path) -> 
 
 
 def test_a_signal_reaches_a_command_that_is_not_pythons(tmp_path: Path) -> None:
-    with subprocess.Popen(
+    with children.started(
         [*RUN, "sh", "-c", 'trap "exit 5" TERM; echo ready; while :; do sleep 0.1; done'],
-        stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-    ) as program:  # fmt: skip
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+    ) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.terminate()

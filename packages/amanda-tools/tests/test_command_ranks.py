@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import children
 import pytest
 
 from amanda.tools.command import merge
@@ -67,8 +68,8 @@ def script(tmp_path: Path) -> Path:
 
 def run(folder: Path, *command: str, fails: bool = False) -> str:
     """Standard error of a command of this Python's."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+    done = children.run(
+        [sys.executable, *command], cwd=folder, limit=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
     )  # fmt: skip
     assert (done.returncode != 0) == fails, done.stderr
@@ -170,10 +171,12 @@ def test_a_killed_rank_leaves_what_was_saved_before(script: Path) -> None:
 def test_a_rank_that_waits_in_native_code_is_saved_when_it_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOCKED)
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, *RUN, "-t", "flops", "-o", "out", "train.py"], cwd=tmp_path, env=environment,
-        stdout=subprocess.PIPE, text=True,
-    ) as program:  # fmt: skip
+    with children.started(
+        [sys.executable, *RUN, "-t", "flops", "-o", "out", "train.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+    ) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(signal.SIGTERM)
@@ -183,3 +186,23 @@ def test_a_rank_that_waits_in_native_code_is_saved_when_it_is_told_to_end(tmp_pa
         program.kill()
     assert flops(saved).total("calls", "forward") == 2
     assert "of a process that went on" in flops(saved).remarks[0]
+
+
+LOST = """
+import os, signal, sys, time
+from amanda.tools.command._saving import Saving
+
+def handler(number, frame):
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, handler)
+saving = Saving(lambda: None, None)
+saving.start()
+saving.hear_signals(handler)
+os.write(saving._writing, bytes([signal.SIGTERM]))  # as it arrives before a system call, which then waits
+time.sleep(100)
+"""
+
+
+def test_a_signal_that_came_before_the_wait_ends_the_wait(tmp_path: Path) -> None:
+    assert children.run([sys.executable, "-c", LOST], limit=60).returncode == 3

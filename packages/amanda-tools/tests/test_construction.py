@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import torch
 from torch import nn
 
@@ -99,7 +99,7 @@ def phases(folder: Path, *options: str) -> list[list[Any]]:
     program = folder / "train.py"
     program.write_text(PROGRAM)
     line = [sys.executable, "-m", "amanda", "run", *options, "-o", str(folder), "--", str(program)]
-    subprocess.run(line, check=True, capture_output=True)
+    children.run(line, check=True)
     found = []
     for name in ("flops", "trace"):
         told = json.loads((folder / f"{name}.json").read_text())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import children
 import pytest
 import torch
 from torch import nn
@@ -161,6 +161,6 @@ def test_amanda_run_runs_compiled_code_where_it_is_asked_to(tmp_path: Path) -> N
     program.write_text(PROGRAM)
     for options, right in (([], "False"), (["--compiled", "instrument"], "True")):
         line = [sys.executable, "-m", "amanda", "run", "-t", "flops", *options, "--", str(program)]
-        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        done = children.run(line, check=True)
         assert done.stdout.split() == [right]
         assert ("ran op by op, as eager code" in done.stderr) == (not options)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import ml_dtypes
 import numpy as np
 import pytest
@@ -233,7 +234,8 @@ with amanda.apply(DumpTool(sys.argv[1], outputs="full", executions=None)):
 
 def test_the_dump_of_a_killed_program_is_readable(folder: Path) -> None:
     program = [sys.executable, "-c", PROGRAM, str(folder)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with children.started(program, stdout=subprocess.PIPE, env=environment) as run:
         assert run.stdout is not None
         run.stdout.readline()
         run.send_signal(signal.SIGKILL)

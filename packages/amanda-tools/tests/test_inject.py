@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import children
 import numpy as np
 import pytest
 import torch
@@ -345,10 +345,7 @@ print([faults(seed=5), faults(seed=5, target="grad_inputs")])
 
 
 def test_a_seed_gives_the_same_faults_again_also_in_another_process() -> None:
-    told = [
-        subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    ]
+    told = [children.run([sys.executable, "-c", SCRIPT], check=True).stdout for _ in range(2)]
     assert told[0] == told[1]
     assert told[0].count("backward") > 2
     model, x = nn.Linear(30, 30), torch.rand(4, 30)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import children
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -154,10 +154,7 @@ print(rows)
 
 
 def test_another_process_has_the_same_faults() -> None:
-    told = [
-        subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    ]
+    told = [children.run([sys.executable, "-c", SCRIPT], check=True).stdout for _ in range(2)]
     assert told[0] == told[1]
 
 

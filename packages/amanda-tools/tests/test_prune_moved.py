@@ -6,12 +6,12 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import children
 import pytest
 import torch
 import torch.nn.functional as F
@@ -344,12 +344,9 @@ assert all((one.value == 0).float().mean() == 0.5 for one in model.weights if le
 def test_keras_on_torch_is_finalized() -> None:
     pytest.importorskip("keras")
     environment = {**os.environ, "KERAS_BACKEND": "torch"}
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-W", "ignore", "-c", KERAS],
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
 

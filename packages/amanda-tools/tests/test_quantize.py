@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
 import sys
 import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from torch import Tensor, nn
@@ -360,7 +360,7 @@ with amanda.apply(tool):
 
 def test_a_frozen_tool_gives_the_same_in_a_new_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, tmp_path / "scales.safetensors", tmp_path / "outputs.pt"]
-    printed = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    printed = [children.run(command, check=True).stdout for _ in range(2)]
     assert printed == ["", "equal\n"]
 
 
@@ -538,7 +538,7 @@ def test_the_command_quantises_a_program(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM_UNDER_THE_COMMAND)
     tool = "quantize:weight_bits=4,type=linear,calibration=2,sqnr=true"
     command = [sys.executable, "-m", "amanda", "run", "-t", tool, "--", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = children.run(command, cwd=tmp_path, check=True)
     assert "Quantised tensors" in done.stdout + done.stderr
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import subprocess
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 from made_trace import flops_of, transformer
 
@@ -339,12 +339,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_command_writes_a_page_and_says_where(tmp_path: Path, trace: dict[str, Any]) -> None:
     saved(tmp_path, "net.json", trace)
     command = [sys.executable, "-m", "amanda", "view", "net.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = children.run(command, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "net.view.html\n", "")
     assert embedded((tmp_path / "net.view.html").read_text())["title"] == "net.json"
-    failed = subprocess.run(
-        [*command, "absent.json"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    failed = children.run([*command, "absent.json"], cwd=tmp_path)
     assert failed.returncode == 1
     assert "amanda view: absent.json cannot be read: No such file" in failed.stderr
 

@@ -19,7 +19,7 @@ from amanda._commands import (
     version_of_core,
 )
 from amanda._entries import COMMANDS, registry, rivalry
-from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean
+from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
 
 HELP = frozenset({"-h", "--help"})
 
@@ -84,7 +84,7 @@ def _program() -> str:
 
 
 def _fail(command: str, message: str, status: int) -> int:
-    sys.stderr.write(f"{_program()}{command}: {message}\n")
+    sys.stderr.write(f"{_program()}{command}: {printable(message)}\n")
     return status
 
 

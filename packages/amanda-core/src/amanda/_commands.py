@@ -14,7 +14,7 @@ from typing import Any
 from amanda import _doctor
 from amanda._entries import COMMANDS, Plugin, registry
 from amanda._plugins import list_drivers, list_tools, tool_class
-from amanda.errors import AmandaError, PluginError, did_you_mean
+from amanda.errors import AmandaError, PluginError, did_you_mean, printable
 
 Command = Callable[[Sequence[str]], "int | None"]
 
@@ -89,13 +89,14 @@ def version_of_core() -> str:
 
 def say(*lines: str) -> None:
     """Write lines to standard output."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as lines with aligned columns; the last may be of any width."""
     if not rows:
         return []
+    rows = [[printable(cell, line=True) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 

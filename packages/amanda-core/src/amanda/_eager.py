@@ -109,6 +109,7 @@ class EagerExecution(EagerOps):
         saved = None
         if call.targets and _acts_later(combined, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
+        versions = self.versions(inputs) if inputs is not call.inputs else []
         if trace is None or tracing is None:
             outputs = self._compute(combined, call, inputs, told, run, saved)
         else:
@@ -116,6 +117,9 @@ class EagerExecution(EagerOps):
             with tracing as made:
                 outputs = self._compute(combined, call, inputs, told, run, saved)
         values, rebuild = self.results(call, outputs)
+        if inputs is not call.inputs and self.versions(inputs) != versions:
+            values, inputs = self._written_back(call, inputs, versions, values)
+            outputs = rebuild(values)
         if analysis is not None:
             told.inputs, told.outputs = list(inputs), list(values)
             combined = analysis.after()
@@ -129,6 +133,20 @@ class EagerExecution(EagerOps):
         if self.views is not None:
             changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
+
+    def _written_back(
+        self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Copy what the op wrote into routines' values to its own inputs; use these from then on.
+
+        So does an autograd.Function that marks an input dirty, which no schema tells before it runs.
+        """
+        own: dict[int, Any] = {}
+        for original, given, version in zip(call.inputs, inputs, versions, strict=True):
+            if given is not original and self.is_tensor(given) and self.version(given) != version:
+                self.write(original, given, isolated=False)
+                own[id(given)] = original
+        return [own.get(id(one), one) for one in values], [own.get(id(one), one) for one in inputs]
 
     def _tied(
         self,

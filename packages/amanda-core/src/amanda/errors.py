@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from unicodedata import category
 
 __all__ = [
     "ActionError",
@@ -19,6 +20,7 @@ __all__ = [
     "ToolError",
     "UnknownToolError",
     "did_you_mean",
+    "printable",
 ]
 
 
@@ -91,3 +93,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near := get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
     return f"there are {', '.join(names)}" if names else "there are none"
+
+
+def printable(text: str, line: bool = False) -> str:
+    """Text of a stranger's as a terminal may show it: characters that would steer it are written as escapes.
+
+    line: whether it is to stay one line, so that line ends are escaped as well.
+
+    >>> printable("conv\\x1b[2J")
+    'conv\\\\x1b[2J'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    kept = "" if line else "\n\t"
+
+    def shown(one: str) -> str:
+        steers = one not in kept and category(one) in ("Cc", "Cf", "Cs")
+        return one.encode("unicode_escape").decode() if steers else one
+
+    return "".join(map(shown, text))

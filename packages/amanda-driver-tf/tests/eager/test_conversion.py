@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
+import children
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -79,4 +79,4 @@ def test_another_handle_for_an_assignment_is_refused(acting: Any, mark: Any) -> 
 
 def test_the_first_op_of_a_process_may_have_a_number_to_convert() -> None:
     program = "import tensorflow as tf, amanda\nwith amanda.apply(amanda.Tool()):\n    tf.fill((3,), 2.0)"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    children.run([sys.executable, "-c", program], check=True)

@@ -1,9 +1,9 @@
 """Modules and layers: paths, regions, and ids of the ops within."""
 
-import subprocess
 import sys
 from typing import Any
 
+import children
 import keras
 import pytest
 import tensorflow as tf
@@ -176,7 +176,7 @@ with amanda.apply(tool):
     model(tf.ones([1, 2]))
 print(scopes)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = children.run([sys.executable, "-c", program])
     assert done.stdout.strip() == "['one', 'two']", done.stderr
 
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import children
+
 PROGRAM = """
 import amanda, tensorflow as tf
 halved = tf.function(lambda x: x / 2, autograph=False)
@@ -22,13 +24,10 @@ with amanda.apply(tool):
 
 def run(threads: int, **environment: str) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(threads=threads)
-    return subprocess.run(
+    return children.run(
         [sys.executable, "-c", program],
         env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        limit=300,
     )
 
 

@@ -6,6 +6,7 @@ import gc
 import tracemalloc
 import weakref
 
+import children
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import c_api_util
@@ -111,7 +112,6 @@ def test_copies_die_with_their_graph_and_their_tool() -> None:
 
 
 def test_ids_are_the_same_in_equal_programs() -> None:
-    import subprocess
     import sys
 
     program = """
@@ -122,9 +122,6 @@ tool.add_inst_for_op(lambda context: print(context.get_op_id(), context.get_op()
 with tf.Graph().as_default(), tf1.Session() as session, amanda.apply(tool):
     session.run(tf.exp(tf.constant(1.0)))
 """
-    outputs = {
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    }
+    outputs = {children.run([sys.executable, "-c", program], check=True).stdout for _ in range(2)}
     assert len(outputs) == 1
     assert outputs.pop().count("\n") == 2

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 
+import children
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -176,5 +176,5 @@ assert [one.what for one in inside[3]] == ["routines before backward ops that no
 
 
 def test_keras_in_graph_mode() -> None:
-    done = subprocess.run([sys.executable, "-c", KERAS], capture_output=True, text=True)
+    done = children.run([sys.executable, "-c", KERAS])
     assert done.returncode == 0, done.stderr[-3000:]

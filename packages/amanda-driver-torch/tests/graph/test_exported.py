@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def alone(program: Path, args: tuple[Any, ...], kwargs: dict[str, Any], tmp_path
         str(tmp_path / "given.pt"),
         str(tmp_path / "out.pt"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(tmp_path / "out.pt")
 

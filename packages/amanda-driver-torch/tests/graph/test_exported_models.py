@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from torch import nn
@@ -108,7 +108,7 @@ def test_pruned_programs_run_without_amanda(tmp_path: Path) -> None:
         assert again.result.zeros == tool.result.zeros > 0, name
         assert all(one.stored for one in done.inlined), name
     command = [sys.executable, "-c", ALONE, str(tmp_path), *MODELS]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = children.run(command)
     assert ran.returncode == 0, ran.stderr[-3000:]
     for name, value in expected.items():
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.out.pt"), value, msg=name)

@@ -2,12 +2,12 @@
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import children
 import pytest
 import torch
 import torch._dynamo.eval_frame
@@ -63,11 +63,12 @@ def test_a_dynamo_that_cannot_be_kept_from_its_frames_is_warned_of(
 def test_without_the_native_interceptor_compiled_callables_run_op_by_op_and_it_is_said() -> None:
     names = "import test_other_versions as tests; names, report = tests.seen_of('instrument')"
     check = "assert names == ['eager', 'eager'], names; assert 'op by op' in report[0]"
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", f"{names}; {check}; assert len(tests.seen_of('eager')[1]) == 1"],
-        env={**os.environ, "AMANDA_NATIVE": "0", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        check=False,
+        env={
+            **os.environ,
+            "AMANDA_NATIVE": "0",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), children.PLACE]),
+        },
     )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -32,7 +33,11 @@ Told = dict[str, Any]
 
 def told_by_ranks(folder: Path) -> list[Told]:
     """What each rank tells of every training."""
-    torch.multiprocessing.spawn(_rank, (str(folder),), nprocs=SIZE)  # type: ignore[no-untyped-call]
+    spawn: Any = torch.multiprocessing.spawn
+    ranks = spawn(_rank, (str(folder),), nprocs=SIZE, join=False)
+    with children.killed(ranks.processes):
+        while not ranks.join(timeout=children.LIMIT):  # is back whenever a rank has ended
+            pass
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 

@@ -132,7 +132,7 @@ def main(every: int = 1, first: int = 0) -> int:
         marker = Path(folder, "marker")
         while True:
             command = [sys.executable, "-m", "torch_shapes", "child", str(marker), str(first), str(every)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
             errors += done.stdout.splitlines()
             said = marker.read_text().split()
             if said == ["done"]:

@@ -44,6 +44,46 @@ def observed(
     return {**facts, **model_facts(model), "the same objects": (same, len(_parts(model)))}
 
 
+def computed(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, torch.Tensor]:
+    """Train a copy of the model for two steps, all in one scope; the tensors that these came to, by name."""
+    model = copy.deepcopy(model)
+    with scope():
+        for _ in range(2):
+            model.zero_grad()
+            given = copy.deepcopy(dict(inputs))
+            seed()
+            outputs = list(tensors_in(model(**given)))
+            weighted_sum(outputs).backward()
+    found = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**found, **dict(model.named_buffers())}
+
+
+def apart(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are further apart than rounding takes them, over many layers.
+
+    Kernels round otherwise where a new tensor cannot have the strides of an expanded one.
+    """
+    if found.keys() != expected.keys():
+        return sorted(found.keys() ^ expected.keys())
+    return [name for name, tensor in found.items() if not _close(tensor, expected[name])]
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    finite = other.isfinite()
+    most = float(other[finite].abs().max()) if finite.any() else 1.0
+    rounding = torch.finfo(one.dtype).eps * 1000
+    return torch.allclose(one, other, rtol=rounding, atol=rounding * most, equal_nan=True)
+
+
 def differences(one: Facts, other: Facts) -> list[str]:
     """Names of what is different in two observations."""
     return [name for name in {**one, **other} if name not in one or one[name] != other.get(name)]

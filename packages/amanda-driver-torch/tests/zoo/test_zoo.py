@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from copies import copied
 
 import amanda
-from amanda.testing import Silent, Unchanged
+from amanda.testing import Fresh, Silent, Unchanged
 
 from . import timm_models, transformers_models
-from .observation import differences, observed
+from .observation import apart, computed, differences, observed
 from .subject import Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what models warn of is not ours
@@ -63,3 +64,13 @@ def test_a_model_trains_under_tools_as_without(subject: Subject) -> None:
         assert differences(bare, facts) == []
         assert work[0][1] >= work[0][0] > 0
         assert work[-1][0] == work[-2][0], "a step that takes the same way has ops that are new"
+
+
+@pytest.mark.parametrize("subject", list(parameters()))
+def test_a_model_computes_under_equal_new_values_what_it_computes_without(subject: Subject) -> None:
+    torch.manual_seed(0)
+    model, inputs = subject.make()
+    tool = Fresh(copied)
+    found = computed(model, inputs, lambda: amanda.apply(tool))
+    assert apart(found, computed(model, inputs)) == []
+    assert tool.calls > tool.analyses > 0

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._saved import Reached, SavedTensors, has_hooks
 from ._schema import flatten_outputs
+from ._views import overlaps
 
 
 class StraightThrough(torch.autograd.Function):
@@ -126,6 +127,9 @@ class TorchTensors:
             target.copy_(_same_shape(target, value))
             return
         value = _detached(_fitting(target, value))
+        if overlaps(target):
+            _without_gradient(_write_each, target, value)
+            return
         recorded = target.requires_grad and torch.is_grad_enabled()
         if recorded and target.retains_grad:  # torch cannot record a write into one that `squeeze_` has made
             _without_gradient(target.detach().copy_, value)
@@ -278,6 +282,20 @@ def _without_gradient(function: Callable[..., Any], *values: Any) -> Any:
         return function(*values)
     finally:
         torch._C._set_grad_enabled(before)
+
+
+def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write into a tensor several elements of which are one in memory, as `expand` makes it."""
+    size = target.untyped_storage().nbytes() // target.element_size()
+    index = torch.arange(size, device=target.device).as_strided(
+        target.size(), target.stride(), target.storage_offset()
+    )
+    target.detach().as_strided((size,), (1,), 0)[index] = value
+    if not torch.equal(target.nan_to_num(), value.nan_to_num()):
+        raise RoutineError(
+            "a routine returned different values for elements of a tensor of shape "
+            f"{tuple(target.shape)} that are one in memory, as after expand"
+        )
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

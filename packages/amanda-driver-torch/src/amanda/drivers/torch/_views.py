@@ -37,7 +37,7 @@ class TorchViews(Views):
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor, with the strides of the view: `contiguous` copies where it would have copied."""
-        if view.shape != value.shape or view.stride() == value.stride() or _overlaps(view):
+        if view.shape != value.shape or view.stride() == value.stride() or overlaps(view):
             return value.clone()
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
 
@@ -164,7 +164,7 @@ class TensorTie(Tie):
                 if torch.is_grad_enabled():
                     view = _reached(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
-                if at_value and marks is not None and _overlaps(view):
+                if at_value and marks is not None and overlaps(view):
                     return _write_overlapping(base, self._view, data, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return Part(target, marks)
@@ -199,7 +199,10 @@ class TensorTie(Tie):
         return _version(self._data), _version(self._view)
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one in memory, as `expand` makes it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
     return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 

@@ -6,7 +6,13 @@ amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 
 from amanda.tools.command._functions import function_of
 from amanda.tools.command._instrument import instrument
-from amanda.tools.command._line import compiled_option, exit_status, path_to_write, save_option
+from amanda.tools.command._line import (
+    compiled_option,
+    exit_status,
+    limit_option,
+    path_to_write,
+    save_option,
+)
 from amanda.tools.command._merge import merge
 from amanda.tools.command._options import Option, options_of
 from amanda.tools.command._run import run
@@ -21,6 +27,7 @@ __all__ = [
     "exit_status",
     "function_of",
     "instrument",
+    "limit_option",
     "merge",
     "options_of",
     "path_to_write",

@@ -13,6 +13,7 @@ start = 100
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from amanda.errors import did_you_mean
 from amanda.tools.command._spec import SpecError, ToolSpec
+from amanda.tools.results import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,8 +55,8 @@ def read_config(path: Path) -> Config:
 
 def _parsed(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         if path.suffix == ".toml":

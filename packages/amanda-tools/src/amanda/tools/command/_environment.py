@@ -62,19 +62,23 @@ def number_of_ranks() -> int:
     return 0
 
 
-def process_label() -> str:
+def process_label(handed: Handed) -> str:
     """A name for this process: "main", "rank0", "process123", "rank0.process123" for a child of a rank.
 
-    "rank0.restart1" where the launcher has started the ranks again.
+    "rank0.restart1" where the launcher has started the ranks again, "main.restart1" of a program that this
+    process has become.
     """
     above = os.environ.get(PROCESS, "")
     rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
     if rank and not above.startswith("rank"):
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         label = rank if restart == "0" else f"{rank}.restart{restart}"
-    elif above:
+    elif above and not (above.startswith("main") and os.getpid() == handed.root):
         label = f"{rank}.process{os.getpid()}".lstrip(".")
     else:
         label = "main"
+    if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
+        found = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
+        label = f"{label}.restart{found + 1}"
     os.environ[PROCESS] = label
     return label

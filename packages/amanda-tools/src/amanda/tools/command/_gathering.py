@@ -29,17 +29,20 @@ class Gathering:
         self._handed = handed
         self._tools = tools
         self._messages = list(messages)
+        self._lost: list[str] = []
         self._label = label
         # Of one of several roots that know nothing of each other, where a rank has its own.
-        self._suffix = "" if label == "main" or handed.together else label
+        self._suffix = "" if label.partition(".")[0] == "main" or handed.together else label
 
-    def leave(self, saw_op: bool = True, ended: bool = True) -> None:
-        """Save this process's results and leave them for the root.
+    def leave(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
+        """Save this process's results and leave them for the root, in a file.
 
         saw_op: whether it has any.  ended: False while it goes on, which the results then say.
+        followed: whether another program begins in this process, which may be the root.
         """
         handed, remark = self._handed, None
-        alone = handed.root == os.getpid() and not handed.together  # it is the root, and saves for itself
+        # It is the root, and saves for itself.
+        alone = handed.root == os.getpid() and not handed.together and not followed
         if not ended:
             now = datetime.now(timezone.utc).isoformat(" ", "seconds")
             remark = f"Saved at {now} of a process that went on."
@@ -52,15 +55,18 @@ class Gathering:
                 left.append(None)
                 self._lose(tooling, error)
         if alone:
-            return
-        told = {"tools": left, "messages": self._messages, "ranks": number_of_ranks()}
+            return None
+        told = {
+            "tools": left, "messages": self._messages, "lost": self._lost, "ranks": number_of_ranks(),
+        }  # fmt: skip
         path = Path(handed.folder) / f"{self._label}.json"
         waiting = path.with_suffix(".part")
         waiting.write_text(json.dumps(told), encoding="utf-8")
         waiting.rename(path)
+        return path
 
     def _lose(self, tooling: Tooling, error: Exception) -> None:
-        self._messages.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
+        self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _left(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
         with tooling.tool._amanda.lock:  # its routines may run on other threads
@@ -87,8 +93,10 @@ class Gathering:
             except Exception as error:  # of a tool, whose result is one of several
                 self._lose(tooling, error)
         messages = [*self._messages, *(message for one in others.values() for message in one["messages"])]
-        messages += [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
         teller.messages(list(dict.fromkeys(messages)))
+        lost = [*self._lost, *(loss for one in others.values() for loss in one["lost"])]
+        lost += [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
+        teller.losses(list(dict.fromkeys(lost)))
         folder = Path(self._handed.folder)
         if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # none is to come
             shutil.rmtree(self._handed.folder, ignore_errors=True)
@@ -147,7 +155,7 @@ class Gathering:
             result.save(whole)
             whole.replace(place)
         except Exception as error:  # what can still be told is told
-            self._messages.append(f"{tooling.name} cannot be saved in {path}: {error}")
+            self._lost.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None
         return str(path)
 

@@ -17,7 +17,7 @@ from rich.text import Text
 import amanda
 from amanda.tools.command._config import Config, read_config
 from amanda.tools.command._instrumented import InstrumentedResult
-from amanda.tools.command._line import exit_status, path_to_write
+from amanda.tools.command._line import exit_status, limit_option, path_to_write
 from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, combined, made
 from amanda.tools.command._state import load_states
 from amanda.tools.results import Result
@@ -43,6 +43,7 @@ _STEPS = {"start", "end", "frequency"}
 @click.option(
     "--report", type=path_to_write(*_FORMS), metavar="FILE", help=f"What was done, as {', '.join(_FORMS)}."
 )
+@limit_option
 @click.option("-f", "--force", is_flag=True, help="Replace OUT.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not tell what was done.")
 def _command(

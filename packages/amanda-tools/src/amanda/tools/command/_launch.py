@@ -48,7 +48,7 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
             f"did you mean {scripts[near[0]]}?" if near else "give a script, -m module, or a command on PATH"
         )
         raise SpecError(f"there is no {first!r}; {hint}")
-    return [found, *program[1:]], _is_python(Path(found))
+    return [found, *program[1:]], is_python(Path(found))
 
 
 def launch(
@@ -62,17 +62,19 @@ def launch(
 ) -> int:
     """Become the program, with the tools in its environment; comes back only where it is not Python's."""
     command, python = command_of(program)
+    output = None if output is None else _folder_for(output)
     shared = folder_of_ranks() if python else None
     folder = shared or tempfile.mkdtemp(prefix="amanda-")
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
-        None if output is None else str(output.absolute()), quiet, driven_frameworks(), every,
+        None if output is None else str(output), quiet, driven_frameworks(), every,
         shared is not None, compiled, construction,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.put(environment)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # the shell may have closed it
+            stream.flush()
     try:
         if python and os.name == "posix":
             os.execve(command[0], command, environment)
@@ -80,6 +82,20 @@ def launch(
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
+
+
+def _folder_for(output: Path) -> Path:
+    """Make the folder for results, so that a program does not run for nothing; its absolute path.
+
+    Raises SpecError for one that cannot be made or written to.
+    """
+    try:
+        place = output.absolute()
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError as error:
+        raise SpecError(f"results cannot be saved in {output}: {error.strerror}") from None
 
 
 def _tell(handed: Handed) -> None:
@@ -140,7 +156,7 @@ def _is_script(path: Path) -> bool:
     return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
 
 
-def _is_python(path: Path) -> bool:
+def is_python(path: Path) -> bool:
     """Whether a program is run by a Python."""
     if path.resolve() == Path(sys.executable).resolve():
         return True

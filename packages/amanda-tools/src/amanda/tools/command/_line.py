@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import Any
 
 import click
 
-from amanda.errors import AmandaError, UnknownToolError
+from amanda.errors import AmandaError, UnknownToolError, printable
 from amanda.tools.command._spec import SpecError
+from amanda.tools.results import reading
 
 _HELP: Any = {"help_option_names": ["-h", "--help"]}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?")
 _USAGE = (SpecError, UnknownToolError)
 
 
@@ -33,6 +37,8 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
         return _said(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
+        if error.filename is None and isinstance(error, FileNotFoundError):
+            where = "the working directory has been deleted: "
         return _said(name, f"{where}{error.strerror or error}", failure)
     except Exception as error:
         if not _notes(error):  # it is of no tool
@@ -56,6 +62,30 @@ def compiled_option(command: Any) -> Any:
     )(command)  # fmt: skip
 
 
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = _SIZE.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no size such as 500MB or 4GB", param, ctx)
+        return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
+def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The option `--limit SIZE`, up to which the command reads files."""
+
+    @functools.wraps(command)
+    def limited(limit: int | None, **given: Any) -> Any:
+        with reading(limit):
+            return command(**given)
+
+    return click.option(
+        "--limit", type=_Size(), metavar="SIZE",
+        help="Read files of up to this size, uncompressed, such as 4GB.",
+    )(limited)  # fmt: skip
+
+
 def path_to_write(*forms: str) -> Callable[[str], Path]:
     """For an option of a file to be written: its path, with one of some suffixes, in a folder."""
 
@@ -73,7 +103,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
 
 
 def _said(name: str, text: str, status: int, error: BaseException | None = None) -> int:
-    sys.stderr.write("\n".join([f"{name}: {text}", *_notes(error), ""]))
+    sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
     return status
 
 

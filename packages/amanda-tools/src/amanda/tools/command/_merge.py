@@ -11,7 +11,7 @@ import click
 
 from amanda.errors import AmandaError
 from amanda.tools.command._labels import by_number, missing_ranks
-from amanda.tools.command._line import exit_status
+from amanda.tools.command._line import exit_status, limit_option
 from amanda.tools.results import Result, by_rank, load
 from amanda.tools.results import merge as as_one
 
@@ -31,6 +31,7 @@ _OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.
 @click.option(
     "--ranks", type=click.IntRange(min=1), metavar="N", help="How many there were, to tell which are missing."
 )
+@limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def _command(
     files: Sequence[Path], output: Path | None, per_rank: bool, ranks: int | None, quiet: bool

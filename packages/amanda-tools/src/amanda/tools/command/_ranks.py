@@ -41,7 +41,7 @@ class Rank:
         self._alive: IO[str] | None = (self._folder / f"{label}.alive").open("w")
         fcntl.lockf(self._alive, fcntl.LOCK_EX)
 
-    def end(self, leave: Callable[[], None], tell: Callable[[], None]) -> None:
+    def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
         """Leave the results of this rank; tell those of all if no other is alive."""
         with _alone(self._folder / "telling"):
             leave()

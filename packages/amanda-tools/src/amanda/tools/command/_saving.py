@@ -7,28 +7,35 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
+
+import amanda
 
 GRACE = 1.0
 """Seconds after which a signal that ends the process has not been answered: it waits in native code."""
+_SOON = 0.1
 
 
 class Saving(threading.Thread):
     """Calls `save` every so many seconds, and where the main thread does not come to its signal handler.
 
     A rank that waits for another in a collective is told to end by its launcher, and after some seconds is
-    killed; Python's handlers run on the main thread, which waits.
+    killed; Python's handlers run on the main thread, which waits.  A signal that arrives just before a
+    system call that waits does not end the wait, so it is sent once more: of SIG_DFL the process would die.
     """
 
     def __init__(self, save: Callable[[], None], every: float | None) -> None:
         super().__init__(name="amanda-saving", daemon=True)
         self._save = save
         self._every = every
+        self._handler: Any = None
         self._ended = threading.Event()
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
 
-    def hear_signals(self) -> None:
-        """Hear of signals, unless the program does so itself.  On the main thread."""
+    def hear_signals(self, handler: Any) -> None:
+        """Hear of signals, unless the program does so itself, for a handler.  On the main thread."""
+        self._handler = handler
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -41,13 +48,26 @@ class Saving(threading.Thread):
 
     def run(self) -> None:
         """Wait and save, until `end`."""
+        with amanda.disabled():
+            self._run()
+
+    def _run(self) -> None:
         while not self._ended.is_set():
             ready, _, _ = select.select([self._reading], [], [], self._every)
             arrived = os.read(self._reading, 64) if ready else b""
-            if ready and not set(arrived) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}:
+            ending = set(arrived) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+            if ready and (not ending or self._ended.wait(_SOON)):
                 continue
+            for number in ending:
+                self._send_again(number)
             if not self._ended.wait(GRACE if ready else 0):
                 self._save()
+
+    def _send_again(self, number: int) -> None:
+        """Send a signal to the main thread, unless the program has a handler of its own for it."""
+        main = threading.main_thread().ident
+        if main is not None and signal.getsignal(number) == self._handler:
+            signal.pthread_kill(main, number)
 
     def end(self) -> None:
         """Save no more."""

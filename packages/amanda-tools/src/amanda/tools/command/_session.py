@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import amanda
 from amanda.plugins import hookimpl, plugin_manager
 from amanda.tools.command._environment import Handed, process_label
+from amanda.tools.command._exec import before_exec
 from amanda.tools.command._gathering import Gathering
 from amanda.tools.command._labels import is_rank
 from amanda.tools.command._ranks import Rank
@@ -46,16 +48,21 @@ class Session:
 
     def begin(self) -> None:
         """Open the scope."""
-        self._label = process_label()
+        self._label = process_label(self._handed)
         self._messages = Messages()
         if self._handed.together and self._pid == self._handed.root:
             self._rank = Rank(self._handed.folder, self._label)
         plugin_manager().register(self)
         self.scope.start()
-        if os.name == "posix" and (self._handed.every is not None or is_rank(self._label)):
+        if self._handed.every is not None or is_rank(self._label):
+            self.listen()
+        carry_to_threads(self.scope)
+
+    def listen(self) -> None:
+        """Start the thread that saves results, and that hears signals."""
+        if os.name == "posix" and self.saving is None:
             self.saving = Saving(self._save, self._handed.every)
             self.saving.start()
-        carry_to_threads(self.scope)
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
@@ -83,6 +90,15 @@ class Session:
             gathering.tell(self._saw_op)
         elif self._saw_op or is_rank(self._label):  # of a rank, also that it has none
             gathering.leave(self._saw_op)
+
+    def leave_to_follower(self) -> Callable[[], None]:
+        """Leave the results for the program that this process becomes; return what takes them back."""
+        if self._pid != os.getpid() or self.scope.closed or not self._saw_op:
+            return lambda: None
+        with self._leaving:
+            gathering = Gathering(self._handed, self._tools, self._messages.told, self._label)
+            left = gathering.leave(followed=True)
+        return lambda: left.unlink(missing_ok=True) if left is not None else None
 
     def _save(self) -> None:
         """Leave the results as they are so far."""
@@ -122,11 +138,12 @@ class _Process:
         self._begin()
         show_program_alone()
         atexit.register(self._end_of_interpreter)
+        before_exec(self._leave_before_exec)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
             if self.session is not None and self.session.saving is not None:
-                self.session.saving.hear_signals()
+                self.session.saving.hear_signals(self._end_by_signal)
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._end_by_signal)
@@ -145,10 +162,14 @@ class _Process:
         # Its processes end without what `atexit` has; what it clears in a child is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
-            util.register_after_fork(self, _Process._end_as_multiprocessing_does)
+            util.register_after_fork(self, _Process._live_as_multiprocessing_does)
 
-    def _end_as_multiprocessing_does(self) -> None:
+    def _live_as_multiprocessing_does(self) -> None:
         sys.modules["multiprocessing.util"].Finalize(None, self._end, exitpriority=-100)
+        if self.session is not None and threading.current_thread() is threading.main_thread():
+            self.session.listen()  # a pool terminates its workers as they wait for its locks
+            if self.session.saving is not None:
+                self.session.saving.hear_signals(self._end_by_signal)
 
     def _end(self) -> None:
         if self.session is None:
@@ -158,6 +179,12 @@ class _Process:
         self._ending = False
         if self._waiting is not None:
             _die(self._waiting)
+
+    def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
+        if self.session is not None and under_tools:
+            return self.session.leave_to_follower()
+        self._end()
+        return lambda: None
 
     def _end_of_interpreter(self) -> None:
         self._end()

@@ -45,7 +45,15 @@ class Tooling:
     tool: amanda.Tool
     selection: Selection
     out: Path | None
-    home: Path = field(default_factory=Path.cwd)
+    home: Path = field(default_factory=lambda: _working_directory() or Path())
+
+
+def _working_directory() -> Path | None:
+    """The working directory; None where it has been deleted, and programs run nevertheless."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
 
 
 @dataclass
@@ -150,6 +158,8 @@ _class = functools.cache(tool_class)  # a forked process looks up none of them a
 def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
     if out is None:
         return
+    if not out.is_absolute() and _working_directory() is None:
+        raise SpecError(f"tool {name}, option out: {out} is in the working directory, which has been deleted")
     if not hasattr(type(tool), "result"):
         raise SpecError(f"tool {name}, option out: the tool has no result")
     result = getattr(tool, "result")  # noqa: B009

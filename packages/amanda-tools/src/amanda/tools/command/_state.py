@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from amanda.errors import AmandaError
 from amanda.tools.command._spec import SpecError, Tooling
+from amanda.tools.results import TooLargeError, check_file, read_npz
 
 _FORMS = (".npz", ".safetensors")
 
@@ -49,11 +48,13 @@ def read_arrays(path: Path) -> Mapping[str, Any]:
     """
     if path.suffix == ".npz":
         try:
-            with np.load(path, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files}
+            return read_npz(path)
+        except TooLargeError:
+            raise
         except (ValueError, EOFError, zipfile.BadZipFile) as error:
             raise SpecError(f"it is no .npz file of plain arrays ({error})") from error
     if path.suffix == ".safetensors":
+        check_file(path)
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 

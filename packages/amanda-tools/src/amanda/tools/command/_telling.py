@@ -18,7 +18,8 @@ class Teller:
     """Tables on a terminal, plain text elsewhere; nothing where it is to be quiet."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet = quiet or sys.stderr is None or sys.stderr.closed
+        self._is_there = sys.stderr is not None and not sys.stderr.closed
+        self._quiet = quiet or not self._is_there
         self._console = Console(file=sys.stderr, highlight=False)
 
     def result(self, tooling: Tooling, result: Any, labels: Sequence[str], saved: Sequence[str]) -> None:
@@ -65,6 +66,12 @@ class Teller:
         for message in messages:
             self._say(f"amanda: {message}")
 
+    def losses(self, losses: Sequence[str]) -> None:
+        """Which results are lost, also where no results are to be printed."""
+        if self._is_there:
+            self._quiet = False
+        self.messages(losses)
+
     def _saved(self, tooling: Tooling, saved: Sequence[str]) -> None:
         if saved:
             self._say(f"amanda: {tooling.name} is in {', '.join(saved)}")
@@ -78,4 +85,4 @@ class Teller:
         try:
             self._console.print(what, soft_wrap=isinstance(what, Text))
         except (OSError, ValueError):  # nobody reads it any more
-            self._quiet = True
+            self._quiet, self._is_there = True, False

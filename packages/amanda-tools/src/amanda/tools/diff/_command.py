@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from amanda.tools.command import SpecError, compiled_option, exit_status, function_of, save_option
+from amanda.errors import printable
+from amanda.tools.command import (
+    SpecError,
+    compiled_option,
+    exit_status,
+    function_of,
+    limit_option,
+    save_option,
+)
 from amanda.tools.diff._diff import By, diff
 from amanda.tools.diff._run import Compiled, Source
 from amanda.tools.results import read_json
@@ -37,6 +45,7 @@ from amanda.tools.results import read_json
 )
 @compiled_option
 @save_option(".html", ".json", ".csv", ".txt")
+@limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing, the status tells.")
 def _command(
     a: str,
@@ -61,7 +70,7 @@ def _command(
     for path in files:
         result.save(path)
     if not quiet:
-        sys.stdout.write(f"{result}\n")
+        sys.stdout.write(f"{printable(str(result))}\n")
     return 1 if result else 0
 
 

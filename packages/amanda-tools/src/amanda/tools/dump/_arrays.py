@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import IO, Any, Literal
+from zipfile import BadZipFile
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_safetensors
 
 from amanda.errors import AmandaError
+from amanda.tools.results import TooLargeError, check_file, read_npz
 
 Format = Literal["safetensors", "npz"]
 Arrays = Mapping[str, NDArray[Any]]
@@ -72,17 +75,24 @@ def read_arrays(path: Path) -> Arrays:
     """
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as opened:
-                return dict(opened)
+            return read_npz(path)
+        check_file(path)
         opened = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         return {key: np.frombuffer(one["data"], np.uint8) for key, one in opened}
-    except (OSError, ValueError, SafetensorError) as error:
+    except TooLargeError:
+        raise
+    except (OSError, ValueError, EOFError, BadZipFile, SafetensorError) as error:
         raise AmandaError(f"the tensors of {path} cannot be read: {error}") from error
 
 
 def shaped(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """An array of a file as what it was."""
+    """An array of a file as what it was.
+
+    Raises AmandaError where the array does not have the numbers of this type and shape.
+    """
     kind = dtype_of(dtype)
+    if kind.hasobject or min(shape, default=0) < 0 or prod(shape) * kind.itemsize != array.nbytes:
+        raise AmandaError(f"{array.nbytes} bytes are no tensor of {dtype} and shape {list(shape)}")
     if array.dtype != kind:
         array = np.frombuffer(array.tobytes(), kind)
     return array.reshape(shape)

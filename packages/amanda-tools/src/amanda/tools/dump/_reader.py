@@ -68,7 +68,12 @@ class Dump:
         arrays = self._arrays(entry.file)
         if entry.key not in arrays:
             raise AmandaError(f"{self.folder / entry.file} has no tensor {entry.key!r}")
-        return shaped(arrays[entry.key], entry.dtype, entry.shape)
+        try:
+            return shaped(arrays[entry.key], entry.dtype, entry.shape)
+        except AmandaError as error:
+            raise AmandaError(
+                f"{self.folder / entry.file} and the index disagree at {entry.key!r}: {error}"
+            ) from None
 
     def _arrays(self, name: str) -> Arrays:
         if name not in self._opened:

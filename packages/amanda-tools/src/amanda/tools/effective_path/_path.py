@@ -10,13 +10,14 @@ from math import prod
 from operator import or_
 from pathlib import Path
 from typing import Any, Literal, get_args
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from amanda.errors import AmandaError
 from amanda.tools.effective_path._terms import Indices
-from amanda.tools.results import check_schema, in_words
+from amanda.tools.results import TooLargeError, check_schema, in_words, read_npz
 
 Part = Literal["neurons", "synapses", "weights"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -160,16 +161,18 @@ class EffectivePath:
         Raises PathError for a file of another kind or version.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
-                told = json.loads(str(file["path"]))
-                check_schema(told, NAME, VERSION)
-                layers = {}
-                for i, one in enumerate(told["layers"]):
-                    one.update({which: file[f"{i}/{which}"] for which in PARTS})
-                    shapes = {key: tuple(one[key]) for key in ("sizes", "shape", "weight_shape")}
-                    name = one.pop("name")
-                    layers[name] = Layer(**{**one, **shapes})
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            file = read_npz(Path(path))
+            told = json.loads(str(file["path"]))
+            check_schema(told, NAME, VERSION)
+            layers = {}
+            for i, one in enumerate(told["layers"]):
+                one.update({which: file[f"{i}/{which}"] for which in PARTS})
+                shapes = {key: tuple(one[key]) for key in ("sizes", "shape", "weight_shape")}
+                name = one.pop("name")
+                layers[name] = Layer(**{**one, **shapes})
+        except TooLargeError:
+            raise
+        except (ValueError, LookupError, TypeError, OSError, EOFError, BadZipFile) as error:
             why = in_words(error)
             raise PathError(f"{path} is no file of an effective path that can be read: {why}") from error
         return cls(layers, told["label"])

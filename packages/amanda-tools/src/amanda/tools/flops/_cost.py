@@ -69,6 +69,7 @@ class Shapes:
 
 
 Formula = Callable[[Shapes], Cost]
+"""A formula of an op: the cost of one execution, by the shapes of its tensors."""
 
 
 def tensors(values: Iterable[Any]) -> list[Shape]:

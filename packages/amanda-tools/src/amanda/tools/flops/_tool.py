@@ -30,7 +30,6 @@ _MOVES = MOVES | _aten.MOVES | _tensorflow.MOVES | _onnxruntime.MOVES
 class _Found:
     """An op whose shapes are known at execution alone; there is a place for each that it is executed with."""
 
-    op: int
     place: Place
     names: tuple[str, str]
     shape: Callable[[Any], Any]
@@ -47,7 +46,9 @@ class FlopsTool(amanda.Tool):
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
         self._custom = dict(formulas or {})
-        self._places: dict[Hashable, Place] = {}  # without a cache an op is analysed at each execution
+        # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
+        # an op is analysed at each execution.
+        self._places: dict[Hashable, Place] = {}
         self._products = 0  # ops analysed so far that are products
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
@@ -87,13 +88,13 @@ class FlopsTool(amanda.Tool):
             self._products += bool(place.macs)
             place.bytes = self._moved(context, names, outputs)
             _divide(place, share(outputs))
-            place = self._places.setdefault((context.get_op_id(), astuple(place)), place)
+            place = self._places.setdefault(_key(place), place)
             context["cost"] = None if place.flops is None else Cost(place.macs or 0, place.flops)
             context["estimate"] = place.estimate
             context.insert_after_op(self._count, outputs=[], place=place)
             return
         context["cost"] = _AT_EXECUTION
-        found = _Found(context.get_op_id(), place, names, context["shape"])
+        found = _Found(place, names, context["shape"])
         context.insert_after_op(self._count_shapes, found=found, shapes=shapes)
 
     @staticmethod
@@ -136,12 +137,12 @@ class FlopsTool(amanda.Tool):
             return None
 
     def _backward(self, context: amanda.OpContext) -> None:
-        kind, op = context["backward_type"], context.get_backward_op_id() or 0
+        kind = context["backward_type"]
         place = Place("backward", kind, context.get_scope(), context.get_source())
         if "cost" not in context:
             context["cost"], context["estimate"] = self._cost_of_absent(context), 0
         if context["cost"] is _AT_EXECUTION:
-            found = _Found(op, place, (kind, kind), context["shape"])
+            found = _Found(place, (kind, kind), context["shape"])
             context.insert_after_backward_op(self._count_gradients, found=found)
             return
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
@@ -150,7 +151,7 @@ class FlopsTool(amanda.Tool):
         if place.flops is None:
             place.estimate = self._backward_estimate(context)
         place.bytes = _bytes(context, [*entering, *grads])
-        place = self._places.setdefault((op, astuple(place)), place)
+        place = self._places.setdefault(_key(place), place)
         context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
@@ -223,7 +224,7 @@ class FlopsTool(amanda.Tool):
 
     def _same(self, found: _Found, key: str) -> Place:
         """The place that stands for executions of an op with these shapes."""
-        return self._places.setdefault((found.op, key), replace(found.place))
+        return self._places.setdefault((_key(found.place), key), replace(found.place))
 
     @staticmethod
     @amanda.observer
@@ -238,6 +239,11 @@ def _traffic(
     if names[0] not in _MOVES and names[1] not in _MOVES:
         return sum(inputs) + sum(outputs)
     return copied(inputs, outputs, in_place) if copies(names, in_place) else 0
+
+
+def _key(place: Place) -> Hashable:
+    """What equal ops have in common."""
+    return astuple(replace(place, calls=0))
 
 
 def _divide(place: Place, part: float) -> None:

@@ -12,6 +12,7 @@ from amanda.tools.inject._result import Injection, exported
 from amanda.tools.results import Column, KeyedResult
 
 Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
+"""The outcome of a trial; `sdc` is silent data corruption: an output that differs, and nobody is told."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 COUNTED = OUTCOMES[:-1]
 KEYS = ("phase", "type", "module", "source", "dtype", "bit")

@@ -116,3 +116,4 @@ def _unknown(whole: Any) -> Any:
 
 
 MOVED = Moved()
+"""The one that tools share, so that its routines come before those of them all."""

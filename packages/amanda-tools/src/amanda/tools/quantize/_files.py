@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.results import in_words
+from amanda.tools.results import TooLargeError, check_file, in_words, read_text
 
 _SCHEMA, _VERSION = "amanda.quantize.scales", 1
 
@@ -46,17 +46,18 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
     path = Path(path)
     try:
         if path.suffix == ".safetensors":
+            check_file(path)
             from safetensors import safe_open
 
             with safe_open(path, framework="numpy") as file:
                 told = json.loads((file.metadata() or {})["amanda"])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = json.loads(read_text(path))
             arrays = {name: np.array(one["values"], _dtype(one["dtype"]))
                       for name, one in told.pop("arrays").items()}  # fmt: skip
         schema, version = told.pop("schema"), told.pop("version")
-    except OSError:
+    except (OSError, TooLargeError):
         raise
     except Exception as error:
         raise QuantizeError(f"{path} is no file of scales that can be read: {in_words(error)}") from error

@@ -9,6 +9,7 @@ from amanda.errors import AmandaError
 from amanda.tools.quantize._arithmetic import arithmetic
 
 Rounding = Literal["half_even", "half_up", "half_away"]
+"""The direction in which a value half way between two integers is rounded: to even, up, or away from 0."""
 
 EPSILON = 1.1920928955078125e-07
 """The least scale, which is float32's epsilon as in torch.ao."""

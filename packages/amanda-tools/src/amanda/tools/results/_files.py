@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from amanda.errors import AmandaError
+from amanda.tools.results._limits import read_text
 
 T = TypeVar("T")
 
@@ -18,14 +18,13 @@ def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
     """What `make` makes of the content of a JSON file, which may be gzipped.
 
     what: such a file, for messages: "file of statistics".
-    Raises AmandaError where there is none, and where it is another: for what `make` raises of a content
-    that it does not know, such as ValueError.
+    Raises TooLargeError, and AmandaError where there is none, and where it is another: for what `make`
+    raises of a content that it does not know, such as ValueError.
     """
     path = Path(path)
     try:
-        raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        text = read_text(path)
+    except (EOFError, zlib.error) as error:
         raise AmandaError(f"{path} is a gzip file that ends too early or is damaged: {error}") from error
     except OSError as error:
         raise AmandaError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, printable
 from amanda.tools.results import _html
 from amanda.tools.results._text import fitting, shortened
 
@@ -93,7 +93,7 @@ class Result(ABC):
         console.print(table)
         console.width = LINE
         for note in self._sentences:
-            console.print(note, highlight=False, markup=False)
+            console.print(printable(note), highlight=False, markup=False)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
@@ -104,7 +104,7 @@ class Result(ABC):
         yield table
         if left_out:
             yield Text(f"There is no room for {', '.join(left_out)} here.")
-        yield from map(Text, self._sentences)
+        yield from map(Text, map(printable, self._sentences))
 
     def _table(self, width: int | None) -> tuple[Table, Sequence[str]]:
         """The table, and the names of the columns that it lacks for want of width."""
@@ -116,13 +116,17 @@ class Result(ABC):
         places = [i for i, column in enumerate(self.columns) if column.shown]
         columns = [self.columns[i] for i in places]
         totals = self._totals(rows)
-        cells = [[shown[i] for i in places] for shown in map(self._shown, rows[:ROWS_SHOWN])]
+        shown = map(self._shown, rows[:ROWS_SHOWN])
+        cells = [[printable(row[i], line=True) for i in places] for row in shown]
         ends = [totals[i] for i in places]
-        heads = [column.name for column in columns]
+        heads = [printable(column.name, line=True) for column in columns]
         numbers = [column.total or column.number for column in columns]
         kept, most = fitting(heads, [*cells, ends], width, numbers)
         table = Table(
-            title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left", show_footer=any(totals)
+            title=printable(self.title) or None,
+            box=box.SIMPLE_HEAD,
+            title_justify="left",
+            show_footer=any(totals),
         )
         for i in kept:
             justify: Literal["right", "left"] = "right" if numbers[i] else "left"

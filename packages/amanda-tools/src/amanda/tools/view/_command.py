@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from amanda.tools.command import exit_status, path_to_write
+from amanda.tools.command import exit_status, limit_option, path_to_write
 from amanda.tools.view._page import to_page
 
 
@@ -23,6 +23,7 @@ from amanda.tools.view._page import to_page
     help="The page to write; by default that of the first file's name with .view.html, where you are.",
 )
 @click.option("--title", help="Of the page; by default the files' names.")
+@limit_option
 @click.option("--open", "shown", is_flag=True, help="Show the page in a browser.")
 def _command(files: Sequence[Path], output: Path | None, title: str | None, shown: bool) -> None:
     """Make one self-contained HTML page of saved results.

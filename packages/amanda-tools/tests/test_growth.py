@@ -1,0 +1,94 @@
+"""Memory of tools that stay on: flat over steps, and bounded over models that are made and dropped."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import amanda
+from amanda.tools.flops import FlopsTool
+from amanda.tools.inject import InjectTool
+from amanda.tools.nan import NanTool
+from amanda.tools.profile import ProfileTool
+from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
+from amanda.tools.stats import StatsTool
+from amanda.tools.trace import TraceTool
+
+TOOLS: dict[str, Callable[[], amanda.Tool]] = {
+    "flops": FlopsTool,
+    "inject": lambda: InjectTool(probability=0.01, limit=10),
+    "nan": NanTool,
+    "profile": lambda: ProfileTool(limit=200),
+    "prune": PruneTool,
+    "quantize": lambda: QuantizeTool(calibration=2),
+    "stats": StatsTool,
+    "trace": TraceTool,
+}
+ALLOWED = {
+    "flops": 1_000, "inject": 4_000, "nan": 1_000, "profile": 30_000, "prune": 20_000, "quantize": 20_000,
+    "stats": 1_000_000, "trace": 80_000,
+}  # fmt: skip
+"""Bytes for a model of three layers that is gone, about twice what docs/limitations.md tells."""
+
+
+@pytest.fixture(autouse=True)
+def traced() -> Iterator[None]:
+    tracemalloc.start(1)
+    yield
+    tracemalloc.stop()
+
+
+def held() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def step(model: nn.Module) -> None:
+    model(torch.rand(3, 4)).sum().backward()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_step_leaves_nothing(name: str) -> None:
+    model = network()
+    with amanda.apply(TOOLS[name]()):
+        for _ in range(150):
+            step(model)
+        before = held()
+        for _ in range(500):
+            step(model)
+        # Weak tables are swept when they have doubled, which comes to 600 kB between two sweeps.
+        assert held() - before < (700_000 if name == "trace" else 50_000)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_model_that_was_dropped_leaves_what_the_result_tells_of_it(name: str) -> None:
+    with amanda.apply(TOOLS[name]()):
+        for _ in range(10):
+            step(network())
+        before = held()
+        for _ in range(50):
+            step(network())
+        assert held() - before < 50 * ALLOWED[name]
+
+
+def test_models_that_were_dropped_are_counted_together() -> None:
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        for _ in range(20):
+            step(network())
+        places = len(tool.result.places)
+        for _ in range(20):
+            step(network())
+    assert len(tool.result.places) == places
+    assert tool.result.total("macs", "forward") == 40 * 3 * (4 * 8 + 8 * 2)
