@@ -20,7 +20,6 @@ from amanda.tools.command._labels import is_rank
 from amanda.tools.command._ranks import Rank
 from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._spec import ToolSpec, made
-from amanda.tools.command._threads import carry_to_threads
 from amanda.tools.command._tracebacks import show_program_alone
 
 _MESSAGES = 1000
@@ -50,7 +49,6 @@ class Session:
         if os.name == "posix" and (self._handed.every is not None or is_rank(self._label)):
             self.saving = Saving(self._save, self._handed.every)
             self.saving.start()
-        carry_to_threads(self.scope)
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
