@@ -17,6 +17,7 @@ from amanda._generators import stepping, stepping_async
 from amanda._interrupts import uninterrupted
 from amanda._layer import layer_of
 from amanda._leaving import let_go
+from amanda._options import changed_options
 from amanda._order import in_order
 from amanda._report import Report
 from amanda._state import activated, current_state, restore
@@ -73,6 +74,9 @@ class Scope:
         self._forked = False
         try:
             uninterrupted(self._enter)
+            for tool in self._joined:
+                for text in changed_options(tool):
+                    self.report.add(f"options of {type(tool).__name__}", text)
             _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
         except BaseException:
             uninterrupted(self._leave)
@@ -110,6 +114,8 @@ class Scope:
         finally:
             for tool in joined:
                 tool.scope_left()
+                for text in tool.unmatched():
+                    self.report.add(f"what was selected for {type(tool).__name__}", text)
         _plugins.plugin_manager().hook.amanda_scope_left(scope=self)
 
     def _leave(self) -> None:

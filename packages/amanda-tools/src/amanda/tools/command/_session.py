@@ -65,7 +65,9 @@ class Session:
             # No longer than that: it may wait for a routine that the signal has interrupted here.
             self._leaving.acquire(timeout=GRACE)
             self.scope.stop()
-            self._tell_or_leave(Gathering(self._handed, self._tools, self._messages.told, self._label))
+            unmatched = {text for tooling in self._tools for text in tooling.tool.unmatched()}
+            messages = [one for one in self._messages.told if not one.endswith(tuple(unmatched))]
+            self._tell_or_leave(Gathering(self._handed, self._tools, messages, self._label))
         except Exception as error:  # the program's own end is not ours to change
             say(f"amanda: the results of process {self._pid} are lost: {type(error).__name__}: {error}")
 

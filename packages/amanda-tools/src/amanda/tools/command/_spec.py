@@ -36,14 +36,13 @@ class SpecError(AmandaError, ValueError):
 
 @dataclass
 class Tooling:
-    """A tool that was made, under a name of its own, what selects its ops, and the file for its result.
+    """A tool that was made, under a name of its own, and the file for its result.
 
     home: what the path of the file begins at, wherever the program goes.
     """
 
     name: str
     tool: amanda.Tool
-    selection: Selection
     out: Path | None
     home: Path = field(default_factory=Path.cwd)
 
@@ -103,7 +102,7 @@ class ToolSpec:
         selection.let(tool)
         if window is not None:
             window.let(tool)
-        return Tooling(self.name, tool, selection, chosen.get("out"))
+        return Tooling(self.name, tool, chosen.get("out"))
 
     def _read(self, name: str, given: Given, options: Mapping[str, Option]) -> Any:
         option = options.get(name) or SELECTORS.get(name)
