@@ -320,4 +320,9 @@ def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
     ):
         assert verdicts[name].split()[0] == "wrong"
         assert fix in verdicts[name]
+    asked = 'it asks for fake-frameworks<0.3, and 0.3.0 is installed: pip install "fake-frameworks<0.3"'
+    assert verdicts["fake-outdated"].split()[0] == "wrong"
+    assert asked in verdicts["fake-outdated"]
+    assert "not-installed" not in done.stdout
+    assert verdicts["fake-good"].split()[0] == "ok"
     assert "things are wrong" in done.stdout.splitlines()[-1]

@@ -9,7 +9,9 @@ __all__ = [
     "ArtefactError",
     "DependencyCycleError",
     "DriverError",
+    "MissingKeyError",
     "MutationError",
+    "NamespaceError",
     "NotTraceableError",
     "OptionError",
     "PluginError",
@@ -60,6 +62,17 @@ class RoutineError(AmandaError, TypeError):
 
 class MutationError(RoutineError):
     """An isolated instrumentation routine wrote into a value that it was given."""
+
+
+class MissingKeyError(AmandaError, KeyError):
+    """An analysis routine read a key of a context that no tool before it has written."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's would be in quotes
+
+
+class NamespaceError(AmandaError, TypeError):
+    """A namespace was compared with a string."""
 
 
 class ScopeError(AmandaError, RuntimeError):
