@@ -99,7 +99,8 @@ class EagerExecution(EagerOps):
                 result = returned if i == step else NOT_CALLED
                 inputs = run_routine(self, action, inputs, told, run, state, call.mutable, result)
         gradients = self.gradients(inputs) if combined.watching else None
-        trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
+        traced = combined.traced(gradients)
+        trace = Trace(op_id, gradients, combined, run, not state.cache) if traced else None
         saved = None
         if call.targets and _acts_later(combined, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
@@ -190,9 +191,12 @@ class EagerExecution(EagerOps):
         else:
             layer.table.set(op_id, None)
 
-    def finish(self, trace: Trace) -> None:
-        """Hear that every backward op of an execution has been analysed."""
-        trace.finish()
+    def finish(self, trace: Trace, again: bool = True) -> None:
+        """Hear that every backward op of an execution has been analysed.
+
+        again: whether the framework lets another pass come through them.
+        """
+        trace.finish(again)
 
 
 def _acts_later(combined: Combined, analysis: Analysis | None) -> bool:
