@@ -50,6 +50,29 @@ def test_threads_train_models_of_their_own_under_tools_of_their_own(seen: Any) -
     assert not linear[0] & linear[1]
 
 
+def test_a_model_is_trained_on_a_thread_in_the_scope(seen: Any) -> None:
+    net, grads = network(), []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(
+        lambda context: context.insert_before_backward_op(lambda *given: grads.append(context["name"])),
+        backward=True,
+    )
+    tool.add_inst_for_op(lambda context: context.update(name=context.get_op_type()))
+
+    def step() -> None:
+        net(X).sum().backward()
+
+    with amanda.apply(tool, seen) as scope:
+        for _ in range(2):
+            thread = threading.Thread(target=step)
+            thread.start()
+            thread.join()
+    assert seen.names == ["linear", "relu", "linear", "sum", "ones_like"] * 2
+    assert (grads.count("relu"), grads.count("sum")) == (2, 2)
+    assert grads.count("linear") > 4
+    assert scope.report == []
+
+
 def test_tasks_do_not_see_each_others_scopes(seen: Any) -> None:
     other = type(seen)()
 

@@ -27,15 +27,6 @@ class ThreadTests:
         assert len(relu.ids) == 1
         assert scope.report == []
 
-    def test_a_backward_pass_on_a_thread_belongs_to_the_scope_that_the_thread_started_in(
-        self, sample: Sample
-    ) -> None:
-        grads: list[Any] = []
-        x = sample.tensor([1.0], requires_grad=True)
-        with amanda.apply(inserting("insert_before_backward_op", sample.relu_backward, grads.append)):
-            _in_thread(lambda: sample.backward(sample.relu(x)))
-        assert len(grads) == 1
-
     def test_a_thread_that_ran_before_sees_the_scope_in_what_is_bound_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         x = sample.tensor([1.0])
