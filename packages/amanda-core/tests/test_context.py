@@ -12,7 +12,7 @@ import amanda
 from amanda import ActionType, InstrumentationPoint, Namespace, OpContext, Tool
 from amanda.action import Action, marks
 from amanda.context import OpFacts
-from amanda.errors import ActionError, AmandaError, ReplaceConflictError
+from amanda.errors import ActionError, AmandaError, MissingKeyError, NamespaceError, ReplaceConflictError
 
 BEFORE, AFTER = InstrumentationPoint.BEFORE_FORWARD_OP, InstrumentationPoint.AFTER_FORWARD_OP
 BEFORE_BACKWARD = InstrumentationPoint.BEFORE_BACKWARD_OP
@@ -289,3 +289,52 @@ def test_an_op_without_a_computation_says_so() -> None:
     with pytest.raises(AmandaError, match="relu cannot be called on other inputs in fake"):
         OpContext(facts(), lambda *_: None).get_computation()
     assert OpContext(facts(compute=relu), lambda *_: None).get_computation() is relu
+
+
+def test_a_key_that_standard_mapping_writes_is_missing_with_the_fix() -> None:
+    with pytest.raises(MissingKeyError, match=r"^Tool reads 'type' .*depends_on\(StandardMapping\(\)\)"):
+        recorded(lambda context: context["type"])
+    with pytest.raises(KeyError):
+        recorded(lambda context: context["type"])
+    assert recorded(lambda context: context.get("type")) == ()
+
+
+def test_a_key_without_a_rule_for_the_framework_is_missing_with_the_fix() -> None:
+    class StandardMapping(Tool):
+        """Has no rule for the framework of this op."""
+
+    tool = Tool()
+    tool.depends_on(StandardMapping())
+
+    def analyse(context: OpContext, _: InstrumentationPoint) -> None:
+        context._tool = tool
+        context["type"]
+
+    with pytest.raises(MissingKeyError, match=r"no rule for fake/1\.0/eager: give it one"):
+        OpContext(facts(), analyse).trigger_callback(BEFORE)
+
+
+def test_a_key_of_another_tool_is_missing_with_the_nearest_one() -> None:
+    def read(context: OpContext) -> None:
+        context["mask"] = 1
+        context["maks"]
+
+    with pytest.raises(MissingKeyError, match=r"'maks' of a context .* did you mean mask"):
+        recorded(read)
+
+
+def test_a_namespace_is_not_compared_with_a_string_in_silence() -> None:
+    namespace = Namespace("pytorch/2.13.0/eager")
+    for compare in (
+        lambda: namespace == "pytorch",
+        lambda: namespace != "pytorch",
+        lambda: namespace == "pytorch",
+        lambda: namespace in ["tensorflow", "pytorch"],
+    ):
+        with pytest.raises(NamespaceError, match=r'no string: matches\("(pytorch|tensorflow)"\)'):
+            compare()
+    assert namespace == Namespace("pytorch/2.13.0/eager") != Namespace("pytorch/2.13.0/graph")
+    assert namespace != 3
+    assert {namespace: 1}[Namespace("pytorch/2.13.0/eager")] == 1
+    assert "pytorch" in namespace
+    assert namespace[0] == "pytorch"

@@ -125,3 +125,34 @@ def test_a_driver_hears_what_an_op_is_given_of_routines_before_its_backward_ops_
         made = fake.relu(fake.tensor([3.0], requires_grad=True))
     assert made.numbers == [6.0]
     assert Hearing.heard == [[6.0 if action == "insert_before_op" else 3.0]]
+
+
+def test_without_the_cache_each_pass_through_a_graph_is_analysed_with_the_values_of_its_op() -> None:
+    seen: list[list[float]] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_inputs()[0].numbers), backward=True)
+    with attached(FakeDriver), amanda.apply(tool) as scope:
+        with amanda.cache_disabled():
+            made = fake.relu(fake.tensor([3.0], requires_grad=True))
+            for _ in range(3):
+                made.backward()
+        first = len(seen)
+        made.backward()  # with the cache, the last analysis holds
+    assert seen == [[3.0]] * len(seen)
+    assert (len(seen), first) == (6, 6)  # of relu, and of what stores the gradient
+    assert scope.report == []
+
+
+def test_a_pass_without_the_cache_through_what_was_analysed_with_it_is_reported() -> None:
+    analysed: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: analysed.append(context.get_op_type()), backward=True)
+    with attached(FakeDriver), amanda.apply(tool) as scope:
+        made = fake.relu(fake.tensor([3.0], requires_grad=True))
+        made.backward()
+        with amanda.cache_disabled():
+            made.backward()
+    assert len(analysed) == 2
+    (entry,) = scope.report
+    assert entry.what == "the analysis of a backward op of relu without the cache"
+    assert "its forward op ran with the cache" in entry.reason

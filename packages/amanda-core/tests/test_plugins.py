@@ -184,6 +184,38 @@ def test_tools_are_told_apart(run: Run) -> None:
     assert [plugin[2] for plugin in tools["twin"]] == ["duplicate", "duplicate"]
 
 
+@pytest.mark.parametrize(
+    ("tool", "part"),
+    [
+        ("interrupting", "(KeyboardInterrupt)"),
+        ("exiting", "(SystemExit: 0)"),
+        ("cancelled", "(Cancelled: not now)"),
+    ],
+)
+def test_a_plugin_that_would_end_the_program_is_a_broken_import(run: Run, tool: str, part: str) -> None:
+    code = (
+        "import amanda, threading\n"
+        "def load():\n"
+        f"    try: amanda.load_tool({tool!r})\n"
+        "    except amanda.errors.PluginError as error: print(error)\n"
+        "{start}\n"
+    )
+    for start in ("load()", "thread = threading.Thread(target=load); thread.start(); thread.join()"):
+        out = run.code(code.replace("{start}", start))
+        assert f"fails to import {part}; pip install --upgrade fake-broken" in out
+
+
+def test_the_users_interrupt_gets_through_while_a_plugin_is_imported(run: Run) -> None:
+    out = run.code(
+        "import amanda, signal\n"
+        "before = signal.getsignal(signal.SIGINT)\n"
+        "from amanda._entries import imported\n"
+        "try: imported(lambda: __import__('fake_ending.signalled'))\n"
+        "except KeyboardInterrupt: print('interrupted', signal.getsignal(signal.SIGINT) is before)"
+    )
+    assert out == "interrupted True\n"
+
+
 def test_load_tool_makes_a_tool_with_its_options(run: Run) -> None:
     out = run.code(
         "import amanda\n"
@@ -287,4 +319,9 @@ def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
     ):
         assert verdicts[name].split()[0] == "wrong"
         assert fix in verdicts[name]
+    asked = 'it asks for fake-frameworks<0.3, and 0.3.0 is installed: pip install "fake-frameworks<0.3"'
+    assert verdicts["fake-outdated"].split()[0] == "wrong"
+    assert asked in verdicts["fake-outdated"]
+    assert "not-installed" not in done.stdout
+    assert verdicts["fake-good"].split()[0] == "ok"
     assert "things are wrong" in done.stdout.splitlines()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,12 +235,12 @@ def test_run_is_handed_from_routine_to_routine_of_an_execution(session: Any) -> 
 def test_threads_run_a_session_side_by_side(session: Any) -> None:
     results: dict[int, Any] = {}
     scaled = tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")
-    with amanda.apply(scaled) as scope:
+    with amanda.apply(scaled):
 
         def work(number: int) -> None:
             results[number] = session.run(None, {"x": X * number})[0]
 
-        threads = [threading.Thread(target=scope.bind(work), args=(number,)) for number in range(1, 5)]
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
         for one in threads:
             one.start()
         for one in threads:
@@ -248,14 +249,16 @@ def test_threads_run_a_session_side_by_side(session: Any) -> None:
         close(value / number, 2 * np.maximum(HIDDEN, 0) @ SECOND)
 
 
-def test_other_threads_do_not_see_the_scope(session: Any) -> None:
+def test_runs_in_an_executor_are_in_the_scope_that_submits_them(session: Any) -> None:
     bare = session.run(None, {"x": X})[0]
-    found: list[Any] = []
-    with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")):
-        thread = threading.Thread(target=lambda: found.append(session.run(None, {"x": X})[0]))
-        thread.start()
-        thread.join()
-    np.testing.assert_array_equal(found[0], bare)
+    with ThreadPoolExecutor(2) as pool:
+        with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")) as scope:
+            inside = [pool.submit(session.run, None, {"x": X}) for _ in range(4)]
+            for future in inside:
+                close(future.result()[0], 2 * bare)
+        outside = pool.submit(session.run, None, {"x": X}).result()[0]
+    np.testing.assert_array_equal(outside, bare)
+    assert scope.report == []
 
 
 def test_an_asynchronous_run_is_instrumented_in_its_scope(session: Any) -> None:

@@ -1,6 +1,8 @@
 """Ways of going backward: twice, to a higher order, in part, in batches, from edges, in other scopes."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,37 @@ def test_a_graph_gone_through_twice_runs_its_routines_twice_and_is_analysed_once
         y.backward(retain_graph=True)
         y.backward()
     assert (len(analysed), len(executed)) == (3, 6)
+
+
+def test_without_the_cache_each_pass_through_a_graph_is_analysed_with_the_values_of_its_op() -> None:
+    x, analysed, executed = leaf(1, 2), [], []
+
+    def record(context: amanda.OpContext) -> None:
+        analysed.append((context.get_op_type(), context.get_inputs()[0].tolist()))
+        context.insert_before_backward_op(lambda *grads: executed.append(1), grad_outputs=[])
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(record, backward=True)
+    with amanda.apply(tool) as scope, amanda.cache_disabled():
+        y = x.exp().sum()
+        for keep in (True, True, False):
+            y.backward(retain_graph=keep)
+    assert len(analysed) == len(executed) == 9
+    assert analysed[:3] == analysed[3:6] == analysed[6:]
+    assert ("exp", x.tolist()) in analysed
+    assert scope.report == []
+
+
+def test_without_the_cache_values_are_let_go_of_after_the_last_pass() -> None:
+    x, values = leaf(1, 2), []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: values.append(weakref.ref(context.get_outputs()[0])), backward=True)
+    with amanda.apply(tool), amanda.cache_disabled():
+        y = x.exp().sum()
+        y.backward(retain_graph=True)
+        y.backward()
+    gc.collect()
+    assert [one() for one in values if one() is not None and one() is not y] == []
 
 
 def test_nodes_of_the_second_order_belong_to_the_op_of_the_first(backward_ops: Any) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,35 @@ def test_generation_with_a_cache_has_the_ids_of_the_step_before(seen: Any, trans
             counts.append(len(set(seen.ids)))
     assert torch.equal(output, bare)
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_text_is_generated_on_a_thread_in_the_scope(seen: Any, transformers: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, prompt = transformers.LlamaForCausalLM(config).eval(), torch.tensor([[1, 5, 9]])
+
+    class Words:
+        """A tokenizer, as far as a streamer asks."""
+
+        def decode(self, tokens: Any, **_: Any) -> str:
+            return "".join(f"{int(token)} " for token in tokens)
+
+    def stream() -> list[str]:
+        streamer = transformers.TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)
+        given = {"streamer": streamer, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        thread = threading.Thread(target=model.generate, args=(prompt,), kwargs=given)
+        thread.start()
+        words = "".join(streamer).split()
+        thread.join()
+        return words
+
+    alone = stream()
+    with amanda.apply(seen) as scope:
+        assert stream() == alone
+    assert seen.names.count("scaled_dot_product_attention") == len(alone) == 4
+    assert scope.report == []
 
 
 def test_the_calls_of_a_shared_layer_are_told_apart(seen: Any, transformers: Any) -> None:

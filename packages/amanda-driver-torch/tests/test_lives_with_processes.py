@@ -3,8 +3,8 @@
 import asyncio
 import multiprocessing
 import os
-import sys
 import threading
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import children
@@ -51,23 +51,27 @@ def test_threads_train_models_of_their_own_under_tools_of_their_own(seen: Any) -
     assert not linear[0] & linear[1]
 
 
-def test_a_thread_without_a_scope_is_not_seen(seen: Any) -> None:
-    with amanda.apply(seen):
-        thread = threading.Thread(target=lambda: network()(X))
-        thread.start()
-        thread.join()
-    assert seen.names == []
+def test_a_model_is_trained_on_a_thread_in_the_scope(seen: Any) -> None:
+    net, grads = network(), []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(
+        lambda context: context.insert_before_backward_op(lambda *given: grads.append(context["name"])),
+        backward=True,
+    )
+    tool.add_inst_for_op(lambda context: context.update(name=context.get_op_type()))
 
+    def step() -> None:
+        net(X).sum().backward()
 
-def test_threads_that_torch_starts_for_replicas_are_in_the_scope(seen: Any) -> None:
-    net = network()
-    with amanda.apply(seen):
-        threads = sys.modules["torch.nn.parallel.parallel_apply"].threading  # type: ignore[attr-defined]
-        replica = threads.Thread(target=net, args=(X,))
-        replica.start()
-        replica.join()
-    assert seen.names == ["linear", "relu", "linear"]
-    assert sys.modules["torch.nn.parallel.parallel_apply"].threading is threading  # type: ignore[attr-defined]
+    with amanda.apply(tool, seen) as scope:
+        for _ in range(2):
+            thread = threading.Thread(target=step)
+            thread.start()
+            thread.join()
+    assert seen.names == ["linear", "relu", "linear", "sum", "ones_like"] * 2
+    assert (grads.count("relu"), grads.count("sum")) == (2, 2)
+    assert grads.count("linear") > 4
+    assert scope.report == []
 
 
 def test_tasks_do_not_see_each_others_scopes(seen: Any) -> None:
@@ -96,6 +100,14 @@ class Items(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         instrumented = type(torch.nn.Module.__call__).__name__ != "function"
         return torch.relu(torch.tensor([float(index), float(instrumented)]))
+
+
+def test_a_data_loader_that_a_pool_walks_is_in_the_scope(seen: Any) -> None:
+    with ThreadPool(2) as pool, amanda.apply(seen):
+        batches = pool.imap(torch.neg, DataLoader(Items(), batch_size=2))
+        assert [len(batch) for batch in batches] == [2, 2]
+    assert seen.names.count("neg") == 2
+    assert seen.names.count("stack") == 2  # of the loader, which a thread of the pool walks
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -457,9 +457,9 @@ def test_a_tool_s_routines_run_one_at_a_time_on_two_threads(x: torch.Tensor) -> 
         for _ in range(50):
             module()
 
-    with amanda.apply(Around("relu", after=routine)) as scope:
+    with amanda.apply(Around("relu", after=routine)):
         work()
-        threads = [threading.Thread(target=scope.bind(work)) for _ in range(3)]
+        threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
             thread.start()
         work()

@@ -95,8 +95,7 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
     )
     assert isinstance(made.tool, NanTool)
     assert (made.tool._stop, made.tool._limit, made.out) == (True, 3, Path("x.json"))
-    assert made.selection.wanted_types == ("conv2d", "linear")
-    assert made.selection.wanted_modules == ("a", "b")
+    assert str(made.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_a_configuration_says_the_same_in_both_forms(tmp_path: Path, name: str, 
     config = read_config(tmp_path / name)
     assert config.output == Path("results")
     flops, nan = (spec.make(Steps()) for spec in config.tools)
-    assert flops.selection.wanted_modules == ("a", "b")
+    assert str(flops.tool._amanda.admissions[0]) == "module=a+b"
     assert (nan.tool._stop, nan.tool._limit) == (True, 3)  # type: ignore[attr-defined]
 
 

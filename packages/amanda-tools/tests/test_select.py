@@ -13,8 +13,11 @@ from torch import nn
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.flops import FlopsTool
+from amanda.tools.inject import InjectTool
 from amanda.tools.nan import NanTool
-from amanda.tools.select import Phase, Selection, SelectionError, select
+from amanda.tools.prune import PruneTool
+from amanda.tools.quantize import QuantizeTool
+from amanda.tools.select import Phase, SelectionError, select
 from amanda.tools.steps import Steps, Window, WindowError
 
 
@@ -142,15 +145,52 @@ def test_two_selections_hold_together() -> None:
     assert seen.analysed == ["1.1:linear"]
 
 
-def test_what_was_not_selected_is_told() -> None:
-    selection = Selection(type="conv3d")
-    seen = Seen()
-    selection.let(seen)
-    with amanda.apply(seen):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"type": "linaer"}, "no op was selected by type=linaer; did you mean linear?"),
+        ({"module": ["l.1", "l.2"]}, "no op was selected by module=l.1+l.2; did you mean 1.1?"),
+        ({"type": "relu", "module": "1.1"}, "no op was selected by type=relu and module=1.1 together"),
+        ({"phase": "optimizer"}, "no op was selected by phase=optimizer"),
+        ({"type": "zzz", "module": "zzz"}, "no op was selected by type=zzz"),
+    ],
+)
+def test_a_selection_that_no_op_fitted_is_reported_when_the_scope_closes(
+    given: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = select(Seen(), **given)
+    with amanda.apply(tool) as scope:
         mlp()(x())
-    assert not selection.matched
-    assert {"linear", "relu"} <= selection.types
-    assert "1.1" in selection.modules
+        assert scope.report == []
+    assert ("what was selected for Seen", told) in [entry[:2] for entry in scope.report]
+    assert told in caplog.text
+
+
+def test_a_selection_that_fitted_once_or_met_no_op_is_not_reported() -> None:
+    tool, model = select(Seen(), module="1"), mlp()
+    for run in (lambda: None, lambda: model(x()), lambda: model(x()), lambda: torch.relu(x())):
+        with amanda.apply(tool) as scope:
+            run()
+        assert scope.report == []
+
+
+def test_a_tool_with_a_selection_of_its_own_says_what_no_op_fitted_in_its_result() -> None:
+    made = {
+        InjectTool(type="linaer"): "linear",
+        QuantizeTool(type="linaer"): "linear",
+        PruneTool(0.5, module="1.l"): "1.1",
+    }
+    for tool, near in made.items():
+        with amanda.apply(tool) as scope:
+            mlp()(x())
+        (entry,) = scope.report
+        assert entry.reason.endswith(f"did you mean {near}?")
+        assert f"No {entry.reason.removeprefix('no ')}" in list(tool.result.remarks)
+    excluding = PruneTool(0.5, exclude="1.l")
+    with amanda.apply(excluding) as scope:
+        mlp()(x())
+    (entry,) = scope.report
+    assert entry.reason == "no op was excluded by exclude=1.l; did you mean 1.1?"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which drivers are attached: all that have their framework loaded, while any scope is open."""
+"""Attachment, while any scope is open: of all drivers that have their framework loaded, and to threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from amanda import _imports, _plugins
+from amanda._threads import Threads
 from amanda.errors import DriverError
 
 if TYPE_CHECKING:
@@ -28,12 +29,14 @@ class Attachment:
         self._attached: list[Driver] = []
         self._broken: dict[str, str] = {}  # what of, and why
         self._awaited: list[Callable[[], None]] = []
+        self._threads = Threads()
 
     def open(self, scope: Scope) -> None:
         """Count a scope in."""
         with self._lock:
             self._scopes.append(scope)
             if len(self._scopes) == 1:
+                self._threads.attach()
                 self._attach_loaded()
                 self._await_others()
             for what, reason in self._broken.items():
@@ -102,6 +105,7 @@ class Attachment:
             driver.detach()
             self._attached.pop()
             _plugins.plugin_manager().hook.amanda_driver_detached(driver=driver)
+        self._threads.detach()
 
 
 attachment = Attachment()

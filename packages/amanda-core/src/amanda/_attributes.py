@@ -13,22 +13,27 @@ class Attributes:
     """Attributes set for a while, and what they were before."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until `restore`."""
-        self._before.append((holder, name, vars(holder).get(name, _MISSING)))
+        before = vars(holder).get(name, _MISSING)
+        self._before.append((holder, name, before, value))
         with _as_much_a_sequence(holder, name):
             setattr(holder, name, value)
+        self._before[-1] = (holder, name, before, vars(holder).get(name))  # as the holder keeps it
 
     def restore(self) -> None:
-        """Undo every `set`, last first."""
+        """Undo every `set`, last first; an attribute that the program has set meanwhile is the program's."""
         while self._before:
-            holder, name, value = self._before[-1]
+            holder, name, value, ours = self._before[-1]
+            if vars(holder).get(name, _MISSING) is not ours:  # or `set` was interrupted
+                self._before.pop()
+                continue
             with _as_much_a_sequence(holder, name):
                 if value is not _MISSING:
                     setattr(holder, name, value)
-                elif name in vars(holder):  # not if `set` was interrupted
+                else:
                     delattr(holder, name)
             self._before.pop()
 

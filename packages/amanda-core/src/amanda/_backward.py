@@ -125,7 +125,7 @@ class BackwardStep:
         self._complete = True  # no layer has routines for it whose scope is closed
         for layer, plan in trace.plans:
             known = plan.backward.get(self.id)
-            if known is not None:
+            if known is not None and not self._is_analysed_anew(layer):
                 self._plans.append(known)
             elif layer.wants_backward and trace.gradients in plan.settled:
                 self._unsettle(plan)
@@ -135,6 +135,19 @@ class BackwardStep:
                     self._missing.append((layer, plan))
                 else:
                     self._complete = False
+
+    def _is_analysed_anew(self, layer: Layer) -> bool:
+        """Without the cache each pass is analysed, unless the forward pass had it: its values are gone."""
+        if self._state.cache or not layer.wants_backward or not all(map(self._state.is_open, layer.tools)):
+            return False
+        if not self._trace.facts.dropped:  # type: ignore[union-attr]
+            return True
+        self._state.report(
+            f"the analysis of a backward op of {self._facts.op_type} without the cache",
+            "its forward op ran with the cache, so what it read is gone: it does what was analysed before",
+            self._facts.source,
+        )
+        return False
 
     def _unsettle(self, plan: Plan) -> None:
         """Hear that the op made another backward op than those that were analysed, as for other shapes."""

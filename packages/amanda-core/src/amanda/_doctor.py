@@ -10,7 +10,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from typing import Literal, NamedTuple
 
 from amanda import _plugins
-from amanda._entries import COMMANDS, Entry, Plugin, registry, rivalry
+from amanda._entries import COMMANDS, Entry, Plugin, registry, rivalry, upgrade
+from amanda._requirements import Unfit, unfit_requirements
 from amanda.errors import PluginError
 
 Verdict = Literal["ok", "note", "wrong"]
@@ -40,13 +41,25 @@ def findings() -> Iterator[Finding]:
 def _distributions() -> Iterator[Finding]:
     found = {one.metadata["Name"]: one for one in distributions() if _is_ours(one)}
     for name, one in sorted(found.items()):
-        yield Finding("ok", f"{name} {one.version}")
+        unfit = list(unfit_requirements(one))
+        if not unfit:
+            yield Finding("ok", f"{name} {one.version}")
+        for asked in unfit:
+            yield Finding("wrong", f"{name} {one.version}", _unfit(name, asked))
     try:
         stranger = distribution("amanda")
     except PackageNotFoundError:
         return
     fix = "pip uninstall amanda, then pip install --force-reinstall amanda-core"
     yield Finding("wrong", f"amanda {stranger.version}", f"an unrelated package that takes our place: {fix}")
+
+
+def _unfit(name: str, unfit: Unfit) -> str:
+    wanted = f"{unfit.name}{unfit.asked}"
+    return (
+        f'it asks for {wanted}, and {unfit.installed} is installed: pip install "{wanted}", '
+        f"or {upgrade(name)} if that has a version for it"
+    )
 
 
 def _is_ours(one: Distribution) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from amanda._entries import DRIVERS, Entry, Plugin, registry, rivalry, upgrade
+from amanda._entries import DRIVERS, Entry, ImportFailure, Plugin, imported, registry, rivalry, upgrade
 from amanda._imports import is_imported
 from amanda.errors import PluginError
 
@@ -100,7 +100,7 @@ def _candidate(entry: Entry, load: bool) -> _Candidate:
     framework = _framework(entry)
     try:
         if load and _is_installed(framework):
-            importlib.import_module(framework)
+            imported(lambda: importlib.import_module(framework))
         if not _is_installed(framework):
             plugin = entry.plugin("absent", f"{framework} is not installed: pip install {framework}")
         elif not is_imported(framework):
@@ -109,8 +109,8 @@ def _candidate(entry: Entry, load: bool) -> _Candidate:
             return _loaded(entry)
     except PluginError as error:
         plugin = entry.plugin("broken import", str(error))
-    except Exception as error:
-        fault = f"{framework} itself fails to import ({type(error).__name__}: {error})"
+    except ImportFailure as failed:
+        fault = f"{framework} itself fails to import ({failed})"
         plugin = entry.plugin("broken import", f"{fault}: pip install --force-reinstall {framework}")
     return _Candidate(entry, plugin)
 

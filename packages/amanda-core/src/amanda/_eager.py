@@ -105,7 +105,8 @@ class EagerExecution(EagerOps):
         if inputs is not call.inputs:
             inputs = call.fitted(inputs)
         gradients = self.gradients(inputs) if combined.watching else None
-        trace = Trace(op_id, gradients, combined, run) if combined.traced(gradients) else None
+        traced = combined.traced(gradients)
+        trace = Trace(op_id, gradients, combined, run, not state.cache) if traced else None
         saved = None
         if call.targets and _acts_later(combined, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
@@ -247,9 +248,12 @@ class EagerExecution(EagerOps):
         """Whether the writes of an op have to be seen."""
         return self.views is not None and self.views.watching and op_id in layer.writers
 
-    def finish(self, trace: Trace) -> None:
-        """Hear that every backward op of an execution has been analysed."""
-        trace.finish()
+    def finish(self, trace: Trace, again: bool = True) -> None:
+        """Hear that every backward op of an execution has been analysed.
+
+        again: whether the framework lets another pass come through them.
+        """
+        trace.finish(again)
 
 
 def _acts_later(combined: Combined, analysis: Analysis | None) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from amanda._interrupts import raised_by_signals
 from amanda.errors import PluginError
 
 logger = logging.getLogger("amanda")
@@ -17,6 +18,7 @@ logger = logging.getLogger("amanda")
 DRIVERS, TOOLS, COMMANDS, HOOKS = "amanda.drivers", "amanda.tools", "amanda.commands", "amanda.plugins"
 ARTEFACTS = "amanda.artefacts"
 
+T = TypeVar("T")
 State = Literal["ready", "not loaded", "absent", "broken import", "wrong API", "duplicate"]
 
 
@@ -59,13 +61,13 @@ class Entry:
     @cached_property
     def _outcome(self) -> object:
         try:
-            return self._point.load()
-        except (Exception, SystemExit) as error:
+            return imported(self._point.load)
+        except ImportFailure as failed:
             failure = PluginError(
-                f"{self}: {self._point.value} fails to import ({type(error).__name__}: {error}); "
+                f"{self}: {self._point.value} fails to import ({failed}); "
                 f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}"
             )
-            failure.__cause__ = error.with_traceback(None)
+            failure.__cause__ = failed.__cause__
             return failure
 
     def plugin(self, state: State, message: str = "") -> Plugin:
@@ -74,6 +76,26 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.name} of {self.distribution} {self.version}"
+
+
+class ImportFailure(Exception):
+    """An import failed of itself, whatever it raised."""
+
+
+def imported(load: Callable[[], T]) -> T:
+    """Return what `load` imports.
+
+    Raises ImportFailure from whatever the import raises, a KeyboardInterrupt or SystemExit of its own too;
+    what a handler of a signal raises meanwhile, as the user's Ctrl-C does, is raised as it is.
+    """
+    with raised_by_signals() as interrupts:
+        try:
+            return load()
+        except BaseException as error:
+            if interrupts:
+                raise interrupts[0] from None
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise ImportFailure(text) from error.with_traceback(None)
 
 
 class Registry:

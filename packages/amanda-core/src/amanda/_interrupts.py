@@ -1,9 +1,10 @@
-"""Work that no signal handler of the program interrupts: what arrives meanwhile is handled after it."""
+"""Signals that arrive while something is under way: handled after it, or told apart from what it raises."""
 
 import _signal as signals  # type: ignore[import-not-found]  # the public module is twenty times as slow
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -21,19 +22,49 @@ def uninterrupted(work: Callable[[], None]) -> None:
     handlers: dict[int, Handler] = {}
     arrived: list[tuple[Handler, int, FrameType | None]] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append((noting[number], number, frame))
-
     try:
-        noting = {n: one for n in range(1, signal.NSIG) if callable(one := signals.getsignal(n))}
-        for number, handler in noting.items():
-            handlers[number] = handler
-            signals.signal(number, note)
+        _take(handlers, lambda handler, number, frame: arrived.append((handler, number, frame)))
         work()
     finally:
         _hand_back(handlers)
     for handler, number, frame in arrived:
         handler(number, frame)
+
+
+@contextmanager
+def raised_by_signals() -> Iterator[list[BaseException]]:
+    """Collect what handlers of signals raise meanwhile: the user's KeyboardInterrupt, not the work's own.
+
+    Any other thread than the main one runs no handlers.
+    """
+    handlers: dict[int, Handler] = {}
+    raised: list[BaseException] = []
+
+    def call(handler: Handler, number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            _take(handlers, call)
+        yield raised
+    finally:
+        _hand_back(handlers)
+
+
+def _take(handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]) -> None:
+    """Let `call(handler, number, frame)` be called in the place of each handler of the program."""
+
+    def instead(number: int, frame: FrameType | None) -> None:
+        call(found[number], number, frame)
+
+    found = {n: one for n in range(1, signal.NSIG) if callable(one := signals.getsignal(n))}
+    for number, handler in found.items():
+        handlers[number] = handler
+        signals.signal(number, instead)
 
 
 def _hand_back(handlers: dict[int, Handler]) -> None:

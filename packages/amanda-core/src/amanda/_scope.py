@@ -9,15 +9,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from weakref import ReferenceType
 
 from amanda import _plugins, interceptor
 from amanda._attachment import attachment
 from amanda._generators import stepping, stepping_async
 from amanda._interrupts import uninterrupted
 from amanda._layer import layer_of
+from amanda._leaving import let_go
+from amanda._options import changed_options
 from amanda._order import in_order
 from amanda._report import Report
-from amanda._state import State, activated, current_state, restore
+from amanda._state import activated, current_state, restore
 from amanda.errors import ScopeError, ToolError
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ class Scope:
         self._open = False
         self._token: object = None
         self._joined: tuple[Tool, ...] = ()
-        self._activations: list[interceptor.Activation] = []
+        self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
         self._forked = False
         self.report = Report()
         in_order(tools)
@@ -71,6 +74,9 @@ class Scope:
         self._forked = False
         try:
             uninterrupted(self._enter)
+            for tool in self._joined:
+                for text in changed_options(tool):
+                    self.report.add(f"options of {type(tool).__name__}", text)
             _plugins.plugin_manager().hook.amanda_scope_entered(scope=self)
         except BaseException:
             uninterrupted(self._leave)
@@ -84,10 +90,12 @@ class Scope:
         layer = layer_of(tools, outer.layer) if tools else outer.layer
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
         attachment.open(self)
-        self._activations.append(state.activation())
-        self._token = interceptor.ACTIVATION.set(self._activations[0])
+        activation = state.activation()
+        self._token = interceptor.ACTIVATION.set(activation)
         interceptor.reset_root()
         self._open = True
+        for scope in state.scopes:
+            scope.hold(activation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,39 +114,39 @@ class Scope:
         finally:
             for tool in joined:
                 tool.scope_left()
+                for text in tool.unmatched():
+                    self.report.add(f"what was selected for {type(tool).__name__}", text)
         _plugins.plugin_manager().hook.amanda_scope_left(scope=self)
 
     def _leave(self) -> None:
         """Undo what opening has done so far."""
         token, self._token, self._open = self._token, None, False
-        for activation in self._activations:
-            activation.active = False
-        self._activations.clear()
+        inner = self._opened_later()
         interceptor.keep_failure(None)
         try:
-            if token is not None and not self._leave_to_inner(token):
+            if token is not None and inner:  # generators take turns, say: the inner goes back to before both
+                inner[0]._token = token
+            elif token is not None:
                 restore(interceptor.ACTIVATION, token)
         finally:
-            attachment.close(self)
+            try:
+                let_go(list(self._activations))
+            finally:
+                attachment.close(self)
 
-    def _leave_to_inner(self, token: object) -> bool:
-        """Where a scope opened later is still open here, as in generators that take turns, leave it open."""
+    def _opened_later(self) -> list[Scope]:
+        """Return the open scopes within this one, here."""
         activation = interceptor.ACTIVATION.get(None)
         scopes: tuple[Scope, ...] = () if activation is None else activation.state.scopes
         later = scopes[scopes.index(self) + 1 :] if self in scopes else ()
-        inner = [scope for scope in later if not scope.closed]
-        if activation is None or not inner:
-            return False
-        inner[0]._token = token  # it goes back to what was before both
-        layer = None
-        kept = tuple(scope for scope in scopes if not scope.closed)
-        for scope in kept:
-            state = State(layer)
-            tools = [tool for tool in in_order(scope._tools) if not state.is_open(tool)]
-            layer = layer_of(tools, layer) if tools else layer
-        inner[-1]._activations.append(replace(activation.state, layer=layer, scopes=kept).activation())
-        interceptor.ACTIVATION.set(inner[-1]._activations[-1])
-        return True
+        return [scope for scope in later if not scope.closed]
+
+    def hold(self, activation: interceptor.Activation) -> None:
+        """Count in an activation that this scope is a part of, while a context has it."""
+        reference = ReferenceType(activation, self._activations.discard)
+        self._activations.add(reference)
+        if self.closed:  # meanwhile, on another thread
+            let_go([reference])
 
     def start(self) -> Scope:
         """Open the scope until `stop`, across the cells of a notebook."""
@@ -211,11 +219,12 @@ def apply(*tools: Tool, compiled: Compiled = "eager") -> Scope:
 
 def _forked() -> None:
     interceptor.forked()
-    for scope in attachment.abandon():
-        for activation in scope._activations:
-            activation.active = False
+    scopes = attachment.abandon()
+    for scope in scopes:
         scope._open = False
         scope._forked = True
+    for scope in scopes:
+        let_go(list(scope._activations))
 
 
 if hasattr(os, "register_at_fork"):

@@ -51,9 +51,8 @@ def current_state() -> State:
     """The state of this execution context."""
     activation = interceptor.ACTIVATION.get(None)
     state: State = _OUTSIDE if activation is None else activation.state
-    if any(scope.closed for scope in state.scopes):
-        return _OUTSIDE
-    return state
+    gone = state.layer is not None and not state.scopes
+    return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
 
 
 @contextmanager
@@ -77,21 +76,12 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
         raise ScopeError("this switch was left already") from error
 
 
-@contextmanager
-def activated(state: State) -> Iterator[None]:
-    """Put a state in force until the context is left or its innermost scope closes."""
+def activated(state: State) -> AbstractContextManager[None]:
+    """Put a state in force until the context is left; of its scopes, each until that closes."""
     activation = state.activation()
-    owners = state.scopes[-1:]
-    for scope in owners:
-        scope._activations.append(activation)
-    try:
-        with in_force(activation):
-            yield
-    finally:
-        activation.active = False
-        for scope in owners:
-            if activation in scope._activations:
-                scope._activations.remove(activation)
+    for scope in state.scopes:
+        scope.hold(activation)
+    return in_force(activation)
 
 
 @contextmanager

@@ -17,14 +17,18 @@ class Trace:
 
     gradients: which inputs needed a gradient.
     layer: the tools of the scope that it was made in.
+    anew: whether its backward ops are analysed in each pass, as without the cache.
     """
 
     __slots__ = (
-        "__weakref__", "combined", "facts", "gradients", "layer", "op_id", "pending", "plans", "run"
+        "__weakref__", "anew", "combined", "facts", "gradients", "layer", "op_id", "pending", "plans", "run"
     )  # fmt: skip
 
-    def __init__(self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any]) -> None:
+    def __init__(
+        self, op_id: int, gradients: Hashable, combined: Combined, run: dict[str, Any], anew: bool = False
+    ) -> None:
         self.op_id = op_id
+        self.anew = anew
         self.gradients = gradients
         self.combined = combined
         self.plans = combined.plans
@@ -50,8 +54,13 @@ class Trace:
             facts.dropped = False
         self.facts = facts
 
-    def finish(self) -> None:
-        """Hear that every backward op of the execution has been analysed."""
+    def finish(self, again: bool = True) -> None:
+        """Hear that every backward op of the execution has been analysed.
+
+        again: whether another pass may come through them.
+        """
+        if again and self.anew:
+            return
         if not self.combined.is_settled(self.gradients):
             for _, plan in self.plans:
                 plan.settled.add(self.gradients)

@@ -6,15 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda._facts import OpFacts
+from amanda._order import in_order
 from amanda._recording import Selection, check_point, check_replacement, positions, selected
 from amanda.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
-from amanda.errors import ActionError, AmandaError
+from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
 from amanda.namespace import Namespace
 
 if TYPE_CHECKING:
     from amanda.tool import Tool
 
 __all__ = ["OpContext", "OpFacts", "Selection"]
+
+
+STANDARD_KEYS = frozenset(
+    {"type", "in_place", "phase", "backward_type", "weight_index", "weight_grad_index", "layout",
+     "weight_layout", "shape", "dtype"}
+)  # fmt: skip
+"""Keys that `amanda.tools.mapping.StandardMapping` writes."""
 
 
 class OpContext(dict[str, Any]):
@@ -42,6 +50,18 @@ class OpContext(dict[str, Any]):
 
     def __repr__(self) -> str:
         return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
+
+    def __missing__(self, key: str) -> Any:
+        tool = "a tool" if self._tool is None else type(self._tool).__name__
+        tools = [] if self._tool is None else [type(one).__name__ for one in in_order([self._tool])]
+        if key in STANDARD_KEYS and "StandardMapping" in tools:
+            fix = f"StandardMapping has no rule for {self.namespace}: give it one, StandardMapping(rules)"
+        elif key in STANDARD_KEYS:
+            fix = f"StandardMapping writes it: self.depends_on(StandardMapping()) in {tool}"
+        else:
+            near = did_you_mean(str(key), map(str, self))
+            fix = f"write it before, in a tool that {tool} depends on; {near}"
+        raise MissingKeyError(f"{tool} reads {key!r} of a context that has no such key: {fix}")
 
     # ---- inspection ----
 

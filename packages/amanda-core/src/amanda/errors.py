@@ -10,7 +10,9 @@ __all__ = [
     "ArtefactError",
     "DependencyCycleError",
     "DriverError",
+    "MissingKeyError",
     "MutationError",
+    "NamespaceError",
     "NotTraceableError",
     "OptionError",
     "PluginError",
@@ -62,6 +64,17 @@ class RoutineError(AmandaError, TypeError):
 
 class MutationError(RoutineError):
     """An isolated instrumentation routine wrote into a value that it was given."""
+
+
+class MissingKeyError(AmandaError, KeyError):
+    """An analysis routine read a key of a context that no tool before it has written."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's would be in quotes
+
+
+class NamespaceError(AmandaError, TypeError):
+    """A namespace was compared with a string."""
 
 
 class ScopeError(AmandaError, RuntimeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from amanda.errors import NamespaceError
+
 
 class Namespace(tuple[str, ...]):
     """Tags joined by slashes: framework, version, mode.
@@ -15,6 +17,20 @@ class Namespace(tuple[str, ...]):
 
     def __new__(cls, tags: str) -> Namespace:
         return super().__new__(cls, tags.split("/"))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with another namespace. Raises NamespaceError for a string."""
+        if isinstance(other, str):
+            raise NamespaceError(
+                f'a namespace is no string: matches("{other}") says whether {self} begins with these tags, '
+                f'and == Namespace("{other}") whether it has no others'
+            )
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
 
     def __str__(self) -> str:
         return "/".join(self)

@@ -50,6 +50,8 @@ class _Registry:
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         self.former: dict[str, Any] = {}
+        self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
+        self.options: dict[str, str] | None = None  # those when a scope opened last
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded")
@@ -143,12 +145,24 @@ class Tool:
         self._amanda.wrappers.append(wrap)
         self._amanda.version += 1
 
-    def analyse_again(self, op_ids: Iterable[int]) -> None:
-        """Let the ops with these ids be analysed at their next execution, as if they were new.
+    def unmatched(self) -> list[str]:
+        """Say what was selected for this tool and no op fitted, for the report of a scope that closes.
 
-        A tool that learns of an op only what ops after it are may decide anew.
+        What `restrict` was given is asked, where it has a method of that name.
         """
-        forget_ops(self, op_ids)
+        asked = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
+        return [text for ask in asked if ask is not None for text in ask()]
+
+    def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
+        """Let the ops with these ids, or all, be analysed at their next execution, as if they were new.
+
+        A tool that learns of an op only what ops after it are may decide anew, as may one whose options
+        have changed.
+        """
+        if op_ids is None:
+            forget_all(self)
+        else:
+            forget_ops(self, op_ids)
 
     def scope_left(self) -> None:
         """Called when a scope that this tool joined in has closed, also after an exception.

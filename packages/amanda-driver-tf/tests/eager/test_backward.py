@@ -103,6 +103,21 @@ def test_a_persistent_tape_is_walked_twice(ops: Any) -> None:
     assert ops.backward.count(("Relu", "ReluGrad")) == 2
 
 
+def test_without_the_cache_each_walk_of_a_tape_is_analysed() -> None:
+    x, seen = tf.constant([1.0, 2.0]), []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_inputs()[0].numpy().tolist()), backward=True)
+    with amanda.apply(tool) as scope, amanda.cache_disabled():
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = tf.nn.relu(x)
+        tape.gradient(y, x)
+        once = len(seen)
+        tape.gradient(y, x)
+    assert seen == [[1.0, 2.0]] * 2 * once
+    assert scope.report == []
+
+
 def test_backward_ops_of_backward_ops_belong_to_the_same_op(acting: Any, ops: Any) -> None:
     x = tf.constant([2.0])
 

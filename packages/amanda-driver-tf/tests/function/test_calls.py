@@ -178,8 +178,8 @@ def test_observers_are_packed_within_a_budget(layer, monkeypatch) -> None:
 
 
 def test_threads_share_one_copy(layer, counting) -> None:
-    with amanda.apply(counting) as scope:
-        threads = [threading.Thread(target=scope.bind(lambda: layer.loss(layer.x))) for _ in range(8)]
+    with amanda.apply(counting):
+        threads = [threading.Thread(target=lambda: layer.loss(layer.x)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -123,12 +123,15 @@ def test_threads_run_one_session(graph, everywhere) -> None:
             for _ in range(20):
                 results.setdefault(value, set()).add(float(session.run(y, {x: value})))
 
-        with amanda.apply(everywhere) as scope:
-            threads = [threading.Thread(target=scope.bind(work), args=(float(i),)) for i in range(4)]
-            threads.append(threading.Thread(target=work, args=(9.0,)))
+        opened = threading.Event()
+        before = threading.Thread(target=lambda: opened.wait(60) and work(9.0))
+        before.start()
+        with amanda.apply(everywhere):
+            threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
             for thread in threads:
                 thread.start()
-            for thread in threads:
+            opened.set()
+            for thread in (*threads, before):
                 thread.join()
     assert all(len(found) == 1 for found in results.values())
     assert everywhere.ran["y"] == 80

@@ -6,6 +6,8 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ def _holders() -> list[Any]:
         torch.autograd.function._SingleLevelFunction, torch.autograd.Function, torch._ops.OpOverload,
         torch._ops.OpOverloadPacket, torch._C.ScriptFunction, torch._C.ScriptMethod, sys,
         torch.utils.checkpoint.CheckpointFunction, torch.special, torch.linalg, torch.fft, torch.sparse,
-        torch.nested, threading, sys.modules.get("torch.nn.parallel.parallel_apply"),
+        torch.nested, threading, threading.Thread, ThreadPoolExecutor, ThreadPool,
         *(getattr(torch._C, name) for name in NAMESPACES),
     ]  # fmt: skip
     return [holder for holder in named if inspect.ismodule(holder) or isinstance(holder, type)]

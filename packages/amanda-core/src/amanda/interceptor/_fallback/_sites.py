@@ -90,14 +90,15 @@ class Site:
         return result
 
     def _intercepted(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        table, state = activation.table, activation.state  # which may change meanwhile
         op_id = _identify(self, args, kwargs)
-        plan = NotImplemented if activation.table is None else activation.table.get(op_id)
+        plan = NotImplemented if table is None else table.get(op_id)
         if plan is None:
             return self.run(args, kwargs)
         thread.off += 1
         try:
             known = None if plan is NotImplemented else plan
-            return self.handler(activation.state, known, op_id, self, args, kwargs)
+            return self.handler(state, known, op_id, self, args, kwargs)
         finally:
             thread.off -= 1
 

@@ -60,6 +60,10 @@ class Activation:
         self.state = state
         self.active = active
 
+    def become(self, other: "Activation") -> None:
+        """Put in force what another activation holds, in every context that has this one."""
+        self.active, self.table, self.state = other.active, other.table, other.state
+
 
 ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
 """What is in force in an execution context; `active()` is the way to ask for it."""

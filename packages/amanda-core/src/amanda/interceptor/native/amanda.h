@@ -224,12 +224,13 @@ typedef struct {
     int memos;        /* whether what memos have learned holds */
     PlanTable *table; /* NULL: no plan is kept, every op reaches its handler */
     PyObject *state;
+    PyObject *references; /* weak */
 } Activation;
 
 /* One call that is being intercepted; its registers are as the site's convention has them. */
 typedef struct {
     Site *site;
-    Activation *activation;
+    PyObject *state; /* of the activation when the call began */
     PyObject *plan; /* None: there is none */
     uint64_t id;
     const Arguments *given;

@@ -50,10 +50,31 @@ static int activation_traverse(Activation *self, visitproc visit, void *arg) {
 
 static void activation_dealloc(Activation *self) {
     PyObject_GC_UnTrack(self);
+    if (self->references) PyObject_ClearWeakRefs((PyObject *)self);
     Py_CLEAR(self->table);
     Py_CLEAR(self->state);
     Py_TYPE(self)->tp_free(self);
 }
+
+static PyObject *activation_become(Activation *self, PyObject *value) {
+    if (!Py_IS_TYPE(value, &Activation_Type))
+        return PyErr_Format(PyExc_TypeError, "an Activation is wanted, not %R", value);
+    Activation *other = (Activation *)value;
+    PyObject *table = (PyObject *)self->table, *state = self->state;
+    self->active = other->active;
+    self->memos = other->memos;
+    self->table = (PlanTable *)Py_XNewRef((PyObject *)other->table);
+    self->state = Py_NewRef(other->state);
+    Py_XDECREF(table);
+    Py_DECREF(state);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef activation_methods[] = {
+    {"become", (PyCFunction)activation_become, METH_O,
+     "Put in force what another activation holds, in every context that has this one; ops under way go on as they "
+     "began."},
+    {0}};
 
 static PyMemberDef activation_members[] = {
     {"active", T_INT, offsetof(Activation, active), 0, "Whether ops are intercepted."},
@@ -69,7 +90,9 @@ PyTypeObject Activation_Type = {
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,
+    .tp_methods = activation_methods,
     .tp_members = activation_members,
+    .tp_weaklistoffset = offsetof(Activation, references),
 };
 
 /* ---- calls ---- */
@@ -195,7 +218,7 @@ PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done) {
     PyObject *args = packed_arguments(call->given), *kwargs = packed_keywords(call->given), *result = NULL;
     PyObject *id = PyLong_FromUnsignedLongLong(call->id), *known = PyLong_FromUnsignedLongLong(key);
     if (args && kwargs && id && known) {
-        PyObject *stack[] = {call->activation->state, call->plan, id, (PyObject *)call->site, args, kwargs, known,
+        PyObject *stack[] = {call->state, call->plan, id, (PyObject *)call->site, args, kwargs, known,
                              done ? done : Py_None};
         thread->off++;
         result = PyObject_Vectorcall(call->site->handler, stack, Py_IS_TYPE(call->plan, &Memo_Type) ? 8 : 6, NULL);
@@ -244,14 +267,14 @@ __attribute__((noinline)) static PyObject *run_plan(Thread *thread, Activation *
     Arguments given;
     read_arguments(site, &given, self, a, b, c);
     PyObject *plan = activation->table ? map_get(&activation->table->map, id) : NULL, *result;
-    Call call = {site, activation, plan ? plan : Py_None, id, &given, self, a, b, c};
+    Call call = {site, activation->state, plan ? plan : Py_None, id, &given, self, a, b, c};
     if (plan == Py_None || !is_targets(site, self)) return checked(thread, call_op(thread, &call));
-    Py_INCREF(activation);
+    Py_INCREF(call.state);
     Py_INCREF(call.plan);
     result = plan && activation->memos && Py_IS_TYPE(plan, &Memo_Type) ? memo_run(thread, &call)
                                                                        : hand_over(thread, &call, 0, NULL);
     Py_DECREF(call.plan);
-    Py_DECREF(activation);
+    Py_DECREF(call.state);
     return checked(thread, result);
 }
 
@@ -263,7 +286,9 @@ RARE static PyObject *run_unknown(Thread *thread, Activation *activation, Site *
     uint64_t id;
     read_arguments(site, &given, self, a, b, c);
     Py_INCREF(activation);
-    if (!identify(thread, site, &given, &id)) result = run_plan(thread, activation, id, site, self, a, b, c);
+    if (!identify(thread, site, &given, &id)) /* which may run anything */
+        result = activation->active ? run_plan(thread, activation, id, site, self, a, b, c)
+                                    : vanilla(site, self, a, b, c);
     Py_DECREF(activation);
     return result;
 }

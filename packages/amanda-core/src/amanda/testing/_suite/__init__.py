@@ -22,6 +22,7 @@ from amanda.testing._suite._isolation import IsolationTests
 from amanda.testing._suite._order import OrderTests
 from amanda.testing._suite._routines import RoutineTests
 from amanda.testing._suite._scopes import ScopeTests
+from amanda.testing._suite._threads import ThreadTests
 from amanda.testing._suite._transparency import TransparencyTests
 
 
@@ -34,6 +35,7 @@ class DriverTests(
     RoutineTests,
     OrderTests,
     ScopeTests,
+    ThreadTests,
     TransparencyTests,
     FailureTests,
     Gaps,

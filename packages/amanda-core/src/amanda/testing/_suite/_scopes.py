@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +16,7 @@ from amanda.testing._suite._tools import Executed, also, inserting, tool
 
 
 class ScopeTests:
-    """Scopes, threads, tasks and processes."""
+    """Scopes, tasks and processes."""
 
     def test_ops_of_a_routine_are_not_instrumented(self, sample: Sample) -> None:
         seen: list[str] = []
@@ -83,25 +79,6 @@ class ScopeTests:
                     sample.relu(x)
             sample.relu(x)
         assert len(relu.ids) == 2
-
-    def test_threads_do_not_see_each_others_scopes(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
-        x = sample.tensor([1.0])
-        with amanda.apply(relu):
-            _in_thread(lambda: sample.relu(x))
-            assert relu.ids == []
-            sample.relu(x)
-        assert len(relu.ids) == 1
-
-    def test_bind_carries_a_scope_to_another_thread(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
-        x = sample.tensor([1.0])
-        with amanda.apply(relu) as scope:
-            bound = scope.bind(lambda: sample.relu(x))
-            _in_thread(bound)
-            assert len(relu.ids) == 1
-        _in_thread(bound)
-        assert len(relu.ids) == 1
 
     def test_asyncio_tasks_do_not_see_each_others_scopes(self, sample: Sample) -> None:
         seen = {name: Executed(sample.name("relu")) for name in ("one", "two")}
@@ -213,40 +190,6 @@ class ScopeTests:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             sample.relu(x)
         assert len(relu.ids) == 2
-
-    def test_routines_of_a_tool_run_one_at_a_time(self, sample: Sample) -> None:
-        running, most = [0], [0]
-
-        def routine(_: Any) -> None:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-            time.sleep(0.002)
-            running[0] -= 1
-
-        x = sample.tensor([1.0])
-
-        def work() -> None:
-            for _ in range(5):
-                sample.relu(x)
-
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        try:
-            with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)) as scope:
-                threads = [threading.Thread(target=scope.bind(work)) for _ in range(4)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-        finally:
-            sys.setswitchinterval(interval)
-        assert most == [1]
-
-
-def _in_thread(function: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
 
 
 def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from amanda import interceptor
-from amanda.backend import Attributes, in_force
+from amanda.backend import Attributes
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import Copies
@@ -60,7 +60,7 @@ class Boundary:
         user_data: Any,
         run_options: Any = None,
     ) -> Any:
-        """A run on a thread of its own, with the scope in force there."""
+        """A run on a thread of its own, which belongs to the scope that it starts in."""
         activation = interceptor.active()
         if not activation or self._copies.prepare(session, activation.state) is None:
             return run(session, output_names, input_feed, callback, user_data, run_options)
@@ -68,8 +68,7 @@ class Boundary:
         def work() -> None:
             results, status = [], ""
             try:
-                with in_force(activation):
-                    results = session.run(output_names, input_feed, run_options)
+                results = session.run(output_names, input_feed, run_options)
             except Exception as error:
                 status = f"{type(error).__name__}: {error}"
             callback(results, user_data, status)

@@ -88,6 +88,7 @@ class Autograd(EagerDriver):
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
+            keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
             if activation is not None and create_graph:
                 _expect_second_order(activation.state)
             if activation is None or not Mark.alive():
@@ -100,7 +101,7 @@ class Autograd(EagerDriver):
             finally:
                 uninterrupted(backward.remove_hooks)
                 interceptor.reset_root()
-            backward.finish()
+            backward.finish(keeps_graph)
             return result
 
         attributes.set(torch.autograd.graph, original.__name__, run_backward)
@@ -196,8 +197,10 @@ class _Backward:
                 else:
                     heir._handles.append((node, handle))
 
-    def finish(self) -> None:
+    def finish(self, keeps_graph: bool) -> None:
         """Settle the plans of ops whose backward ops have all been analysed.
+
+        keeps_graph: whether another pass may come through it.
 
         Under create_graph there will be more of them, and once there were, wherever none was met.
         """
@@ -206,7 +209,7 @@ class _Backward:
         deep = {id(mark.trace.combined) for _, mark, _ in self._found if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
             if not trace.pending and (not trace.layer.twice or id(trace.combined) in deep):
-                self._driver.finish(trace)
+                self._driver.finish(trace, keeps_graph)
 
 
 class _Hooks:

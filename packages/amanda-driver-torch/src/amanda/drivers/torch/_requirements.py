@@ -56,7 +56,6 @@ OPTIONAL = {
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
-    "nn.parallel.parallel_apply": "threads of replicas see no scope",
 }
 """Without one of these, what it says."""
 

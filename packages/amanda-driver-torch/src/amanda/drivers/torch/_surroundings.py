@@ -1,10 +1,8 @@
-"""Where torch leaves the call: checkpoints, threads of replicas, and compiled callables."""
+"""Where torch leaves the call: checkpoints, and compiled callables."""
 
 import functools
 import logging
 import sys
-import threading
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,7 +50,6 @@ class Surroundings:
         """Put everything in place; attributes go back with the driver's others."""
         self._operators.open()
         self._follow_checkpoints(attributes)
-        self._follow_replicas(attributes)
         self._follow_futures(attributes)
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
@@ -84,26 +81,6 @@ class Surroundings:
         if forward is not None:
             run = staticmethod(functools.wraps(forward)(run_forward))
             attributes.set(checkpoint.CheckpointFunction, "forward", run)
-
-    @staticmethod
-    def _follow_replicas(attributes: Attributes) -> None:
-        """Let the threads of `torch.nn.DataParallel` be in the scope of the one that starts them."""
-
-        def thread(*args: Any, **kwargs: Any) -> threading.Thread:
-            activation, target = interceptor.ACTIVATION.get(None), kwargs.get("target")
-            if activation is not None and target is not None:
-
-                def run(*inputs: Any) -> None:
-                    with in_force(activation):
-                        target(*inputs)
-
-                kwargs["target"] = run
-            return threading.Thread(*args, **kwargs)
-
-        module = sys.modules.get("torch.nn.parallel.parallel_apply")
-        if module is not None and hasattr(module, "threading"):
-            names = {**vars(threading), "Thread": thread}
-            attributes.set(module, "threading", types.SimpleNamespace(**names))
 
     @staticmethod
     def _follow_futures(attributes: Attributes) -> None:

@@ -114,7 +114,7 @@ class Gathering:
         if not labels:
             teller.nothing(tooling)
             return
-        if not tooling.selection.matched and saw_op:
+        if saw_op:
             teller.unmatched(tooling)
         if result is None:
             return

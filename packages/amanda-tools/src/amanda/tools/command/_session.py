@@ -22,7 +22,6 @@ from amanda.tools.command._labels import is_rank
 from amanda.tools.command._ranks import Rank
 from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._spec import ToolSpec, made
-from amanda.tools.command._threads import carry_to_threads
 from amanda.tools.command._tracebacks import show_program_alone
 from amanda.tools.select import leave_construction
 
@@ -41,7 +40,7 @@ class Session:
         self.saving: Saving | None = None
         self._tools = made(ToolSpec(name, given) for name, given in handed.tools)
         for tooling in self._tools:
-            if not handed.construction and tooling.selection.phase is None:
+            if not handed.construction and tooling.phase is None:
                 leave_construction(tooling.tool)
         compiled: Any = handed.compiled
         self.scope = amanda.apply(*(tooling.tool for tooling in self._tools), compiled=compiled)
@@ -56,7 +55,6 @@ class Session:
         self.scope.start()
         if self._handed.every is not None or is_rank(self._label):
             self.listen()
-        carry_to_threads(self.scope)
 
     def listen(self) -> None:
         """Start the thread that saves results, and that hears signals."""
@@ -79,7 +77,9 @@ class Session:
             # No longer than that: it may wait for a routine that the signal has interrupted here.
             self._leaving.acquire(timeout=GRACE)
             self.scope.stop()
-            self._tell_or_leave(Gathering(self._handed, self._tools, self._messages.told, self._label))
+            unmatched = {text for tooling in self._tools for text in tooling.tool.unmatched()}
+            messages = [one for one in self._messages.told if not one.endswith(tuple(unmatched))]
+            self._tell_or_leave(Gathering(self._handed, self._tools, messages, self._label))
         except Exception as error:  # the program's own end is not ours to change
             say(f"amanda: the results of process {self._pid} are lost: {type(error).__name__}: {error}")
 

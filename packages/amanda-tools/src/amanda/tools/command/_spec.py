@@ -36,15 +36,16 @@ class SpecError(AmandaError, ValueError):
 
 @dataclass
 class Tooling:
-    """A tool that was made, under a name of its own, what selects its ops, and the file for its result.
+    """A tool that was made, under a name of its own, and the file for its result.
 
+    phase: the part of the program that was asked for; None for all.
     home: what the path of the file begins at, wherever the program goes.
     """
 
     name: str
     tool: amanda.Tool
-    selection: Selection
     out: Path | None
+    phase: str | None = None
     home: Path = field(default_factory=lambda: _working_directory() or Path())
 
 
@@ -111,7 +112,7 @@ class ToolSpec:
         selection.let(tool)
         if window is not None:
             window.let(tool)
-        return Tooling(self.name, tool, selection, chosen.get("out"))
+        return Tooling(self.name, tool, chosen.get("out"), chosen.get("phase"))
 
     def _read(self, name: str, given: Given, options: Mapping[str, Option]) -> Any:
         option = options.get(name) or SELECTORS.get(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from rich.console import Console
@@ -46,20 +45,9 @@ class Teller:
             self._say('amanda: no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"')
 
     def unmatched(self, tooling: Tooling) -> None:
-        """That no op was selected, and what there was."""
-        selection = tooling.selection
-        for name, wanted, met in (
-            ("type", selection.wanted_types, selection.types),
-            ("module", selection.wanted_modules, selection.modules),
-        ):
-            if wanted:
-                near = [
-                    one
-                    for pattern in wanted
-                    for one in get_close_matches(pattern, met - {""}, n=2, cutoff=0.5)
-                ]
-                hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                self._say(f"amanda: {tooling.name}: no op was selected by {name}={'+'.join(wanted)}{hint}")
+        """Which selections no op fitted."""
+        for text in tooling.tool.unmatched():
+            self._say(f"amanda: {tooling.name}: {text}")
 
     def messages(self, messages: Sequence[str]) -> None:
         """What was logged, such as what could not be instrumented."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.inject._faults import OF_BITS, Fault, Kind
 from amanda.tools.inject._formats import Field
+from amanda.tools.select import Patterns
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
 TARGETS: tuple[str, ...] = get_args(Target)
@@ -28,8 +28,8 @@ class Options:
 
     fault: Fault
     target: str
-    types: Sequence[str] | None
-    modules: Sequence[str] | None
+    types: Patterns
+    modules: Patterns
     index: int | None
     probability: float | None
     count: int | None
@@ -65,7 +65,7 @@ class Options:
 
     def selects(self, module: str, *names: str) -> bool:
         """Whether an op of a module, which has these names, is selected."""
-        return _matches(self.types, *names) and _matches(self.modules, module)
+        return self.types(*names) and self.modules(module)
 
     def at(self, execution: int) -> bool:
         """Whether an execution of a selected op is."""
@@ -73,13 +73,9 @@ class Options:
         return after >= 0 and (self.end is None or execution < self.end) and after % self.frequency == 0
 
 
-def globs(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+def globs(option: str, given: Sequence[str] | str | None) -> Patterns:
     """An option that is a glob or several; None for all."""
-    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
-def _matches(patterns: Sequence[str] | None, *names: str) -> bool:
-    return patterns is None or any(fnmatchcase(name, glob) for name in names for glob in patterns)
+    return Patterns(option, [given] if isinstance(given, str) else given)
 
 
 def _check_known(option: str, given: Any, known: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from amanda.tools.inject._options import TARGETS, Options, Target, globs
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import Fits, Place, Site, Tensor, always, tensors_of
 from amanda.tools.mapping import MappingTool, StandardMapping, weight_gradient
+from amanda.tools.select import as_remarks, unmatched
 
 
 class InjectTool(amanda.Tool):
@@ -66,8 +67,9 @@ class InjectTool(amanda.Tool):
     ) -> None:
         super().__init__()
         self._options = Options(
-            Fault(fault, bits, field, flips, value, scale), target, globs(type), globs(module), index,
-            probability, count, seed, permanent, start, end, frequency,
+            Fault(fault, bits, field, flips, value, scale), target,
+            globs("type", type), globs("module", module), index, probability, count, seed, permanent,
+            start, end, frequency,
         )  # fmt: skip
         self._limit = limit
         self._seen: dict[str, bool] = {}
@@ -95,7 +97,13 @@ class InjectTool(amanda.Tool):
     def result(self) -> InjectResult:
         """What was changed so far, in an order that does not depend on that of threads."""
         injections = sorted(self._injections, key=self._order)
-        return InjectResult(injections, self._total, sum(self._executed.values()), self._seen)
+        result = InjectResult(injections, self._total, sum(self._executed.values()), self._seen)
+        result.remarks = as_remarks(self.unmatched())
+        return result
+
+    def unmatched(self) -> list[str]:
+        """Say which options no op fitted."""
+        return [*super().unmatched(), *unmatched([self._options.types, self._options.modules])]
 
     @property
     def seed(self) -> int:

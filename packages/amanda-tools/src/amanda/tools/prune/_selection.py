@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 import amanda
 from amanda.tools.mapping import SEVERAL_WEIGHTS, makes_a_weight
 from amanda.tools.prune._errors import PruneError
+from amanda.tools.select import Patterns, unmatched
 
 TYPES = frozenset(
     {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -29,29 +29,28 @@ class Selection:
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs) -> None:
         self._told = {"type": type, "module": module, "exclude": exclude}
-        self._types = _listed("type", type)
-        self._modules = _listed("module", module)
-        self._exclude = _listed("exclude", exclude) or ()
+        self._types = Patterns("type", _listed("type", type))
+        self._modules = Patterns("module", _listed("module", module), within=True)
+        self._exclude = Patterns("exclude", _listed("exclude", exclude) or (), within=True)
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is pruned."""
-        if self._modules is None and makes_a_weight(context):
+        if self._modules.patterns is None and makes_a_weight(context):
             return False
-        names = (context["type"], context.get_op_type())
-        if self._types is None:
+        if self._types.patterns is None:
             typed = context["type"] in TYPES | SEVERAL_WEIGHTS
         else:
-            typed = any(fnmatchcase(name, glob) for name in names for glob in self._types)
+            typed = self._types(context["type"], context.get_op_type())
         path = context.get_scope().replace("/", ".")
-        inside = self._modules is None or _matches(path, self._modules)
-        return typed and inside and not _matches(path, self._exclude)
+        return typed and self._modules(path) and not self._exclude(path)
+
+    def unmatched(self) -> list[str]:
+        """Say which options no op fitted."""
+        excluded = unmatched([self._exclude], "excluded") if self._exclude.patterns else []
+        return [*unmatched([self._types, self._modules]), *excluded]
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={given!r}" for name, given in self._told.items() if given is not None)
-
-
-def _matches(path: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*") for glob in globs)
 
 
 def _listed(option: str, given: Globs) -> Sequence[str] | None:

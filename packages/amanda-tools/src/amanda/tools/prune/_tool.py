@@ -21,6 +21,7 @@ from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
 from amanda.tools.prune._selection import Selection
 from amanda.tools.prune._weight import Weight, masked_for_good
+from amanda.tools.select import as_remarks
 from amanda.tools.steps import Steps
 
 _numbers = count()
@@ -71,7 +72,8 @@ class PruneTool(amanda.Tool):
             steps, pattern_of(pattern, granularity, norm), pattern, scope, regrow, regrow_fraction, permute,
             mask_gradients, seed,
         )  # fmt: skip
-        self._met = Met(self._options, Selection(type, module, exclude), self.keep, self.place)
+        self._selection = Selection(type, module, exclude)
+        self._met = Met(self._options, self._selection, self.keep, self.place)
         self._moved = MovedWeights(self._met)
         self._key = f"pruned by {next(_numbers)}"
         self._mask_key = f"{self._key}, for good"
@@ -92,9 +94,14 @@ class PruneTool(amanda.Tool):
         """The weights that were met, and what is dropped of them."""
         met = self._met
         waiting = [name for name in self.waiting_state() if "/mask" in name] if met.weights else []
-        return PruneResult(
-            met.weights.values(), self._options.name, met.reasons, met.passed, waiting, sum(met.left.values())
-        )
+        left = sum(met.left.values())
+        result = PruneResult(met.weights.values(), self._options.name, met.reasons, met.passed, waiting, left)
+        result.remarks = as_remarks(self.unmatched())
+        return result
+
+    def unmatched(self) -> list[str]:
+        """Say which options no op fitted."""
+        return [*super().unmatched(), *self._selection.unmatched()]
 
     def clear(self) -> None:
         """Forget masks and steps: the next step is the first."""

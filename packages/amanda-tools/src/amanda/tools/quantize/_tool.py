@@ -27,6 +27,7 @@ from amanda.tools.quantize._options import TYPES, Method, Options
 from amanda.tools.quantize._place import PartQuantizers, Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
+from amanda.tools.select import Patterns, as_remarks, unmatched
 
 
 class QuantizeTool(amanda.Tool):
@@ -73,6 +74,7 @@ class QuantizeTool(amanda.Tool):
         if not isinstance(type, (str, Iterable)) and type is not None:
             raise QuantizeError(f"type is {type!r}; give a name or a list of names")
         wanted = TYPES if type is None else (type,) if isinstance(type, str) else tuple(type)
+        self._asked = Patterns("type", None if type is None else wanted)
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
@@ -123,7 +125,13 @@ class QuantizeTool(amanda.Tool):
             if place.left
         }
         left |= self._several
-        return QuantizeResult(rows, self.options.method, waiting, left)
+        result = QuantizeResult(rows, self.options.method, waiting, left)
+        result.remarks = as_remarks(self.unmatched())
+        return result
+
+    def unmatched(self) -> list[str]:
+        """Say which options no op fitted."""
+        return [*super().unmatched(), *unmatched([self._asked])]
 
     def clear(self) -> None:
         """Forget scales and noise; ops are analysed anew."""
@@ -221,7 +229,8 @@ class QuantizeTool(amanda.Tool):
             context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
 
     def _selects(self, names: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self.options.types)
+        asked = self._asked(*names)
+        return asked and any(fnmatchcase(name, pattern) for name in names for pattern in self.options.types)
 
     # ---- execution ----
 

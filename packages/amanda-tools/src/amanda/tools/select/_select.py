@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Literal, TypeVar, get_args
 
 import amanda
 from amanda.action import Routine
 from amanda.errors import AmandaError
 from amanda.tools.mapping import StandardMapping
+from amanda.tools.select._patterns import Patterns, unmatched
 from amanda.tools.steps import Steps, Window
 
 Phase = Literal["forward", "backward", "optimizer", "construction"]
 """What an op is a part of: the model, its gradient, the step of an optimiser, or the making of a model."""
 
 ToolT = TypeVar("ToolT", bound=amanda.Tool)
-
-_SEEN = 10_000
 
 
 class SelectionError(AmandaError, ValueError):
@@ -34,7 +32,6 @@ class Selection:
     all.  With "backward" the forward analysis routines are called all the same, since those of backward ops
     may read what they note down; nothing that they insert runs.
 
-    matched: whether an op was selected.  types, modules: of the ops that were not.
     """
 
     def __init__(
@@ -43,18 +40,17 @@ class Selection:
         module: str | Sequence[str] = (),
         phase: Phase | None = None,
     ) -> None:
-        self._types, self._modules = _listed("type", type), [_path(one) for one in _listed("module", module)]
+        paths = [_path(one) for one in _listed("module", module)]
+        self._types = Patterns("type", _listed("type", type) or None)
+        self._modules = Patterns("module", paths or None, within=True)
         if phase not in (None, *get_args(Phase)):
             raise SelectionError(f"phase is {phase!r}; it is one of {', '.join(get_args(Phase))}")
-        self._phase = self.phase = phase
-        self.wanted_types, self.wanted_modules = tuple(self._types), tuple(self._modules)
-        self.matched = False
-        self.types: set[str] = set()
-        self.modules: set[str] = set()
+        self._phase = phase
+        self._matched = self._met = False
 
     def let(self, tool: amanda.Tool) -> None:
         """Apply a tool to the selected ops alone."""
-        if self._types or self._phase:
+        if self._types.patterns or self._phase:
             tool.depends_on(StandardMapping())
         tool.restrict(self)
         if self._phase == "backward":
@@ -62,33 +58,31 @@ class Selection:
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Whether the analysis routines are called for an op."""
+        self._met = True
         if not self._has_phase(context):
             return False
-        if self._has_type(context) and self._has_module(context):
-            self.matched = True
-            return True
-        if len(self.types) + len(self.modules) < _SEEN:
-            self.types.add(context.get("type") or context.get_op_type())
-            self.modules.add(context.get_scope())
-        return False
+        typed = self._types.patterns is None or self._types(*_names(context))
+        placed = self._modules(_path(context.get_scope()))
+        self._matched = self._matched or (typed and placed)
+        return typed and placed
+
+    def __str__(self) -> str:
+        options = [str(one) for one in (self._types, self._modules) if one.patterns is not None]
+        return ", ".join([*options, f"phase={self._phase}"] if self._phase else options)
+
+    def unmatched(self) -> list[str]:
+        """Say what selected no op, with the nearest names; nothing where no op was met."""
+        if self._matched or not self._met:
+            return []
+        if self._types.matched and self._modules.matched:
+            return [f"no op was selected by {self._types} and {self._modules} together"]
+        return unmatched([self._types, self._modules]) or [f"no op was selected by phase={self._phase}"]
 
     def _has_phase(self, context: amanda.OpContext) -> bool:
         if self._phase is None:
             return True
         phase: Phase = context["phase"]
         return phase == self._phase or (phase == "forward" and self._phase == "backward")
-
-    def _has_type(self, context: amanda.OpContext) -> bool:
-        if not self._types:
-            return True
-        names = (context["type"], context.get_op_type(), getattr(context.get_op(), "__name__", ""))
-        return any(fnmatchcase(str(name), pattern) for name in names for pattern in self._types)
-
-    def _has_module(self, context: amanda.OpContext) -> bool:
-        path = _path(context.get_scope())
-        return not self._modules or any(
-            fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") for pattern in self._modules
-        )
 
 
 def select(
@@ -125,6 +119,10 @@ def leave_construction(tool: amanda.Tool) -> None:
 
 def _backward_alone(context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine | None:
     return routine if type.is_backward else None
+
+
+def _names(context: amanda.OpContext) -> tuple[str, ...]:
+    return str(context["type"]), str(context.get_op_type()), getattr(context.get_op(), "__name__", "")
 
 
 def _listed(name: str, value: str | Sequence[str]) -> list[str]:

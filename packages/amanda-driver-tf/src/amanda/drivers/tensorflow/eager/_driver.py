@@ -30,7 +30,6 @@ from ._calls import EagerCall, FastCall, SlowCall
 from ._datasets import Datasets
 from ._interception import Interception, executed
 from ._modules import Modules, module_path
-from ._replicas import follow_replicas
 from ._schema import flattened
 from ._state import Made, Mark
 from ._tape import Tape
@@ -74,7 +73,6 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         self._interception.enter(self._attributes)
         self._tape.enter(self._attributes)
         let_routines_differentiate(self._attributes)
-        follow_replicas(self._attributes)
         self._datasets.enter(self._attributes)
         self._modules.enter()
 

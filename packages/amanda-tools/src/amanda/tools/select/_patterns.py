@@ -1,0 +1,58 @@
+"""Patterns of names that select ops, and the names that they were compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+_SEEN = 10_000
+
+
+class Patterns:
+    """One option that selects ops by name: an op is selected if a pattern fits; None selects every op.
+
+    option: how the user calls it.  within: a path selects what lies in it, too.
+    matched: whether a name was selected.  met: the names that were not.
+    """
+
+    def __init__(self, option: str, patterns: Sequence[str] | None, within: bool = False) -> None:
+        self.option = option
+        self.patterns = None if patterns is None else tuple(patterns)
+        self.matched = False
+        self.met: set[str] = set()
+        self._within = within
+
+    def __call__(self, *names: str) -> bool:
+        """Whether an op that has these names is selected."""
+        if self.patterns is None:
+            return True
+        if any(self._fits(name, pattern) for name in names for pattern in self.patterns):
+            self.matched = True
+            return True
+        if len(self.met) < _SEEN:
+            self.met.update(names)
+        return False
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern) or (self._within and fnmatchcase(name, f"{pattern}.*"))
+
+    def __str__(self) -> str:
+        return f"{self.option}={'+'.join(self.patterns or ())}"
+
+
+def unmatched(options: Iterable[Patterns], verb: str = "selected") -> list[str]:
+    """Say which options no op fitted, with the nearest names that there were; nothing if no op was met."""
+    return [f"no op was {verb} by {one}{_hint(one)}" for one in options if one.met and not one.matched]
+
+
+def as_remarks(texts: Iterable[str]) -> list[str]:
+    """Make sentences of them, for a result."""
+    return [text[0].upper() + text[1:] + "." * (not text.endswith("?")) for text in texts]
+
+
+def _hint(patterns: Patterns) -> str:
+    names = patterns.met - {""}
+    wanted = patterns.patterns or ()
+    near = [name for one in wanted for name in get_close_matches(one, names, n=2, cutoff=0.5)]
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""

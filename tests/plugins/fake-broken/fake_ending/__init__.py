@@ -1,0 +1,1 @@
+"""Modules that would end the program when they are imported."""
