@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
@@ -10,6 +11,8 @@ from typing import Any, ClassVar
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, KeyedResult, amount, check_schema
 
+logger = logging.getLogger("amanda")
+
 KEYS = ("phase", "type", "module", "source")
 
 
@@ -17,7 +20,8 @@ KEYS = ("phase", "type", "module", "source")
 class Place:
     """One op, forward or backward, with shapes that stayed the same.
 
-    calls: how often it was executed.  macs, flops: of one execution; None where no formula knows.
+    calls: how often it was executed.  macs, flops: of one execution; None where no formula knows, or shapes
+    are not known even as it runs.
     parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
     """
 
@@ -54,12 +58,19 @@ class FlopsResult(KeyedResult):
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls]
+        self._is_told = False
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
-        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all."""
+        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
+
+        Calls whose cost is not known count as 0 macs and flops: `unsupported` has them, and a warning is
+        logged once.
+        """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
+        if what in ("macs", "flops"):
+            self._tell_missing()
         chosen = [place for place in self.places if phase in (None, place.phase)]
         return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
 
@@ -79,7 +90,7 @@ class FlopsResult(KeyedResult):
 
     @property
     def unsupported(self) -> Mapping[str, int]:
-        """Types of ops that no formula knows, with their calls."""
+        """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
         found: dict[str, int] = {}
         for place in self.places:
             if place.flops is None:
@@ -105,12 +116,22 @@ class FlopsResult(KeyedResult):
     def notes(self) -> Sequence[str]:
         """The convention, and the share of what no formula knows."""
         notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
+        return [*notes, *self._missing()]
+
+    def _missing(self) -> Sequence[str]:
+        """A sentence on what is not counted, if anything is not."""
         missing = self.unsupported
-        if missing:
-            share = 100 * sum(missing.values()) / max(self.total("calls"), 1)
-            listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(missing.items()))
-            notes.append(f"No formula for {share:.1f} % of the calls, which count as 0: {listed}.")
-        return notes
+        if not missing:
+            return []
+        share = 100 * sum(missing.values()) / max(self.total("calls"), 1)
+        listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(missing.items()))
+        return [f"No formula, or no shapes, for {share:.1f} % of the calls, which count as 0: {listed}."]
+
+    def _tell_missing(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            for sentence in self._missing():
+                logger.warning("FLOPs: %s", sentence)
 
 
 def _sums(places: Sequence[Place]) -> tuple[Any, ...]:

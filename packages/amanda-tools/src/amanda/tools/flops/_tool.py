@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
@@ -17,6 +17,10 @@ from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, 
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
+_UNKNOWN = (None,)
+"""The shape of a tensor whose rank is not known."""
+_HANDLES = ("resource", "variant")
+"""Types of TensorFlow's values that stand for something else, and have no elements."""
 
 logger = logging.getLogger("amanda")
 
@@ -70,7 +74,7 @@ class FlopsTool(amanda.Tool):
 
     def _look_at_inputs(self, context: amanda.OpContext) -> None:
         shape = context["shape"]
-        if not all(_is_known(_shape_of(value, shape)) for value in context.get_inputs()):
+        if not _are_known(_shape_of(value, shape) for value in context.get_inputs()):
             context.insert_before_op(self._note_inputs, shape=shape)
 
     def _forward(self, context: amanda.OpContext) -> None:
@@ -80,7 +84,7 @@ class FlopsTool(amanda.Tool):
         place = Place(context["phase"], kind, context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
         names = (context.get_op_type(), kind)
-        if all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
+        if _can_tell(names, shapes):
             self._fill(place, names, shapes, _bytes(context, [*context.get_inputs(), *outputs]))
             _divide(place, share(outputs))
             place = self._places.setdefault((context.get_op_id(), astuple(place)), place)
@@ -100,13 +104,13 @@ class FlopsTool(amanda.Tool):
     def _cost(self, names: tuple[str, str], shapes: Shapes, source: str) -> Cost | None:
         custom = next((self._custom[name] for name in names if name in self._custom), None)
         if custom is not None:
-            return custom(shapes)
+            return custom(shapes) if _can_tell(names, shapes) else None
         formula = next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
         if names[0].startswith(_pytorch.LIBRARIES):
             formula = no_cost
         elif names[0].endswith("Dataset") or "DatasetV" in names[0]:
             formula = no_cost  # what its functions compute is in no op
-        if formula is None:
+        if formula is None or not (formula is no_cost or _can_tell(names, shapes)):
             return None
         try:
             return formula(shapes)
@@ -133,7 +137,7 @@ class FlopsTool(amanda.Tool):
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
         """What an op costs that does not run, though its backward ops do: nobody asks for its value."""
         shapes = _shapes(context, context.get_inputs(), context.get_outputs() or [])
-        if not all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
+        if not _are_known([*shapes.inputs, *shapes.outputs]):
             return None
         return self._cost((context.get_op_type(), context["type"]), shapes, context.get_source())
 
@@ -161,14 +165,15 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_shapes(self, *outputs: Any, found: _Found, shapes: Shapes, run: dict[str, Any]) -> None:
-        inputs = run.pop("shapes", shapes.inputs)
+        told = run.pop("shapes", shapes.inputs)
+        inputs = [known if one is None else one for one, known in zip(told, shapes.inputs, strict=True)]
         made = [_shape_of(value, found.shape) for value in outputs]
         place = self._same(found, str((inputs, made)))
         if not place.calls:
             known = replace(shapes, inputs=inputs, outputs=made)
             self._fill(place, found.names, known, 4 * sum(map(_size, tensors([*inputs, *made]))))
         place.calls += 1
-        run["macs"] = place.macs or 0
+        run["macs"] = place.macs
 
     @amanda.observer
     def _count_gradients(self, *grads: Any, found: _Found, run: dict[str, Any]) -> None:
@@ -176,10 +181,14 @@ class FlopsTool(amanda.Tool):
         macs, elements = run.get("macs", 0), sum(map(_size, made))
         place = self._same(found, str((macs, made)))
         forward = place.type.removesuffix("_backward")
-        if forward in _CONTRACTIONS:
+        if forward in _MOVES or forward == "accumulate_grad":
+            place.flops = 0
+        elif macs is None or not _are_known(made):
+            place.macs = place.flops = None
+        elif forward in _CONTRACTIONS:
             place.macs, place.flops = Cost.of_macs(len(made) * macs)
         else:
-            place.flops = 0 if forward in _MOVES or forward == "accumulate_grad" else elements
+            place.flops = elements
         place.bytes = 4 * elements
         place.calls += 1
 
@@ -225,20 +234,34 @@ def _shapes(context: amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[
     read = [_shape_of(value, shape) for value in inputs]
     return Shapes(
         context["type"], read, [_shape_of(value, shape) for value in outputs],
-        [value for value, known in zip(inputs, read, strict=True) if known is None],
+        [value for value, known in zip(inputs, read, strict=True) if known in (None, _UNKNOWN)],
         context.get_attrs(), context["weight_index"], context["weight_layout"],
     )  # fmt: skip
 
 
 def _shape_of(value: Any, shape: Any) -> Any:
-    if isinstance(value, (list, tuple)) and any(shape(one) is not None for one in value):
-        return [shape(one) for one in value if shape(one) is not None]
-    return shape(value)
+    """The shape of a tensor, `_UNKNOWN` where its rank is; a list of shapes; None of what is no tensor."""
+    if isinstance(value, (list, tuple)):
+        shapes = [extents for one in value if (extents := _extents(one, shape)) is not None]
+        return shapes or None
+    return _extents(value, shape)
 
 
-def _is_known(shape: Any) -> bool:
+def _extents(value: Any, shape: Any) -> Any:
+    extents = shape(value)
+    if extents is None and hasattr(type(value), "shape"):
+        return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else _UNKNOWN
+    return extents
+
+
+def _are_known(shapes: Iterable[Any]) -> bool:
     """Whether every extent is; in graphs some are known at execution alone."""
-    return all(None not in one for one in tensors([shape]))
+    return all(None not in one for one in tensors(shapes))
+
+
+def _can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
+    """Whether a formula has all that it reads."""
+    return names[0] in _pytorch.OF_NESTED or _are_known([*shapes.inputs, *shapes.outputs])
 
 
 def _size(shape: Any) -> int:
