@@ -366,6 +366,8 @@ def test_ops_of_bodies_are_analysed_and_python_there_is_reported() -> None:
     assert names == ["/Neg", "loop", "loop/body/double", "loop/body/shifted", "loop/body/on"]
     assert len(scope.report) == 3
     assert all("mark it @amanda.traceable" in reason for _, reason, _ in scope.report)
+    (line,) = str(scope.report).splitlines()
+    assert "loop/body/double (Add), loop/body/shifted (Add), loop/body/on (Identity)" in line
 
 
 def test_traceable_routines_run_in_every_round_of_a_loop() -> None:
