@@ -69,6 +69,7 @@ class Insertions:
             return False
         for i, (ref, symbol) in zip(out, made, strict=True):
             outputs.refs[i], outputs.symbols[i] = ref, symbol
+        self.rewriting.changed = True
         return True
 
     def _insert(self, actions: list[Action], side: Side, facts: OpFacts) -> None:
@@ -80,6 +81,7 @@ class Insertions:
         place = inserted_at(actions, facts, layout, [self._dtype(side, i) for i in out])
         made = self._computed(place, side, given, [side.symbols[i] for i in out], facts)
         for i, (ref, symbol) in zip(out, made or (), strict=bool(made)):
+            self.rewriting.changed = self.rewriting.changed or ref != side.refs[i]
             side.refs[i], side.symbols[i] = ref, symbol
 
     # ---- who computes it ----
@@ -172,7 +174,6 @@ class Insertions:
         rewriting.constants |= routine.constants
         for name, symbol in routine.symbols.items():
             self.symbols.setdefault(name, symbol)
-        rewriting.changed = rewriting.changed or bool(routine.nodes)
         return [(symbol.name, symbol) for symbol in routine.outputs]
 
     def _called(
