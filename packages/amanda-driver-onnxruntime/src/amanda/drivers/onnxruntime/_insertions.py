@@ -54,7 +54,7 @@ class Insertions:
         positions = inputs.selected([action.select])
         gives = outputs.changeable(outputs.selected([None]))
         given, out = inputs.flat(positions), outputs.flat(gives)
-        if len(out) != sum(bool(ref) for ref in outputs.refs):
+        if not all(symbol is None or symbol.is_tensor for symbol in outputs.symbols):
             self._refuse([action], facts, "what the op gives is no tensor")
             return False
         if action.reads:

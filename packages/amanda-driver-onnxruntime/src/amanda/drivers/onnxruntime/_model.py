@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, TensorProto, TypeProto, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, TypeProto, inliner, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo
 
 from ._names import bodies_of
@@ -83,6 +83,8 @@ class Model:
             self.constants[tensor.name] = array = array_of(tensor, folder)
             if array.nbytes > SMALL and is_shared(array):
                 refer(tensor)
+        for sparse in made.graph.sparse_initializer:
+            self.constants[sparse.values.name] = dense(sparse)
         return made
 
 
@@ -92,6 +94,15 @@ def array_of(tensor: TensorProto, folder: str = "") -> Array:
         array = _mapped(tensor, folder)
     else:
         array = np.asarray(numpy_helper.to_array(tensor))
+    array.flags.writeable = False
+    return array
+
+
+def dense(tensor: SparseTensorProto) -> Array:
+    """The values of a sparse tensor, which cannot be written."""
+    values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
+    array = np.zeros(tuple(tensor.dims), values.dtype)
+    array[np.unravel_index(indices, array.shape) if indices.ndim == 1 else tuple(indices.T)] = values
     array.flags.writeable = False
     return array
 

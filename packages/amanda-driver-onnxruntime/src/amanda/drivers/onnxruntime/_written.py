@@ -68,6 +68,9 @@ def drop_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
         for i in reversed(range(len(field))):
             if field[i].name in unread:
                 del field[i]
+    for i in reversed(range(len(graph.sparse_initializer))):
+        if graph.sparse_initializer[i].values.name not in wanted:
+            del graph.sparse_initializer[i]
 
 
 def _moves(node: NodeProto) -> bool:
