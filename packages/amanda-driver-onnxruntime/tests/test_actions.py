@@ -501,16 +501,14 @@ def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
     assert scope.report == []
 
 
-def test_a_routine_that_changes_a_sequence_is_told_that_it_cannot() -> None:
-    model = model_of(
-        [node("SequenceConstruct", "x x", "s", "sequence"), node("SequenceAt", "s i", "y")],
-        {"x": [3]}, ["y"], {"i": np.array(0)},
-    )  # fmt: skip
-    reversing = tool(
-        lambda c: c.insert_after_op(lambda values: [one + 1 for one in values]), "SequenceConstruct"
-    )
-    with amanda.apply(reversing), pytest.raises(RoutineError, match="is no tensor"):
-        session_of(model).run(None, {"x": np.zeros(3, np.float32)})
+def test_a_routine_that_changes_a_dictionary_is_told_that_it_cannot() -> None:
+    labelled = node("ZipMap", "x", "y", domain="ai.onnx.ml", classlabels_int64s=[1, 2, 3])
+    model = model_of([labelled], {"x": [1, 3]}, ["y"])
+    model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 1))
+    session, feed = session_of(model), {"x": np.zeros((1, 3), np.float32)}
+    copying = tool(lambda c: c.insert_after_op(lambda values: [dict(one) for one in values]))
+    with amanda.apply(copying), pytest.raises(RoutineError, match="which holds no tensor"):
+        session.run(None, feed)
 
 
 def test_the_state_of_random_ops_is_said_to_begin_anew() -> None:
