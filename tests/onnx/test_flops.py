@@ -13,7 +13,7 @@ from onnx import NodeProto, helper, numpy_helper
 
 import amanda
 from amanda.drivers.onnxruntime import session_options
-from amanda.tools.flops import FlopsTool
+from amanda.tools.flops import FlopsResult, FlopsTool
 
 X = np.linspace(-1, 1, 4 * 12 * 12, dtype=np.float32).reshape(1, 4, 12, 12)
 KERNEL, FACTOR = np.ones((4, 4, 3, 3), np.float32), np.ones((12, 8), np.float32)
@@ -30,7 +30,9 @@ SHAPES: dict[str, Sequence[Any] | None] = {
 }
 
 
-def counted(nodes: Sequence[NodeProto], inputs: dict[str, Any], **feed: Any) -> FlopsTool:
+def counted(
+    nodes: Sequence[NodeProto], inputs: dict[str, Any], reported: bool = False, **feed: Any
+) -> FlopsTool:
     """The tool after a run of a model of nodes; inputs: their types by name."""
     graph = helper.make_graph(
         nodes,
@@ -44,7 +46,7 @@ def counted(nodes: Sequence[NodeProto], inputs: dict[str, Any], **feed: Any) -> 
     tool = FlopsTool()
     with amanda.apply(tool) as scope:
         session.run(None, feed)
-    assert scope.report == []
+    assert bool(scope.report) == reported
     return tool
 
 
@@ -80,6 +82,27 @@ def test_executions_with_other_shapes_are_counted_apart() -> None:
         session.run(None, {"x": X})
         session.run(None, {"x": X[0, 0]})
     assert [place.macs for place in tool.result.places] == [4 * 12 * 12 * 8, 12 * 12 * 8]
+
+
+def test_ops_in_a_body_are_told_as_not_seen(caplog: pytest.LogCaptureFixture) -> None:
+    def branch(name: str) -> onnx.GraphProto:
+        nodes = [
+            helper.make_node("MatMul", ["x", "factor"], [f"{name}/h"]),
+            helper.make_node("Relu", [f"{name}/h"], [name]),
+        ]
+        return helper.make_graph(nodes, name, [], [onnx.ValueInfoProto(name=name)])
+
+    choice = helper.make_node("If", ["go"], ["y"], then_branch=branch("a"), else_branch=branch("b"))
+    inputs = {"x": floats(None), "go": helper.make_tensor_type_proto(onnx.TensorProto.BOOL, [])}
+    result = counted([choice], inputs, reported=True, x=X, go=np.array(True)).result
+    assert result.unseen == {"matmul": 2, "relu": 2}
+    said = "Executions of 4 ops cannot be seen, and count as 0: matmul (2), relu (2)."
+    assert said in str(result)
+    assert said in str(FlopsResult.from_dict(result.to_dict()))
+    caplog.clear()
+    assert result.total("macs") == 0
+    assert said in caplog.text
+    assert result.total("calls") == 1
 
 
 def test_a_total_says_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -503,8 +503,10 @@ def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
 
 def test_a_routine_that_changes_a_dictionary_is_told_that_it_cannot() -> None:
     labelled = node("ZipMap", "x", "y", domain="ai.onnx.ml", classlabels_int64s=[1, 2, 3])
-    model = model_of([labelled], {"x": [1, 3]}, ["y"])
-    model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 1))
+    given = onnx.helper.make_tensor_value_info("x", 1, [1, 3])
+    graph = onnx.helper.make_graph([labelled], "graph", [given], [onnx.ValueInfoProto(name="y")])
+    imports = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("ai.onnx.ml", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=9)
     session, feed = session_of(model), {"x": np.zeros((1, 3), np.float32)}
     copying = tool(lambda c: c.insert_after_op(lambda values: [dict(one) for one in values]))
     with amanda.apply(copying), pytest.raises(RoutineError, match="which holds no tensor"):

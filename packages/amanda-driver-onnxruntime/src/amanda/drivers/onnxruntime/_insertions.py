@@ -201,6 +201,7 @@ class Insertions:
             self.rewriting.refused.append((facts, action, why))
             if not self.rewriting.written:
                 self.rewriting.report(f"{action} of {facts.op.name} ({facts.name})", why)
+                action.tool.refused(action, why)
 
     @staticmethod
     def _dtype(side: Side, index: int) -> Any:

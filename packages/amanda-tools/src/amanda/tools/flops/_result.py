@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
@@ -20,8 +21,8 @@ KEYS = ("phase", "type", "module", "source")
 class Place:
     """One op, forward or backward, with shapes that stayed the same.
 
-    calls: how often it was executed.  macs, flops: of one execution; None where no formula knows, or shapes
-    are not known even as it runs.
+    calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
+    no formula knows, or shapes are not known even as it runs.
     parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
     """
 
@@ -57,20 +58,23 @@ class FlopsResult(KeyedResult):
     counted: ClassVar[Sequence[Column]] = _columns
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
-        self.places = [place for place in places if place.calls]
+        self.places = [place for place in places if place.calls or place.flops is None]
         self._is_told = False
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
 
-        Calls whose cost is not known count as 0 macs and flops: `unsupported` has them, and a warning is
-        logged once.
+        Calls whose cost is not known count as 0 macs and flops: `unsupported` and `unseen` have them, and a
+        warning is logged once.
         """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
         if what in ("macs", "flops"):
             self._tell_missing()
+        return self._sum(what, phase)
+
+    def _sum(self, what: str, phase: str | None = None) -> int:
         chosen = [place for place in self.places if phase in (None, place.phase)]
         return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
 
@@ -93,9 +97,14 @@ class FlopsResult(KeyedResult):
         """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
         found: dict[str, int] = {}
         for place in self.places:
-            if place.flops is None:
+            if place.flops is None and place.calls:
                 found[place.type] = found.get(place.type, 0) + place.calls
         return found
+
+    @property
+    def unseen(self) -> Mapping[str, int]:
+        """Types of ops whose executions cannot be seen, as in ONNX' control flow, with their number."""
+        return Counter(place.type for place in self.places if not place.calls)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Rows by their keys, those with most FLOPs first."""
@@ -107,7 +116,7 @@ class FlopsResult(KeyedResult):
         """Totals, what was not counted, and each op."""
         phases = dict.fromkeys(place.phase for place in self.places)
         totals = {
-            phase: {what: self.total(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
+            phase: {what: self._sum(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
         }
         names = [one.name for one in fields(Place)]
         places = [{name: getattr(place, name) for name in names} for place in self.places]
@@ -119,19 +128,27 @@ class FlopsResult(KeyedResult):
         return [*notes, *self._missing()]
 
     def _missing(self) -> Sequence[str]:
-        """A sentence on what is not counted, if anything is not."""
-        missing = self.unsupported
-        if not missing:
-            return []
-        share = 100 * sum(missing.values()) / max(self.total("calls"), 1)
-        listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(missing.items()))
-        return [f"No formula, or no shapes, for {share:.1f} % of the calls, which count as 0: {listed}."]
+        """Sentences on what is not counted, if anything is not."""
+        missing, unseen, told = self.unsupported, self.unseen, []
+        if missing:
+            share = 100 * sum(missing.values()) / max(self.total("calls"), 1)
+            whose = f"{share:.1f} % of the calls, which count as 0: {_listed(missing)}"
+            told.append(f"No formula, or no shapes, for {whose}.")
+        if unseen:
+            told.append(
+                f"Executions of {sum(unseen.values())} ops cannot be seen, and count as 0: {_listed(unseen)}."
+            )
+        return told
 
     def _tell_missing(self) -> None:
         if not self._is_told:
             self._is_told = True
             for sentence in self._missing():
                 logger.warning("FLOPs: %s", sentence)
+
+
+def _listed(types: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
 
 
 def _sums(places: Sequence[Place]) -> tuple[Any, ...]:

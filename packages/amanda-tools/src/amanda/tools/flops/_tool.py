@@ -55,6 +55,7 @@ class FlopsTool(amanda.Tool):
         super().__init__()
         self._custom = dict(formulas or {})
         self._places: dict[Hashable, Place] = {}  # without a cache an op is analysed at each execution
+        self._unseen: dict[Hashable, Place] = {}
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
         self.add_inst_for_op(self._forward, require_outputs=True, guard="shape")
@@ -63,12 +64,24 @@ class FlopsTool(amanda.Tool):
     @property
     def result(self) -> FlopsResult:
         """What was executed so far."""
-        return FlopsResult(self._places.values())
+        executed = [place for place in self._places.values() if place.calls]
+        return FlopsResult([*executed, *self._unseen.values()])
 
     def clear(self) -> None:
         """Forget what was executed; what was analysed stays."""
         for place in self._places.values():
             place.calls = 0
+
+    def refused(self, action: amanda.Action, reason: str) -> None:
+        """Keep an op whose executions cannot be counted, for the result to say so."""
+        place, found = action.kwargs.get("place"), action.kwargs.get("found")
+        key: Hashable = None
+        if found is not None and _formula(found.names) is not no_cost:
+            key, place = found.op, found.place
+        elif place is not None and place.flops != 0:
+            key = next((key for key, one in self._places.items() if one is place), None)
+        if key is not None and place is not None:
+            self._unseen.setdefault(key, replace(place, macs=None, flops=None, bytes=0))
 
     # ---- analysis ----
 
@@ -105,11 +118,7 @@ class FlopsTool(amanda.Tool):
         custom = next((self._custom[name] for name in names if name in self._custom), None)
         if custom is not None:
             return custom(shapes) if _can_tell(names, shapes) else None
-        formula = next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
-        if names[0].startswith(_pytorch.LIBRARIES):
-            formula = no_cost
-        elif names[0].endswith("Dataset") or "DatasetV" in names[0]:
-            formula = no_cost  # what its functions compute is in no op
+        formula = _formula(names)
         if formula is None or not (formula is no_cost or _can_tell(names, shapes)):
             return None
         try:
@@ -200,6 +209,15 @@ class FlopsTool(amanda.Tool):
     @amanda.observer
     def _count(place: Place) -> None:
         place.calls += 1
+
+
+def _formula(names: tuple[str, str]) -> Formula | None:
+    """What is built in for an op of these names: the framework's, and the vocabulary's."""
+    if names[0].startswith(_pytorch.LIBRARIES):
+        return no_cost
+    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+        return no_cost  # what its functions compute is in no op
+    return next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
 
 
 def _divide(place: Place, part: float) -> None:
