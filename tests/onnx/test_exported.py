@@ -156,9 +156,10 @@ def model(request: pytest.FixtureRequest) -> Exported:
 
 
 class Everywhere(amanda.Tool):
-    """Gives back every value that it is given, in Python, at every op; counts by type."""
+    """Gives back every value that it is given, or equal new ones, in Python, at every op; counts by type."""
 
-    def __init__(self) -> None:
+    def __init__(self, anew: bool = False) -> None:
+        self.anew = anew
         self.counted: dict[str, int] = {}
         self.add_inst_for_op(self.analyse)
 
@@ -167,15 +168,16 @@ class Everywhere(amanda.Tool):
         context.insert_after_op(self.count, type=context.get_op().type)
 
     def same(self, *values: Any) -> Any:
-        return values
+        return copy.deepcopy(values) if self.anew else values
 
     def count(self, *values: Any, type: str) -> Any:
         self.counted[type] = self.counted.get(type, 0) + 1
-        return values
+        return self.same(*values)
 
 
-def test_routines_that_change_nothing_leave_every_bit(model: Exported) -> None:
-    session, tool = model.session(), Everywhere()
+@pytest.mark.parametrize("anew", [False, True])
+def test_routines_that_change_nothing_leave_every_bit(model: Exported, anew: bool) -> None:
+    session, tool = model.session(), Everywhere(anew)
     bare = session.run(None, model.feed)
     np.testing.assert_allclose(bare[0], model.expected(), rtol=1e-4, atol=1e-4)
     with amanda.apply(tool) as scope:

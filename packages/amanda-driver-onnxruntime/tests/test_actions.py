@@ -369,6 +369,8 @@ def test_ops_of_bodies_are_analysed_and_python_there_is_reported() -> None:
     assert names == ["/Neg", "loop", "loop/body/double", "loop/body/shifted", "loop/body/on"]
     assert len(scope.report) == 3
     assert all("mark it @amanda.traceable" in reason for _, reason, _ in scope.report)
+    (line,) = str(scope.report).splitlines()
+    assert "loop/body/double (Add), loop/body/shifted (Add), loop/body/on (Identity)" in line
 
 
 def test_traceable_routines_run_in_every_round_of_a_loop() -> None:
@@ -502,16 +504,16 @@ def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
     assert scope.report == []
 
 
-def test_a_routine_that_changes_a_sequence_is_told_that_it_cannot() -> None:
-    model = model_of(
-        [node("SequenceConstruct", "x x", "s", "sequence"), node("SequenceAt", "s i", "y")],
-        {"x": [3]}, ["y"], {"i": np.array(0)},
-    )  # fmt: skip
-    reversing = tool(
-        lambda c: c.insert_after_op(lambda values: [one + 1 for one in values]), "SequenceConstruct"
-    )
-    with amanda.apply(reversing), pytest.raises(RoutineError, match="is no tensor"):
-        session_of(model).run(None, {"x": np.zeros(3, np.float32)})
+def test_a_routine_that_changes_a_dictionary_is_told_that_it_cannot() -> None:
+    labelled = node("ZipMap", "x", "y", domain="ai.onnx.ml", classlabels_int64s=[1, 2, 3])
+    given = onnx.helper.make_tensor_value_info("x", 1, [1, 3])
+    graph = onnx.helper.make_graph([labelled], "graph", [given], [onnx.ValueInfoProto(name="y")])
+    imports = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("ai.onnx.ml", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=9)
+    session, feed = session_of(model), {"x": np.zeros((1, 3), np.float32)}
+    copying = tool(lambda c: c.insert_after_op(lambda values: [dict(one) for one in values]))
+    with amanda.apply(copying), pytest.raises(RoutineError, match="which holds no tensor"):
+        session.run(None, feed)
 
 
 def test_the_state_of_random_ops_is_said_to_begin_anew() -> None:

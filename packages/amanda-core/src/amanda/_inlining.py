@@ -141,7 +141,8 @@ class Inlining:
             return
         if id(tool) in self._meant:
             why = (
-                "there is nothing for it to do, or it only looks, which `amanda run` and amanda.apply are for"
+                "its options leave nothing for it to do at these ops, or it only looks, which `amanda run` "
+                "and amanda.apply are for"
             )
         else:
             why = "it is restricted to other ops (type=, module=)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -36,6 +36,12 @@ class State:
         """Tell the open scopes what could not be instrumented and why."""
         for scope in self.scopes:
             scope.report.add(what, reason, where)
+
+    def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
+        """Tell the open scopes what a source says, once each; the source is hashable, and held weakly."""
+        if entries:
+            for scope in self.scopes:
+                scope.report.add_all(source, entries)
 
     def activation(self) -> interceptor.Activation:
         """What the interceptor consults while this state is in force."""

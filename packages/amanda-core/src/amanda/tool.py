@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from amanda import interceptor
 from amanda._mortality import forget_all, forget_ops
 from amanda._scope import Scope, apply
-from amanda.action import ActionType, InstrumentationPoint, Routine
+from amanda.action import Action, ActionType, InstrumentationPoint, Routine
 from amanda.context import OpContext
 from amanda.errors import ToolError
 
@@ -168,6 +168,13 @@ class Tool:
         """Called when a scope that this tool joined in has closed, also after an exception.
 
         For what may not outlive the scope; it does nothing unless a tool overrides it.
+        """
+
+    def refused(self, action: Action, reason: str) -> None:
+        """Called when a routine cannot run at its op, as in a body of ONNX' control flow.
+
+        For a result that says what it lacks; the scope's report says it in any case.  It does nothing unless
+        a tool overrides it.
         """
 
     # ---- state that outlives a run ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,7 +45,7 @@ class Copy:
     defaults: what inputs are that are not given.  inputs: symbols of all.
     """
 
-    def __init__(self, reports: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, reports: Iterable[tuple[str, str]]) -> None:
         self.reports = tuple(reports)
         self.steps: list[tuple[list[Call], Part | None, list[str]]] | None = None
         self.table: Mapping[int, Any] = {}
@@ -104,8 +104,7 @@ class Copies:
                 if copy is None:
                     copy, reads = self._made(session, state, kept.history)
                     kept.add(copy, reads)
-        for what, reason in copy.reports:
-            state.report(what, reason)
+        state.report_all(copy, copy.reports)
         if copy.steps is None:
             return None
         return copy, Execution(state, GraphTensors(), copy.table)

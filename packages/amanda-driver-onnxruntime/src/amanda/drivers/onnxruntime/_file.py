@@ -13,10 +13,11 @@ from onnx import ModelProto, external_data_helper
 from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 
-from ._instrument import namespace, written
+from ._instrument import namespace
 from ._model import Model
 from ._rewrite import Rewriting
 from ._types import types_by_onnxruntime
+from ._written import written
 
 ABOUT = "amanda"
 LARGE = 1 << 30

@@ -15,7 +15,7 @@ from ._symbols import Array, Symbol
 
 def formed(node: NodeProto, inputs: Sequence[Symbol | None]) -> Array | None:
     """What a node makes of a constant; None of a node that computes, and where something is not constant."""
-    form = _FORMS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    form = FORMS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if form is None or any(one is None or one.constant is None for one in inputs) or not inputs:
         return None
     arrays = [one.constant for one in inputs if one is not None]
@@ -51,7 +51,7 @@ def _unsqueezed(array: Any, axes: Any = ()) -> Any:
     return np.expand_dims(array, tuple(int(axis) for axis in axes))
 
 
-_FORMS: dict[str, Any] = {
+FORMS: dict[str, Any] = {
     "Identity": lambda array: array.view(),
     "Transpose": _transposed,
     "Reshape": _reshaped,
@@ -59,3 +59,4 @@ _FORMS: dict[str, Any] = {
     "Squeeze": _squeezed,
     "Unsqueeze": _unsqueezed,
 }
+"""What each type that only moves data makes of its first input."""

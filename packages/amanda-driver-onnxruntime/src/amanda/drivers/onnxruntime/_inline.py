@@ -60,5 +60,5 @@ def inlined(
 
 def _traced(recorder: Recorder, ref: str, symbol: Symbol | None) -> TracedArray:
     if symbol is None or symbol.type is None or not symbol.is_tensor:
-        raise NotTraceable(f"the type of {ref} is not known before it runs")
+        raise NotTraceable(f"{ref} is no tensor, or of a type that is not known before it runs")
     return recorder.value(ref, symbol.type)

@@ -54,7 +54,7 @@ class Insertions:
         positions = inputs.selected([action.select])
         gives = outputs.changeable(outputs.selected([None]))
         given, out = inputs.flat(positions), outputs.flat(gives)
-        if len(out) != sum(bool(ref) for ref in outputs.refs):
+        if not all(symbol is None or symbol.is_tensor for symbol in outputs.symbols):
             self._refuse([action], facts, "what the op gives is no tensor")
             return False
         if action.reads:
@@ -69,6 +69,7 @@ class Insertions:
             return False
         for i, (ref, symbol) in zip(out, made, strict=True):
             outputs.refs[i], outputs.symbols[i] = ref, symbol
+        self.rewriting.changed = True
         return True
 
     def _insert(self, actions: list[Action], side: Side, facts: OpFacts) -> None:
@@ -80,6 +81,7 @@ class Insertions:
         place = inserted_at(actions, facts, layout, [self._dtype(side, i) for i in out])
         made = self._computed(place, side, given, [side.symbols[i] for i in out], facts)
         for i, (ref, symbol) in zip(out, made or (), strict=bool(made)):
+            self.rewriting.changed = self.rewriting.changed or ref != side.refs[i]
             side.refs[i], side.symbols[i] = ref, symbol
 
     # ---- who computes it ----
@@ -172,7 +174,6 @@ class Insertions:
         rewriting.constants |= routine.constants
         for name, symbol in routine.symbols.items():
             self.symbols.setdefault(name, symbol)
-        rewriting.changed = rewriting.changed or bool(routine.nodes)
         return [(symbol.name, symbol) for symbol in routine.outputs]
 
     def _called(
@@ -200,6 +201,7 @@ class Insertions:
             self.rewriting.refused.append((facts, action, why))
             if not self.rewriting.written:
                 self.rewriting.report(f"{action} of {facts.op.name} ({facts.name})", why)
+                action.tool.refused(action, why)
 
     @staticmethod
     def _dtype(side: Side, index: int) -> Any:

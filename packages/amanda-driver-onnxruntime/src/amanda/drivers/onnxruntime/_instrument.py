@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import ModelProto, inliner, numpy_helper
+from onnx import ModelProto
 
 import amanda
 from amanda import interceptor
@@ -15,10 +15,9 @@ from amanda.backend import Namespace, OpFacts, digest
 from amanda.errors import NotTraceableError
 
 from ._model import Model
-from ._names import renamed_nodes
-from ._places import Compute
 from ._rewrite import Rewriting
 from ._types import types_by_onnxruntime
+from ._written import copied, written
 
 
 def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProto:
@@ -45,7 +44,7 @@ def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProt
                 rewriting.analysis.finish()
     if rewriting.refused:
         raise _not_traceable([_refusal(*one) for one in rewriting.refused])
-    return written(source, rewriting) if rewriting.changed else _copied(source)
+    return written(source, rewriting) if rewriting.changed else copied(source)
 
 
 def namespace() -> Namespace:
@@ -68,53 +67,3 @@ def _not_traceable(refusals: Sequence[tuple[str, str, str, str, str]]) -> NotTra
 
 def _refusal(facts: OpFacts, action: Any, reason: str) -> tuple[str, str, str, str, str]:
     return facts.name, facts.op.name, type(action.tool).__name__, str(action), reason
-
-
-def _copied(source: ModelProto) -> ModelProto:
-    made = ModelProto()
-    made.CopyFrom(source)
-    return made
-
-
-def written(source: ModelProto, rewriting: Rewriting) -> ModelProto:
-    """The model that a rewriting came to, which names what `source` names."""
-    made = inliner.inline_local_functions(source) if source.functions else _copied(source)
-    graph = made.graph
-    names, extra = _swapped(rewriting, [one.name for one in graph.output])
-    nodes = [item.node for item in rewriting.items if isinstance(item, Compute)]
-    del graph.node[:]
-    graph.node.extend(renamed_nodes(nodes, names))
-    graph.node.extend(extra)
-    del graph.value_info[:]
-    for name, array in rewriting.constants.items():
-        graph.initializer.append(numpy_helper.from_array(array, names.get(name, name)))
-    _drop_unread(graph)
-    return made
-
-
-def _swapped(rewriting: Rewriting, outputs: Sequence[str]) -> tuple[dict[str, str], list[onnx.NodeProto]]:
-    """New names, so that the model's outputs keep theirs; nodes for outputs that share a value."""
-    names: dict[str, str] = {}
-    extra = []
-    for output in outputs:
-        now = rewriting.renamed.get(output, output)
-        if now == output:
-            continue
-        names[output] = f"{rewriting.fresh('original')}/{output}"
-        if now in names or now in rewriting.constants or now in outputs:
-            extra.append(onnx.helper.make_node("Identity", [names.get(now, now)], [output]))
-        else:
-            names[now] = output
-    return names, extra
-
-
-def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Leave out initializers that nothing reads any more."""
-    from ._names import reads
-
-    wanted = {name for node in graph.node for name in reads(node)}
-    wanted |= {one.name for one in (*graph.output, *graph.input)}
-    kept = [tensor for tensor in graph.initializer if tensor.name in wanted]
-    if len(kept) < len(graph.initializer):
-        del graph.initializer[:]
-        graph.initializer.extend(kept)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, TensorProto, TypeProto, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, TypeProto, inliner, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo
 
+from ._names import bodies_of
 from ._symbols import Array, Symbol, tensor_type
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
@@ -77,10 +78,13 @@ class Model:
     def _light(self, proto: ModelProto, folder: str) -> ModelProto:
         made = ModelProto()
         made.CopyFrom(proto)
+        forget_negative_extents(made.graph)
         for tensor in made.graph.initializer:
             self.constants[tensor.name] = array = array_of(tensor, folder)
             if array.nbytes > SMALL and is_shared(array):
                 refer(tensor)
+        for sparse in made.graph.sparse_initializer:
+            self.constants[sparse.values.name] = dense(sparse)
         return made
 
 
@@ -90,6 +94,15 @@ def array_of(tensor: TensorProto, folder: str = "") -> Array:
         array = _mapped(tensor, folder)
     else:
         array = np.asarray(numpy_helper.to_array(tensor))
+    array.flags.writeable = False
+    return array
+
+
+def dense(tensor: SparseTensorProto) -> Array:
+    """The values of a sparse tensor, which cannot be written."""
+    values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
+    array = np.zeros(tuple(tensor.dims), values.dtype)
+    array[np.unravel_index(indices, array.shape) if indices.ndim == 1 else tuple(indices.T)] = values
     array.flags.writeable = False
     return array
 
@@ -159,6 +172,18 @@ def types_in(graph: GraphProto) -> dict[str, TypeProto]:
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
     return types
+
+
+def forget_negative_extents(graph: GraphProto) -> None:
+    """Leave out extents below 0, by which some exporters mean one that is known at execution alone."""
+    for told in (*graph.input, *graph.output, *graph.value_info):
+        if told.type.WhichOneof("value") == "tensor_type":
+            for extent in told.type.tensor_type.shape.dim:
+                if extent.dim_value < 0:
+                    extent.ClearField("value")
+    for node in graph.node:
+        for body in bodies_of(node):
+            forget_negative_extents(body)
 
 
 def is_typed(type: TypeProto | None) -> bool:

@@ -10,7 +10,7 @@ from onnx import GraphProto, NodeProto
 def reads(node: NodeProto) -> Iterator[str]:
     """The values of the graph around it that a node reads, in its bodies too."""
     yield from (name for name in node.input if name)
-    for body in _bodies(node):
+    for body in bodies_of(node):
         yield from _captured(body)
 
 
@@ -39,7 +39,7 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
         return
     node.input[:] = [names.get(name, name) for name in node.input]
     node.output[:] = [names.get(name, name) for name in node.output]
-    for body in _bodies(node):
+    for body in bodies_of(node):
         own = {one.name for one in (*body.input, *body.initializer)}
         own |= {name for inner in body.node for name in inner.output}
         outer = {name: new for name, new in names.items() if name not in own}
@@ -49,7 +49,8 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
             output.name = outer.get(output.name, output.name)
 
 
-def _bodies(node: NodeProto) -> Iterator[GraphProto]:
+def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
+    """The graphs that a node holds."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g

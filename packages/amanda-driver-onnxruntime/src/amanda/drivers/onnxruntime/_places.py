@@ -26,7 +26,7 @@ from amanda.errors import RoutineError
 class Place(Inserted):
     """Routines whose results have the types that the graph has there.
 
-    dtypes: of the flat tensors that it gives back.
+    dtypes: of the flat values that it gives back; None of a sequence or an optional tensor.
     """
 
     __slots__ = ("dtypes",)
@@ -50,9 +50,9 @@ class Place(Inserted):
     def apply(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
     ) -> list[Any]:
-        """Call routines on values; the flat tensors that the place gives back.
+        """Call routines on values; the flat values that the place gives back.
 
-        Raises RoutineError where one changes what is no tensor, or of a type that is not known.
+        Raises RoutineError where one changes what holds no tensors, or is of a type that is not known.
         """
         fixed = [] if actions and actions[0].observer else [i for i in self.given if i not in self.gives]
         made = list(values)
@@ -62,10 +62,21 @@ class Place(Inserted):
                 if not _is_same(made[position], values[position]):
                     with explained(self.facts, action.tool, str(action)):
                         raise RoutineError(
-                            f"{action} changed value {position} of {self.facts.name}, which is no tensor, "
+                            f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
                             "or of a type that is not known before the model runs"
                         )
-        return spread(made[position] for position in self.gives)
+        return self._flat(made)
+
+    def _flat(self, values: Sequence[Any]) -> list[Any]:
+        """What is given back, each list of inputs as its elements; a sequence is one value."""
+        flat: list[Any] = []
+        sizes, dtypes = dict(zip(self.given, self.sizes, strict=True)), iter(self.dtypes)
+        for position in self.gives:
+            size = sizes[position]
+            kinds = [next(dtypes) for _ in range(1 if size is None else size)]
+            whole = size is None and kinds[0] is None
+            flat += [values[position]] if whole else spread([values[position]])
+        return flat
 
     def evaluate(self, flat: Sequence[Any], ops: TensorOps, state: State) -> list[Any]:
         """What the routines make of constants, or of arrays that record what is computed of them."""
@@ -79,6 +90,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _locked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_locked(one) for one in value]
     if not isinstance(value, np.ndarray):
         return value
     view = value.view()
@@ -87,7 +100,7 @@ def _locked(value: Any) -> Any:
 
 
 def _typed(value: Any, dtype: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype == dtype:
+    if dtype is None or (isinstance(value, np.ndarray) and value.dtype == dtype):
         return value
     astype = getattr(value, "astype", None)
     return np.asarray(value, dtype) if astype is None else astype(dtype)

@@ -50,7 +50,7 @@ class Rewriting:
     items: list[Item] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
-    reports: list[tuple[str, str]] = field(default_factory=list)
+    reports: dict[tuple[str, str], None] = field(default_factory=dict)
     refused: list[tuple[OpFacts, Any, str]] = field(default_factory=list)
     folded: list[Any] = field(default_factory=list)
     changed: bool = False
@@ -75,8 +75,7 @@ class Rewriting:
 
     def report(self, what: str, reason: str) -> None:
         """Note what tools do not see."""
-        if (what, reason) not in self.reports:
-            self.reports.append((what, reason))
+        self.reports.setdefault((what, reason))
 
     def tell_unfollowed(self) -> None:
         """Note what traceable routines set: a copy does not."""

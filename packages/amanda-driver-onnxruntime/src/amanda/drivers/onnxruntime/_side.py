@@ -51,11 +51,11 @@ class Side:
         return [i for position in positions for i in self._range(position)]
 
     def changeable(self, positions: Sequence[int]) -> list[int]:
-        """Those values which a routine may give anew: tensors."""
+        """Those values which a routine may give anew: tensors, sequences of them and optional ones."""
         return [
             position
             for position in positions
-            if all(symbol is not None and symbol.is_tensor for symbol in self._symbols(position))
+            if all(symbol is not None and symbol.holds_tensors for symbol in self._symbols(position))
         ]
 
     def changed(self) -> list[int]:

@@ -71,6 +71,11 @@ class Symbol:
         return self.dtype is not None
 
     @property
+    def holds_tensors(self) -> bool:
+        """Whether it is known to be a tensor, or a sequence of tensors or an optional one."""
+        return _holds_tensors(self.type)
+
+    @property
     def ndim(self) -> int | None:
         """How many axes a tensor has; None where that is not known."""
         return None if self.shape is None else len(self.shape)
@@ -114,6 +119,13 @@ def _of_tensor(type: TypeProto | None) -> tuple[np.dtype[Any] | None, Shape]:
         return dtype, None
     extents = type.tensor_type.shape.dim
     return dtype, tuple(one.dim_value if one.HasField("dim_value") else None for one in extents)
+
+
+def _holds_tensors(type: TypeProto | None) -> bool:
+    kind = None if type is None else type.WhichOneof("value")
+    if type is None or kind not in ("tensor_type", "sequence_type", "optional_type"):
+        return False
+    return bool(type.tensor_type.elem_type) or _holds_tensors(getattr(type, kind).elem_type)
 
 
 def _dispatch() -> None:

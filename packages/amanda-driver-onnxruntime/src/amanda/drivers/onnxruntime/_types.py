@@ -66,5 +66,5 @@ def _type(argument: Any) -> TypeProto | None:
         return None
     element = onnx.TensorProto.DataType.Value(_ELEMENTS[found[1]])
     known = argument.shape or None  # that of a scalar is told as one that is not known
-    shape = known and [one if isinstance(one, (int, str)) else None for one in known]
+    shape = known and [one if isinstance(one, str) or (one or 0) > -1 else None for one in known]
     return onnx.helper.make_tensor_type_proto(element, shape)

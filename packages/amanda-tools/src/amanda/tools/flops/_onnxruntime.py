@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._formulas import no_cost, visits
+from amanda.tools.flops._formulas import convolution, no_cost, transposed_convolution, visits
 
 _FREE = """
-    BlackmanWindow Col2Im Compress Constant ConstantOfShape DepthToSpace DequantizeLinear
-    DynamicQuantizeLinear EyeLike Gather GatherElements GatherND HammingWindow HannWindow If Loop Multinomial
-    NonMaxSuppression Optional OptionalGetElement OptionalHasElement QuantizeLinear RandomNormal
-    RandomNormalLike RandomUniform RandomUniformLike Resize ReverseSequence Scan Scatter ScatterElements
-    ScatterND SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength Shape
-    Size SpaceToDepth SplitToSequence StringNormalizer TensorScatter Trilu Unique Upsample
+    BlackmanWindow CenterCropPad Col2Im Compress ConcatFromSequence Constant ConstantOfShape DepthToSpace
+    DequantizeLinear DynamicQuantizeLinear EyeLike Gather GatherElements GatherND HammingWindow HannWindow If
+    Loop Multinomial NonMaxSuppression Optional OptionalGetElement OptionalHasElement QuantizeLinear
+    RandomNormal RandomNormalLike RandomUniform RandomUniformLike Resize ReverseSequence Scan Scatter
+    ScatterElements ScatterND SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert
+    SequenceLength Shape Size SpaceToDepth SplitToSequence StringNormalizer TensorScatter Trilu
+    Unique Upsample
 """.split()
-_ONE_STEP = (
-    "Hardmax MaxUnpool ReduceL1 ReduceL2 ReduceLogSum ReduceSumSquare Shrink Swish ThresholdedRelu".split()
-)
+_ONE_STEP = """
+    BitShift GlobalAveragePool GlobalLpPool GlobalMaxPool Hardmax MaxUnpool ReduceL1 ReduceL2 ReduceLogSum
+    ReduceMax ReduceMin ReduceSumSquare Shrink Swish ThresholdedRelu
+""".split()
 
 
 def product_and_sum(op: Shapes) -> Cost:
@@ -47,6 +50,11 @@ def quantised_product(op: Shapes) -> Cost:
     return Cost.of_macs(prod(op.out) * op.inputs[0][-1])
 
 
+def quantised_convolution(op: Shapes) -> Cost:
+    """The convolution of the first input and the fourth; scales and zero points lie between."""
+    return convolution(replace(op, weight=3))
+
+
 def recurrent(op: Shapes) -> Cost:
     """Every step multiplies the input and the state by the two weights."""
     return Cost.of_macs(prod(op.inputs[0][:-1]) * (prod(op.inputs[1]) + prod(op.inputs[2])))
@@ -66,6 +74,8 @@ FORMULAS: dict[str, Formula] = {
     "Gemm": product_and_sum, "QLinearMatMul": quantised_product,
     **dict.fromkeys(_QUANTISED, quantised_product),
     "FusedGemm": product_and_sum, "Attention": attention_layer, "GroupQueryAttention": grouped_attention,
+    **dict.fromkeys(("Conv", "FusedConv", "ConvInteger"), convolution),
+    "QLinearConv": quantised_convolution, "ConvTranspose": transposed_convolution,
     "LSTM": recurrent, "GRU": recurrent, "RNN": recurrent,
     "ReduceLogSumExp": visits(4), "MeanVarianceNormalization": visits(7), "LRN": visits(5),
 }  # fmt: skip

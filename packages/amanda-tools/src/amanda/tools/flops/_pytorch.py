@@ -35,7 +35,6 @@ def roles(context: amanda.OpContext) -> None:
     with DisableTorchFunction():
         context["differentiated"] = [one.requires_grad for one in tensors_of(context.get_inputs())]
     context["is_view"] = is_view
-    context["is_unranked"] = lambda value: False
 
 
 def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
@@ -141,7 +140,7 @@ def encoder_layer(op: Shapes) -> Cost:
 
 def _sequences(op: Shapes) -> list[tuple[int, int]]:
     """Length and width of each sequence of a batch, which may be a nested tensor."""
-    if op.inputs[0] is None:
+    if None in op.inputs[0]:
         return [(length, width) for length, width in op.values[0]._nested_tensor_size().tolist()]
     *batch, length, width = op.inputs[0]
     return [(length, width)] * prod(batch)
@@ -177,6 +176,9 @@ _PLACES = (
 
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 """Of ops that move tensors between processes, which cost bytes alone."""
+
+OF_NESTED = ("_transformer_encoder_layer_fwd",)
+"""Types whose formulas read nested tensors, which have no shape, themselves."""
 
 FORMULAS: dict[str, Formula] = {
     **_aten.FORMULAS,

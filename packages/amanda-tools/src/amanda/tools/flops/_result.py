@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
@@ -20,7 +21,8 @@ KEYS = ("phase", "type", "module", "source")
 class Place:
     """One op, forward or backward, with shapes that stayed the same.
 
-    calls: how often it was executed.  macs, flops: of one execution; None where no formula knows.
+    calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
+    no formula knows, or shapes are not known even as it runs.
     parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
     estimate: where no formula knows, the MACs of one execution if the op is a product of its largest inputs.
     """
@@ -58,16 +60,20 @@ class FlopsResult(KeyedResult):
     counted: ClassVar[Sequence[Column]] = _columns
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
-        self.places = [place for place in places if place.calls]
-        self._warned = False
+        self.places = [place for place in places if place.calls or place.flops is None]
+        self._is_told = False
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
-        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all."""
+        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
+
+        Calls whose cost is not known count as 0 macs and flops: `unsupported` and `unseen` have them, and a
+        warning is logged once.
+        """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
         if what in ("macs", "flops"):
-            self._warn()
+            self._tell_missing()
         return self._sum(what, phase)
 
     def _sum(self, what: str, phase: str | None = None) -> int:
@@ -90,12 +96,17 @@ class FlopsResult(KeyedResult):
 
     @property
     def unsupported(self) -> Mapping[str, int]:
-        """Types of ops that no formula knows, with their calls."""
+        """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
         found: dict[str, int] = {}
         for place in self.places:
-            if place.flops is None:
+            if place.flops is None and place.calls:
                 found[place.type] = found.get(place.type, 0) + place.calls
         return found
+
+    @property
+    def unseen(self) -> Mapping[str, int]:
+        """Types of ops whose executions cannot be seen, as in ONNX' control flow, with their number."""
+        return Counter(place.type for place in self.places if not place.calls)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Rows by their keys, those with most FLOPs first."""
@@ -116,14 +127,28 @@ class FlopsResult(KeyedResult):
     def notes(self) -> Sequence[str]:
         """The convention, and the share of what no formula knows."""
         notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
-        missing = self.unsupported
+        return [*notes, *self._missing()]
+
+    def _missing(self) -> Sequence[str]:
+        """Sentences on what is not counted, if anything is not."""
+        missing, unseen, told = self.unsupported, self.unseen, []
         if missing:
             share = 100 * sum(missing.values()) / max(self._sum("calls"), 1)
-            listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(missing.items()))
-            notes.append(f"No formula for {share:.1f} % of the calls, which count as 0: {listed}.")
-        if told := self._told_missing():
-            notes.append(told)
-        return notes
+            whose = f"{share:.1f} % of the calls, which count as 0: {_listed(missing)}"
+            told.append(f"No formula, or no shapes, for {whose}.")
+        if unseen:
+            told.append(
+                f"Executions of {sum(unseen.values())} ops cannot be seen, and count as 0: {_listed(unseen)}."
+            )
+        if products := self._products():
+            told.append(products)
+        return told
+
+    def _tell_missing(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            for sentence in self._missing():
+                logger.warning("FLOPs: %s", sentence)
 
     @property
     def missing(self) -> Mapping[str, int]:
@@ -134,7 +159,7 @@ class FlopsResult(KeyedResult):
                 found[place.type] = found.get(place.type, 0) + place.calls * place.estimate
         return found
 
-    def _told_missing(self) -> str | None:
+    def _products(self) -> str | None:
         missing = self.missing
         if not missing:
             return None
@@ -142,10 +167,9 @@ class FlopsResult(KeyedResult):
         listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
         return f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
 
-    def _warn(self) -> None:
-        if not self._warned and (told := self._told_missing()):
-            logger.warning("FLOPs are missing in this total. %s", told)
-        self._warned = True
+
+def _listed(types: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
 
 
 def _sums(places: Sequence[Place]) -> tuple[Any, ...]:

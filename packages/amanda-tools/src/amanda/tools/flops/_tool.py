@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +19,10 @@ from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, 
 
 _AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
+_UNKNOWN = (None,)
+"""The shape of a tensor whose rank is not known."""
+_HANDLES = ("resource", "variant")
+"""Types of TensorFlow's values that stand for something else, and have no elements."""
 
 logger = logging.getLogger("amanda")
 
@@ -49,6 +53,7 @@ class FlopsTool(amanda.Tool):
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.
         self._places: dict[Hashable, Place] = {}
+        self._unseen: dict[Hashable, Place] = {}
         self._products = 0  # ops analysed so far that are products
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
@@ -58,19 +63,31 @@ class FlopsTool(amanda.Tool):
     @property
     def result(self) -> FlopsResult:
         """What was executed so far."""
-        return FlopsResult(self._places.values())
+        executed = [place for place in self._places.values() if place.calls]
+        return FlopsResult([*executed, *self._unseen.values()])
 
     def clear(self) -> None:
         """Forget what was executed; what was analysed stays."""
         for place in self._places.values():
             place.calls = 0
 
+    def refused(self, action: amanda.Action, reason: str) -> None:
+        """Keep an op whose executions cannot be counted, for the result to say so."""
+        place, found = action.kwargs.get("place"), action.kwargs.get("found")
+        if found is not None and _formula(found.names) is not no_cost:
+            place = found.place
+        elif place is None or place.flops == 0:
+            return
+        unseen = replace(place, calls=0, macs=None, flops=None, bytes=0)
+        self._unseen.setdefault((_key(unseen), id(action.kwargs.get("shapes"))), unseen)
+
     # ---- analysis ----
 
     def _look_at_inputs(self, context: amanda.OpContext) -> None:
         context["products"] = self._products
-        if not _all_known(context, context.get_inputs()):
-            context.insert_before_op(self._note_inputs, shape=context["shape"])
+        shape = context["shape"]
+        if not _are_known(_shape_of(value, shape) for value in context.get_inputs()):
+            context.insert_before_op(self._note_inputs, shape=shape)
 
     def _forward(self, context: amanda.OpContext) -> None:
         outputs = context.get_outputs() or []
@@ -79,7 +96,7 @@ class FlopsTool(amanda.Tool):
         place = Place(context["phase"], kind, context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
         names = (context.get_op_type(), kind)
-        if _all_known(context, [*context.get_inputs(), *outputs]):
+        if _can_tell(names, shapes):
             self._fill(place, shapes, self._cost(names, shapes, place.source))
             if place.flops is None and (within := self._inside(context)) and not within.unknown:
                 place.macs, place.flops = within.forward
@@ -122,13 +139,9 @@ class FlopsTool(amanda.Tool):
     def _cost(self, names: tuple[str, str], shapes: Shapes, source: str) -> Cost | None:
         custom = next((self._custom[name] for name in names if name in self._custom), None)
         if custom is not None:
-            return custom(shapes)
-        formula = next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
-        if names[0].startswith(_pytorch.LIBRARIES):
-            formula = no_cost
-        elif names[0].endswith("Dataset") or "DatasetV" in names[0]:
-            formula = no_cost  # what its functions compute is in no op
-        if formula is None:
+            return custom(shapes) if _can_tell(names, shapes) else None
+        formula = _formula(names)
+        if formula is None or not (formula is no_cost or _can_tell(names, shapes)):
             return None
         try:
             return formula(shapes)
@@ -157,7 +170,7 @@ class FlopsTool(amanda.Tool):
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
         """What an op costs that does not run, though its backward ops do: nobody asks for its value."""
         shapes = _shapes(context, context.get_inputs(), context.get_outputs() or [])
-        if not all(map(_is_known, [*shapes.inputs, *shapes.outputs])):
+        if not _are_known([*shapes.inputs, *shapes.outputs]):
             return None
         return self._cost((context.get_op_type(), context["type"]), shapes, context.get_source())
 
@@ -198,7 +211,8 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_shapes(self, *outputs: Any, found: _Found, shapes: Shapes, run: dict[str, Any]) -> None:
-        inputs = run.pop("shapes", shapes.inputs)
+        told = run.pop("shapes", shapes.inputs)
+        inputs = [known if one is None else one for one, known in zip(told, shapes.inputs, strict=True)]
         made = [_shape_of(value, found.shape) for value in outputs]
         place = self._same(found, str((inputs, made)))
         if not place.calls:
@@ -207,7 +221,7 @@ class FlopsTool(amanda.Tool):
             read, written = ([4 * sum(map(_size, tensors([one]))) for one in side] for side in (inputs, made))
             place.bytes = _traffic(found.names, read, written)
         place.calls += 1
-        run["macs"] = place.macs or 0
+        run["macs"] = place.macs
 
     @amanda.observer
     def _count_gradients(self, *grads: Any, found: _Found, run: dict[str, Any]) -> None:
@@ -215,10 +229,14 @@ class FlopsTool(amanda.Tool):
         macs, elements = run.get("macs", 0), sum(map(_size, made))
         place = self._same(found, str((macs, made)))
         forward = place.type.removesuffix("_backward")
-        if forward in CONTRACTIONS:
+        if forward in _MOVES or forward == "accumulate_grad":
+            place.flops = 0
+        elif macs is None or not _are_known(made):
+            place.macs = place.flops = None
+        elif forward in CONTRACTIONS:
             place.macs, place.flops = Cost.of_macs(len(made) * macs)
         else:
-            place.flops = 0 if forward in _MOVES or forward == "accumulate_grad" else elements
+            place.flops = elements
         place.bytes = 4 * elements
         place.calls += 1
 
@@ -230,6 +248,15 @@ class FlopsTool(amanda.Tool):
     @amanda.observer
     def _count(place: Place) -> None:
         place.calls += 1
+
+
+def _formula(names: tuple[str, str]) -> Formula | None:
+    """What is built in for an op of these names: the framework's, and the vocabulary's."""
+    if names[0].startswith(_pytorch.LIBRARIES):
+        return no_cost
+    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+        return no_cost  # what its functions compute is in no op
+    return next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
 
 
 def _traffic(
@@ -267,8 +294,6 @@ def roles(context: amanda.OpContext) -> None:
         context["backward_macs"] = _macs_of_each_gradient
         context["inside"] = lambda context, formulas: None
         context["is_view"] = lambda inputs, outputs: False
-        shape, dtype = context["shape"], context["dtype"]
-        context["is_unranked"] = lambda value: dtype(value) is not None and shape(value) is None
 
 
 def _macs_of_each_gradient(context: amanda.OpContext) -> int:
@@ -282,26 +307,34 @@ def _shapes(context: amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[
     read = [_shape_of(value, shape) for value in inputs]
     return Shapes(
         context["type"], read, [_shape_of(value, shape) for value in outputs],
-        [value for value, known in zip(inputs, read, strict=True) if known is None],
+        [value for value, known in zip(inputs, read, strict=True) if known in (None, _UNKNOWN)],
         context.get_attrs(), context["weight_index"], context["weight_layout"],
     )  # fmt: skip
 
 
 def _shape_of(value: Any, shape: Any) -> Any:
-    if isinstance(value, (list, tuple)) and any(shape(one) is not None for one in value):
-        return [shape(one) for one in value if shape(one) is not None]
-    return shape(value)
+    """The shape of a tensor, `_UNKNOWN` where its rank is; a list of shapes; None of what is no tensor."""
+    if isinstance(value, (list, tuple)):
+        shapes = [extents for one in value if (extents := _extents(one, shape)) is not None]
+        return shapes or None
+    return _extents(value, shape)
 
 
-def _all_known(context: amanda.OpContext, values: Sequence[Any]) -> bool:
-    """Whether the extents of all values are; of some not even the rank is known before execution."""
-    shapes = [_shape_of(value, context["shape"]) for value in values]
-    return all(map(_is_known, shapes)) and not any(map(context["is_unranked"], values))
+def _extents(value: Any, shape: Any) -> Any:
+    extents = shape(value)
+    if extents is None and hasattr(type(value), "shape"):
+        return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else _UNKNOWN
+    return extents
 
 
-def _is_known(shape: Any) -> bool:
+def _are_known(shapes: Iterable[Any]) -> bool:
     """Whether every extent is; in graphs some are known at execution alone."""
-    return all(None not in one for one in tensors([shape]))
+    return all(None not in one for one in tensors(shapes))
+
+
+def _can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
+    """Whether a formula has all that it reads."""
+    return names[0] in _pytorch.OF_NESTED or _are_known([*shapes.inputs, *shapes.outputs])
 
 
 def _size(shape: Any) -> int:
