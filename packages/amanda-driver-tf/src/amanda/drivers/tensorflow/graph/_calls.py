@@ -106,7 +106,8 @@ def rewrite_calls(
     if kind == "While":
         number, step = enter(body, op, number, read, made)
     for place, reference, function, inner, rewritten in found:
-        copy = copy_of(function.definition, rewritten, inner, step if place == "body" else 0)
+        turn = step if place == "body" else 0
+        copy = copy_of(function.definition, rewritten, inner, turn, kind == "While" and place == "cond")
         rewriting.library.append(copy)
         reference.name = copy.signature.name
     _let_take_number(node, kind, body.depth_of(op) + 1)
