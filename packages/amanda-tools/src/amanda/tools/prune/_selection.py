@@ -48,16 +48,16 @@ class Selection:
             typed = context["type"] in TYPES | WITHIN
         else:
             typed = any(fnmatchcase(name, glob) for name in names for glob in self._types)
-        path = context.get_scope().replace("/", ".")
-        inside = self._modules is None or _matches(path, self._modules)
-        return typed and inside and not _matches(path, self._exclude)
+        paths = [one.replace("/", ".") for one in context.get_scopes()]
+        inside = self._modules is None or _matches(paths, self._modules)
+        return typed and inside and not _matches(paths, self._exclude)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={given!r}" for name, given in self._told.items() if given is not None)
 
 
-def _matches(path: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*") for glob in globs)
+def _matches(paths: Sequence[str], globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*") for path in paths for glob in globs)
 
 
 def _listed(option: str, given: Globs) -> Sequence[str] | None:

@@ -29,8 +29,8 @@ class Selection:
 
     type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
     letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
-    is selected with it, and `*` stands for any part ("layer4", "*.attention").  phase: "forward", "backward",
-    or "optimizer", for the steps of PyTorch's optimizers.  With "backward" the forward analysis routines are
+    is selected with it, and `*` stands for any part ("layer4", "*.attention"); Keras' layers may be given by
+    their names.  phase: "forward", "backward", or "optimizer", for the steps of PyTorch's optimizers.  With "backward" the forward analysis routines are
     called all the same, since those of backward ops may read what they note down; nothing that they insert
     runs.
 
@@ -85,9 +85,10 @@ class Selection:
         return any(fnmatchcase(str(name), pattern) for name in names for pattern in self._types)
 
     def _has_module(self, context: amanda.OpContext) -> bool:
-        path = _path(context.get_scope())
         return not self._modules or any(
-            fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") for pattern in self._modules
+            fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+            for path in map(_path, context.get_scopes())
+            for pattern in self._modules
         )
 
 

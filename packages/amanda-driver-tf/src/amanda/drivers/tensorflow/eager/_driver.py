@@ -23,13 +23,14 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
+from .._layers import module_path, named_paths
 from .._recording import let_routines_differentiate
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
 from ._datasets import Datasets
 from ._interception import Interception, executed
-from ._modules import Modules, module_path
+from ._modules import Modules
 from ._replicas import follow_replicas
 from ._schema import flattened
 from ._state import Made, Mark
@@ -102,6 +103,10 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling layer in the model, or the name scope outside of layers."""
         return module_path(subjects) if subjects else str(ops.get_name_scope())
+
+    def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
+        """Paths of the calling layer by the names of layers."""
+        return named_paths(subjects)
 
     def identities(self, call: Call) -> list[Any]:
         """The variables that a call was given."""

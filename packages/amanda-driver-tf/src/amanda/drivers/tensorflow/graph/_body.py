@@ -23,6 +23,7 @@ from amanda.backend import (
 )
 from tensorflow.python.framework import tensor_util
 
+from ._places import Layers, Place
 from ._reads import TensorFlowReads
 from ._taping import Readers
 from ._values import GraphTensors
@@ -59,6 +60,7 @@ class Body:
     guessed: whether names tell the forward operation of some gradient operation.
     order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
     depth_at: as `depth`, where it depends on the operation.
+    place_of: the layer that an operation lies in.
     end_of: by the numbers that two nodes read, what the second waits for instead of the first: the end of the
     loop that this is in, and the second is not; None where there is none. It is there where `number_at` is.
     """
@@ -85,6 +87,7 @@ class Body:
     variable_of: Callable[[Any], Any] = lambda tensor: None
     depth_at: Callable[[tf.Operation], int] | None = None
     end_of: Callable[[str, str], str | None] | None = None
+    place_of: Callable[[tf.Operation], Place] = Place.outside
 
     def depth_of(self, op: tf.Operation) -> int:
         """How many loops are around an operation, whose rounds the number tells."""
@@ -153,6 +156,7 @@ class Rewriting:
     inlining: where routines are written into a file for good: none may run as Python.
     find: a function by its name, where it is not one of the runtime; None where it is out of reach.
     history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
+    layers: those whose names the scopes of the graph tell.
     traced: these routines, with the tensors that they hold.
     """
 
@@ -176,6 +180,7 @@ class Rewriting:
     find: Callable[[str], Any] | None = None
     history: History = field(default_factory=lambda: History(TensorFlowReads))
     reads: Reads = field(default_factory=TensorFlowReads)
+    layers: Layers = field(default_factory=Layers)
     traced: list[tuple[Action, list[Any]]] = field(default_factory=list)
     _restless: dict[Action, str] = field(default_factory=dict)
 

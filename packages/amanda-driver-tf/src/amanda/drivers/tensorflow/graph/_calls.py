@@ -85,7 +85,7 @@ def rewrite_calls(
             function, identity, read_argument, told, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
             depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
-            outer=body.captured,
+            outer=body.captured, layers=rewriting.layers, within=body.place_of(op).within,
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))

@@ -150,7 +150,14 @@ class _Rewriter:
         identity = op_id(self.body, op.name)
         body = self.body
         facts, outputs = facts_of(
-            op, identity, self.rewriting.namespace, body.read_value, node, body.identity, body.variable_of
+            op,
+            identity,
+            self.rewriting.namespace,
+            body.read_value,
+            node,
+            body.identity,
+            body.variable_of,
+            body.place_of(op),
         )
         if self.rewriting.inlining is not None:
             facts.source = ""  # the line that reads the file
@@ -315,7 +322,8 @@ class _Rewriter:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
         identity = op_id(self.body, op.name)
         facts, outputs = facts_of(
-            op, identity, self.rewriting.namespace, self.body.read_value, variable_of=self.body.variable_of
+            op, identity, self.rewriting.namespace, self.body.read_value, variable_of=self.body.variable_of,
+            place=self.body.place_of(op),
         )  # fmt: skip
         self.rewriting.analysis.absent(facts, outputs)
         self.rewriting.ids[op] = (identity, facts)

@@ -18,6 +18,7 @@ from ..graph import (
     Edge,
     GraphSyntax,
     GraphTensors,
+    Places,
     Rewriting,
     Rewritten,
     TensorFlowReads,
@@ -87,7 +88,7 @@ class Copies:
         with interceptor.Suspension(), context.eager_mode():
             ops = cone(graph, request)
             try:
-                body, forward, frames = _body(session, ops, request)
+                body, forward, frames = _body(session, ops, request, rewriting)
                 own = {name: _copied(node) for name, node in body.nodes.items()}
                 rewritten = rewrite(body, rewriting)
             except BaseException:
@@ -150,7 +151,9 @@ class Copies:
         return Route(hidden, endpoints, targets, feeds.names, also, NUMBER)
 
 
-def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, ForwardOps, Frames]:
+def _body(
+    session: Any, ops: Sequence[Any], request: Request, rewriting: Rewriting
+) -> tuple[Body, ForwardOps, Frames]:
     graph = session.graph
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.of)
@@ -173,6 +176,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         order_of=lambda op: 2 if op.name in forward.second else 1,
         depth_at=frames.depth_at,
         end_of=frames.end_of,
+        place_of=Places(rewriting.layers, graph, variable_of),
         captured=stacks.captured,
         stacked=stacks.read,
     )
