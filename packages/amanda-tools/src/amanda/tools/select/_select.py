@@ -30,9 +30,9 @@ class Selection:
     type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
     letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
     is selected with it, and `*` stands for any part ("layer4", "*.attention"); Keras' layers may be given by
-    their names.  phase: "forward", "backward", or "optimizer", for the steps of PyTorch's optimizers.  With "backward" the forward analysis routines are
-    called all the same, since those of backward ops may read what they note down; nothing that they insert
-    runs.
+    their names.  phase: "forward", "backward", or "optimizer", for the steps of PyTorch's optimizers.  With
+    "backward" the forward analysis routines are called all the same, since those of backward ops may read
+    what they note down; nothing that they insert runs.
 
     matched: whether an op was selected.  types, modules: of the ops that were not.
     """
