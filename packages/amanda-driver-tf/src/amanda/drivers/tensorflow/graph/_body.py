@@ -156,6 +156,7 @@ class Rewriting:
     inlining: where routines are written into a file for good: none may run as Python.
     find: a function by its name, where it is not one of the runtime; None where it is out of reach.
     history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
+    several_devices: whether resources may be on several devices.
     layers: those whose names the scopes of the graph tell.
     traced: these routines, with the tensors that they hold.
     """
@@ -180,6 +181,7 @@ class Rewriting:
     find: Callable[[str], Any] | None = None
     history: History = field(default_factory=lambda: History(TensorFlowReads))
     reads: Reads = field(default_factory=TensorFlowReads)
+    several_devices: bool = False
     layers: Layers = field(default_factory=Layers)
     traced: list[tuple[Action, list[Any]]] = field(default_factory=list)
     _restless: dict[Action, str] = field(default_factory=dict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import count, groupby
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from amanda.backend import Action, OpFacts
 from tensorflow.core.framework import node_def_pb2
 
 from ._body import Body, Rewriting, Taped
-from ._handles import RESOURCE, Lent, on_several_devices
+from ._handles import RESOURCE, Lent
 from ._original import original
 from ._side import Side, enum, is_plain, nbytes
 from ._slots import INT64, Node, Packed, py_func
@@ -325,7 +324,7 @@ class Insertions:
         """
         slot, refs, given = self.rewriting.add(inserted), list(refs), list(given)
         handles = [i for i, kind in enumerate(given) if kind == RESOURCE]
-        if len(handles) > 1 and self._on_several_devices:
+        if len(handles) > 1 and self.rewriting.several_devices:
             inserted.borrows = handles
             for i in handles:
                 lent = self.rewriting.add(Lent())
@@ -335,10 +334,6 @@ class Insertions:
         node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
         self.made.append(node)
         return node
-
-    @cached_property
-    def _on_several_devices(self) -> bool:
-        return on_several_devices(self.body.ops)
 
     def output_of(self, name: str, index: int) -> str:
         """How an output of an inserted node is written as an input."""

@@ -14,6 +14,7 @@ from ._calls import rewrite_calls
 from ._facts import facts_of, inputs_of, outputs_of
 from ._flow import FLOW, at_flow, behind_flow
 from ._gradients import GradientEdges
+from ._handles import on_several_devices
 from ._insertions import Insertions, Read
 from ._passing import Passing
 from ._pullbacks import Pullbacks
@@ -27,6 +28,7 @@ _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
     """Analyse every operation of a body and edit its nodes; the functions that they call too."""
+    rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
     return _Rewriter(body, rewriting).run()
 
 
