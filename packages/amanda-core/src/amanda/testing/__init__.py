@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("amanda.testing._suite", "amanda.testing._traceab
 
 from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
-from amanda.testing._harmless import Silent, Unchanged  # noqa: E402
+from amanda.testing._harmless import Fresh, Silent, Unchanged  # noqa: E402
 from amanda.testing._held import Scaling  # noqa: E402
 from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample  # noqa: E402
@@ -33,6 +33,7 @@ from amanda.testing._traceable import GraphSample, TraceableTests  # noqa: E402
 __all__ = [
     "DriverTests",
     "FakeDriver",
+    "Fresh",
     "GraphSample",
     "Sample",
     "Scaling",

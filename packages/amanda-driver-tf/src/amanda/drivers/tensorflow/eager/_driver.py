@@ -28,7 +28,7 @@ from .._recording import let_routines_differentiate
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
-from ._datasets import Datasets
+from ._datasets import REPORTED, Datasets
 from ._interception import Interception, executed
 from ._modules import Modules
 from ._replicas import follow_replicas
@@ -96,6 +96,8 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """What keeps a call from being instrumented, and why."""
+        if site.op.has_functions and "Dataset" in site.op.type:
+            return REPORTED
         if site.op.has_functions:
             return f"the functions of {site.op.type}", "TensorFlow's native code runs them as they are"
         return None
