@@ -47,7 +47,8 @@ def parameters() -> Iterator[Any]:
     """Every model in every mode; those that are not in the sample are marked."""
     for subject in models.subjects():
         for mode in PROGRAMS:
-            marks = [] if subject.name in models.SAMPLE else [pytest.mark.zoo_tf]
+            sampled = subject.name in models.SAMPLE or (subject.name, mode) in models.SAMPLE_TOGETHER
+            marks = [] if sampled else [pytest.mark.zoo_tf]
             if (subject.name, mode) in KNOWN:
                 marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[subject.name, mode]))
             yield pytest.param(subject, mode, id=f"{subject.name}-{mode}", marks=marks)
