@@ -41,11 +41,13 @@ class Copy:
     torn: whether routines keep nearly all of its operators apart.
     forward: whether a backward function may be called for its calls.
     table: what runs at which slot.  reports: what could not be instrumented.
+    identity: of its graph.
     ids: of the forward operations, with the layers that they lie in, as long as their graph lives.
     backward: kept copies of backward functions, which read what calls of this one keep.
     """
 
-    def __init__(self, function: Function, rewriting: Rewriting) -> None:
+    def __init__(self, function: Function, rewriting: Rewriting, identity: int) -> None:
+        self.identity = identity
         self.name: bytes | None = None
         self.torn = False
         self.table = rewriting.table
@@ -57,9 +59,9 @@ class Copy:
         self.depths = rewriting.depths
         self.reports = list(rewriting.reports)
         self.backward: weakref.WeakKeyDictionary[Any, dict[Any, KeptCopies]] = weakref.WeakKeyDictionary()
-        self.ids: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        for op, (op_id, facts) in rewriting.ids.items():
-            self.ids[op] = op_id, Place(facts.scope, facts.aliases)
+        self.ids: weakref.WeakKeyDictionary[Any, dict[int, Place]] = weakref.WeakKeyDictionary()
+        for op, known in rewriting.ids.items():
+            self.ids[op] = {op_id: Place(facts.scope, facts.aliases) for op_id, facts in known.items()}
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
@@ -148,11 +150,12 @@ class Copies:
             rewriting.depths.update(trace.copy.depths)
             for op, graphs in trace.copy.callees.items():
                 rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
-            rewriting.origin = lambda op: self._origin(op, trace)
+            rewriting.origin = lambda op, op_id: self._origin(op, op_id, trace)
         body = body_of(
             function, self._identities.of(function.graph, function.name), args.__getitem__,
             rewriting, parts(function.name)[0] == "forward", backward=trace is not None,
             layers=rewriting.layers, within=_calling(function.graph),
+            forward_identity=None if trace is None else trace.copy.identity,
         )  # fmt: skip
         try:
             rewritten = rewrite(body, rewriting)
@@ -160,7 +163,7 @@ class Copies:
             rewriting.analysis.forget()
             raise
         rewriting.tell_unfollowed()
-        copy = Copy(function, rewriting)
+        copy = Copy(function, rewriting, body.identity)
         compiled = function.definition.attr.get("_XlaMustCompile")
         if rewritten.changed and compiled is not None and compiled.b:
             copy.reports.append(
@@ -182,11 +185,13 @@ class Copies:
         kept.add(copy, rewriting.reads)
         return copy
 
-    def _origin(self, op: Any, trace: Trace) -> Any:
+    def _origin(self, op: Any, op_id: int | None, trace: Trace) -> Any:
         known = trace.copy.ids.get(op)
-        if known is None:
+        if not known:
             return None
-        op_id, place = known
+        if op_id is None or op_id not in known:
+            op_id = next(reversed(known))
+        place = known[op_id]
         facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor, place=place)
         facts.outputs = outputs
         return op_id, facts

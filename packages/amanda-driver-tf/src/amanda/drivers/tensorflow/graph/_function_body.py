@@ -38,6 +38,7 @@ def body_of(
     outer: Captured = lambda tensor: None,
     layers: Layers | None = None,
     within: Sequence[Any] = (),
+    forward_identity: int | None = None,
 ) -> Body:
     """The nodes of a function that run.
 
@@ -47,6 +48,7 @@ def body_of(
     forward_call: where this is called for the gradients of a call, that one.
     depth: how many loops are around it.
     argument_variable: what holds the variable that an argument is the handle of; the argument by default.
+    forward_identity: that of the graph that this one has gradients of, if it is another.
     layers: those that are known by their names.  within: those that the call of this one lies in.
     outer: for a symbol of the graph that calls this one, the forward symbol that it stands for.
     """
@@ -81,6 +83,7 @@ def body_of(
         lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
         order_of=forward.order, guessed=bool(forward.guessed),
         variable_of=holding, place_of=Places(layers or Layers(), graph, holding, within),
+        forward_identity=forward_identity,
     )  # fmt: skip
 
 

@@ -61,7 +61,8 @@ class _Rewriter:
         self.gradients = GradientEdges(body, self.forward)
         self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
         redirects = self._redirect, self._give_back
-        self.passing = Passing(rewriting, self.pullbacks, self.gradients, self.forward, *redirects)
+        places = self.pullbacks, self.gradients, self.forward
+        self.passing = Passing(rewriting, self._known, *places, *redirects)
         self._calls: list[str] = []
         self._in_flow = behind_flow(body.ops)
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
@@ -164,7 +165,7 @@ class _Rewriter:
         if self.rewriting.inlining is not None:
             facts.source = ""  # the line that reads the file
         combined = self.rewriting.analysis.forward(facts, outputs)
-        self.rewriting.ids[op] = (identity, facts)
+        self.rewriting.ids.setdefault(op, {})[identity] = facts
         self._by_id[identity] = op
         depth = self.body.depth_of(op)
         if depth:
@@ -262,7 +263,7 @@ class _Rewriter:
 
     def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
-        forward_id, forward_facts = self.rewriting.known(forward) or self._not_run(forward)
+        forward_id, forward_facts = self._known(forward) or self._not_run(forward)
         if forward_id in self.rewriting.taped and self.body.order_of(op) > 1:
             self.rewriting.report(
                 f"second gradients of {forward.name}",
@@ -277,6 +278,10 @@ class _Rewriter:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.taped and self.gradients.last(forward) is op:
             self._pull_at_inputs(op, forward, forward_id)
+
+    def _known(self, forward: tf.Operation) -> tuple[int, OpFacts] | None:
+        """Id and facts of a forward operation."""
+        return self.rewriting.known(forward, self.body.forward_id(forward))
 
     def _pull_at_inputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
         passed = self.passing.positions(forward)
@@ -328,7 +333,7 @@ class _Rewriter:
             place=self.body.place_of(op),
         )  # fmt: skip
         self.rewriting.analysis.absent(facts, outputs)
-        self.rewriting.ids[op] = (identity, facts)
+        self.rewriting.ids.setdefault(op, {})[identity] = facts
         return identity, facts
 
     def _recall(self, op: tf.Operation, node: Any, forward_id: int, entering: list[int]) -> None:

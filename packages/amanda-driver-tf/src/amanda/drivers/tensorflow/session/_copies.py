@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -95,7 +96,7 @@ class Copies:
                 rewriting.analysis.forget()
                 raise
             rewriting.analysis.finish()
-            for op_id, *_ in rewriting.ids.values():
+            for op_id in chain.from_iterable(rewriting.ids.values()):
                 bind_to_subjects(op_id, [graph])
             if forward.by_name:
                 rewriting.report(
