@@ -34,6 +34,13 @@ def test_losses_and_weights_are_bit_equal(told: dict[str, Any], mode: str) -> No
     assert told["after"] == told["function"]["bare"]
 
 
+@pytest.mark.parametrize("tool", ["echo", "profile"])
+def test_routines_that_are_given_handles_of_both_devices_leave_training_as_it_is(
+    told: dict[str, Any], tool: str
+) -> None:
+    assert told["each"][tool] == told["each"]["bare"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_counts_are_those_of_both_replicas(told: dict[str, Any], mode: str) -> None:
     rows = told[mode]["flops"]["rows"]

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import amanda
+from amanda.drivers.tensorflow import without_fusion
 from amanda.tools.flops import FlopsTool
 from amanda.tools.stats import StatsTool
 
@@ -76,6 +77,35 @@ def masked(weight):
     return weight * (np.arange(weight.shape[0]) % 2)[:, None].astype("float32")
 
 
+class Everything(amanda.Tool):
+    """Routines at all four points of each op, which are given all values and hand them back."""
+
+    def __init__(self):
+        self.handles, routine = 0, self.look
+        self.add_inst_for_op(lambda context: context.insert_before_op(routine))
+        self.add_inst_for_op(lambda context: context.insert_after_op(routine), require_outputs=True)
+        self.add_inst_for_op(lambda context: context.insert_before_backward_op(routine), backward=True)
+        self.add_inst_for_op(
+            lambda context: context.insert_after_backward_op(routine), backward=True, require_outputs=True
+        )
+
+    def look(self, *values):
+        self.handles += sum(getattr(one, "dtype", None) == tf.resource for one in values)
+        return values
+
+
+def under_each_tool(train):
+    """What training gives under tools that are given handles of both devices, bare at first."""
+    tools = {"bare": amanda.Tool(), "echo": Everything(), "profile": amanda.load_tool("profile")}
+    found = {}
+    with without_fusion():
+        for name, tool in tools.items():
+            with amanda.apply(tool):
+                found[name] = train()
+    assert tools["echo"].handles > 100
+    return found
+
+
 def main(path: Path) -> None:
     found = {}
     for name, train in (("fit", fit), ("function", lambda: loop(True)), ("eager", lambda: loop(False))):
@@ -89,6 +119,7 @@ def main(path: Path) -> None:
             "stats": stats.result.to_dict()["rows"],
         }  # fmt: skip
     found["after"] = loop(True)
+    found["each"] = under_each_tool(fit)
     path.write_text(json.dumps(found))
 
 

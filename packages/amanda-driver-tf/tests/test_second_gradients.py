@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from acting import inserting
+from unfused import unfused
 
 import amanda
+from amanda.testing import Unchanged
 
 tf1 = tf.compat.v1
 X = [0.3, 0.7]
@@ -84,3 +86,23 @@ def test_nothing_is_said_where_routines_are_elsewhere(mode) -> None:
     for gradient in mode(scope):
         np.testing.assert_allclose(gradient, np.exp(X), rtol=1e-5)
     assert not any(entry.what.startswith("second") for entry in scope.report)
+
+
+def test_gradients_of_gradients_in_a_function_that_was_traced_before_are_as_without() -> None:
+    """Names alone tell which op the gradients belong to: no op that was made after them."""
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.sin(x) * x)
+            loss = tf.reduce_sum((inner.gradient(y, x) * x) ** 2)
+        return outer.gradient(loss, x)
+
+    x = tf.constant([0.3, -0.7, 1.1])
+    with unfused():
+        expected = step(x)
+        with amanda.apply(Unchanged()):
+            np.testing.assert_array_equal(step(x), expected)

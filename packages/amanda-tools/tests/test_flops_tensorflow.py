@@ -57,6 +57,16 @@ def test_a_batch_whose_size_the_function_does_not_know_is_counted(model: keras.M
     assert counted(program).total("macs") == 5 * (CONVOLUTION + DEPTHWISE + DENSE) // 2
 
 
+def test_products_in_the_condition_of_a_loop_count_at_each_evaluation() -> None:
+    @tf.function
+    def doubled(x: Any) -> Any:
+        while tf.reduce_sum(x @ x) < 100.0:
+            x = x * 2.0
+        return x
+
+    assert counted(lambda: doubled(tf.ones([2, 2]))).total("macs") == 3 * 8
+
+
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_training_costs_each_gradient_that_is_computed(
     model: keras.Model, images: Any, eagerly: bool

@@ -48,6 +48,16 @@ def test_a_nan_in_the_body_of_a_loop_of_a_function_is_found_at_its_op_and_line()
     assert given.most < 0
 
 
+def test_so_is_one_in_the_condition_of_a_loop() -> None:
+    def halved(x: Any) -> Any:
+        while tf.reduce_sum(x) > 1.0 or tf.math.log(x) > 0.0:  # planted: condition
+            x = x - 1.5
+        return x
+
+    first = first_of(lambda: tf.function(halved)(tf.constant(4.2)))
+    assert (first.type, first.source) == ("log", line_of("condition"))
+
+
 def test_so_is_one_in_a_loop_of_a_session() -> None:
     with tf.Graph().as_default() as graph:
         data = tf.compat.v1.placeholder(tf.float32, (3,))

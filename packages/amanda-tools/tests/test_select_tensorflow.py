@@ -50,6 +50,29 @@ def test_steps_of_fit_are_batches(model: keras.Model) -> None:
     assert {key: selected.get(key) for key in in_graph} == {key: 3 * n // 8 for key, n in in_graph.items()}
 
 
+@pytest.mark.parametrize("way", ["eager", "function", "fit"])
+@pytest.mark.parametrize("module", ["dense_1", "*dense_1", "twice/dense_1", "second"])
+def test_a_module_is_a_layer_by_its_name_or_path(way: str, module: str) -> None:
+    """The scope of the second call of the layer "dense" is "dense_1" too."""
+
+    class Twice(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="twice")
+            self.first = keras.layers.Dense(6, name="dense")
+            self.second = keras.layers.Dense(2, name="dense_1")
+
+        def call(self, x: object) -> object:
+            return self.second(self.first(self.first(x)))
+
+    model = Twice()
+    model.compile("sgd", "mse")
+    part = select(FlopsTool(), type="matmul", module=module, phase="forward")
+    with amanda.apply(part):
+        {"eager": lambda: model(tf.ones((4, 6))), "fit": lambda: fit(model, steps=1),
+         "function": lambda: tf.function(lambda x: model(x))(tf.ones((4, 6)))}[way]()  # fmt: skip
+    assert [row[2:4] for row in part.result.by("phase", "type", "module").rows()] == [("second", 1)]
+
+
 def test_steps_in_eager_mode_are_calls_of_the_model(model: keras.Model) -> None:
     steps = Steps()
     part = select(FlopsTool(), frequency=2, steps=steps)

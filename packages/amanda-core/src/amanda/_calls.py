@@ -134,6 +134,10 @@ class EagerOps(TensorOps):
         """Path of the innermost enclosing call's object within the outermost's."""
         return ""
 
+    def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
+        """Other paths of that object, such as those of the names that a framework gives its layers."""
+        return ()
+
     def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
         """What keeps a call from being instrumented at this moment, and why; None if nothing does."""
         return None

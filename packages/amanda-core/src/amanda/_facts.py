@@ -17,7 +17,7 @@ class OpFacts:
     graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
     variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
     of a graph, which keeps nothing of the graph.  variable_of: what holds an input's value; path_of: where in
-    the model that is.
+    the model that is.  aliases: other paths of the module of `scope`.
     """
 
     op: Any
@@ -45,6 +45,7 @@ class OpFacts:
     path_of: Callable[[Any], str | None] = field(default=lambda variable: None)
     compute: Callable[[Sequence[Any]], Any] | None = None
     backward_order: int = 0
+    aliases: Sequence[str] = ()
 
     def drop_values(self) -> None:
         """Let go of every tensor; a context that lives on knows the op alone."""
@@ -64,7 +65,7 @@ class OpFacts:
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
             read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
             read_variables=self.read_variables, variable_of=self.variable_of, path_of=self.path_of,
-            compute=self.compute, backward_order=order,
+            compute=self.compute, backward_order=order, aliases=self.aliases,
         )  # fmt: skip
 
     @property

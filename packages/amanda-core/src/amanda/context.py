@@ -124,6 +124,14 @@ class OpContext(dict[str, Any]):
         """Path of the module that calls the op ("layer1.0.conv1"), or the graph's name scope."""
         return self._facts.scope
 
+    def get_scopes(self) -> tuple[str, ...]:
+        """The path that `get_scope` gives, and other paths of that module.
+
+        Of a layer of Keras these are the path of the layers' names, and its ends: "model/block/dense",
+        "block/dense" and "dense".
+        """
+        return tuple(dict.fromkeys((self._facts.scope, *self._facts.aliases)))
+
     def get_source(self) -> str:
         """The user's "file:line" that leads to the op."""
         return self._facts.source

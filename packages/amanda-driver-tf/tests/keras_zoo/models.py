@@ -1,4 +1,4 @@
-"""Models of keras.applications, two transformers and a small CNN; random weights.
+"""Models of keras.applications, two transformers, a recurrent network and a small CNN; random weights.
 
 ConvNeXt is not among them: Keras 3 compiles grouped convolutions with XLA, which a scope takes apart, and
 XLA rounds otherwise.
@@ -21,6 +21,8 @@ SIZES = {
 """The least height and width that each takes."""
 
 SAMPLE = {"SmallCNN", "TransformerEncoder"}
+SAMPLE_TOGETHER = {("Recurrent", "function")}
+"""Models by the mode in which a default run has them too, under all tools at once."""
 VOCABULARY, WIDTH, HEADS, LENGTH = 50, 16, 2, 6
 
 
@@ -29,6 +31,7 @@ def subjects() -> Iterator[Subject]:
     for name, size in SIZES.items():
         yield Subject(name, partial(application, name, size), partial(images, size))
     yield Subject("SmallCNN", convolutional, partial(images, 8))
+    yield Subject("Recurrent", recurrent, partial(tokens, LENGTH, VOCABULARY))
     for name, causal in (("TransformerEncoder", False), ("TransformerDecoder", True)):
         yield Subject(name, partial(transformer, causal), partial(tokens, LENGTH, VOCABULARY))
 
@@ -76,6 +79,19 @@ def transformer(causal: bool, keras: Keras, layers: int = 2) -> Any:
         hidden = keras.layers.LayerNormalization()(hidden + outer)
     pooled = keras.layers.GlobalAveragePooling1D()(hidden)
     return keras.Model(given, keras.layers.Dense(CLASSES, activation="softmax")(pooled))
+
+
+def recurrent(keras: Keras) -> Any:
+    """Token embeddings, an LSTM and a GRU whose loops the graph has, a classifier."""
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            keras.layers.Embedding(VOCABULARY, WIDTH, mask_zero=True),
+            keras.layers.LSTM(WIDTH, return_sequences=True),
+            keras.layers.GRU(WIDTH),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
 
 
 def _positions(ids: Any) -> Any:

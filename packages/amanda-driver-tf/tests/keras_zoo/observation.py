@@ -56,10 +56,15 @@ def random_states() -> Facts:
 
 
 def graph_facts(graph: Any) -> Facts:
-    """Names, types, devices, inputs and attributes of every op of a graph, and its collections."""
+    """Names, types, devices, inputs and attributes of every op of a graph, its functions and collections.
+
+    TensorFlow has the functions in no order of theirs.
+    """
+    definition = graph.as_graph_def()
+    definition.library.function.sort(key=lambda function: function.signature.name)
     return {
         "operations": [(op.name, op.type) for op in graph.get_operations()],
-        "graph": hashlib.sha1(graph.as_graph_def().SerializeToString(deterministic=True)).hexdigest(),
+        "graph": hashlib.sha1(definition.SerializeToString(deterministic=True)).hexdigest(),
         "graph version": graph.version,
         "collections": {name: len(graph.get_collection(name)) for name in graph.get_all_collection_keys()},
     }

@@ -63,9 +63,9 @@ class Options:
                 f"bits and field are for faults of bits ({', '.join(OF_BITS)}), not for {fault.kind}"
             )
 
-    def selects(self, module: str, *names: str) -> bool:
-        """Whether an op of a module, which has these names, is selected."""
-        return self.types(*names) and self.modules(module)
+    def selects(self, modules: Sequence[str], *names: str) -> bool:
+        """Whether an op that has these names, of a module with these paths, is selected."""
+        return self.types(*names) and self.modules(*modules)
 
     def at(self, execution: int) -> bool:
         """Whether an execution of a selected op is."""

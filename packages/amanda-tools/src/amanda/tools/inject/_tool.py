@@ -183,7 +183,7 @@ class InjectTool(amanda.Tool):
         return selected
 
     def _selects(self, context: amanda.OpContext, *names: str) -> bool:
-        selected = self._options.selects(context.get_scope(), *names)
+        selected = self._options.selects(context.get_scopes(), *names)
         self._seen[names[0]] = self._seen.get(names[0], False) or selected
         return selected
 

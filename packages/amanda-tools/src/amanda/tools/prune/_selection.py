@@ -41,8 +41,8 @@ class Selection:
             typed = context["type"] in TYPES | SEVERAL_WEIGHTS
         else:
             typed = self._types(context["type"], context.get_op_type())
-        path = context.get_scope().replace("/", ".")
-        return typed and self._modules(path) and not self._exclude(path)
+        paths = [one.replace("/", ".") for one in context.get_scopes()]
+        return typed and self._modules(*paths) and not self._exclude(*paths)
 
     def unmatched(self) -> list[str]:
         """Say which options no op fitted."""

@@ -27,10 +27,11 @@ class Selection:
 
     type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
     letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
-    is selected with it, and `*` stands for any part ("layer4", "*.attention").  phase: "forward", "backward",
-    "optimizer", for the steps of PyTorch's optimizers, "construction", for what makes a model, or None for
-    all.  With "backward" the forward analysis routines are called all the same, since those of backward ops
-    may read what they note down; nothing that they insert runs.
+    is selected with it, and `*` stands for any part ("layer4", "*.attention"); Keras' layers may be given by
+    their names.  phase: "forward", "backward", "optimizer", for the steps of PyTorch's optimizers,
+    "construction", for what makes a model, or None for all.  With "backward" forward analysis routines are
+    called all the same, since those of backward ops may read what they note down; nothing that they insert
+    runs.
 
     """
 
@@ -62,7 +63,7 @@ class Selection:
         if not self._has_phase(context):
             return False
         typed = self._types.patterns is None or self._types(*_names(context))
-        placed = self._modules(_path(context.get_scope()))
+        placed = self._modules(*map(_path, context.get_scopes()))
         self._matched = self._matched or (typed and placed)
         return typed and placed
 

@@ -1,4 +1,4 @@
-"""Datasets that were built before the scope: native code runs their functions, which is reported."""
+"""Functions of datasets, which native code runs: that is reported, once for all datasets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from amanda.backend import Attributes
 
 
+REPORTED = (
+    "the functions of datasets (tf.data)",
+    "TensorFlow's native code runs what they map, filter and generate by as it is",
+)
+
+
 class Datasets:
     """Stands where a dataset is iterated over from Python; what is built in a scope is told there."""
 
     def __init__(self) -> None:
         self._since = 0
-        self._found: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def enter(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
@@ -36,27 +42,24 @@ class Datasets:
         def method(iterator: Any, *args: Any) -> Any:
             result = original(iterator, *args)
             activation = interceptor.active()
-            if activation is not None:
-                for kind in self._earlier(iterator):
-                    activation.state.report(
-                        f"the functions of {kind}",
-                        "it was built before the scope, and TensorFlow's native code runs them as they are",
-                    )
+            if activation is not None and self._is_earlier(iterator):
+                activation.state.report(*REPORTED)
             return result
 
         return method
 
-    def _earlier(self, iterator: Any) -> list[str]:
-        """Kinds of the datasets with functions that were built before."""
+    def _is_earlier(self, iterator: Any) -> bool:
+        """Whether a dataset with functions was built before the scope."""
         if iterator not in self._found:
-            self._found[iterator] = found = []
-            waiting = [getattr(iterator, "_dataset", None)]
+            found, waiting = False, [getattr(iterator, "_dataset", None)]
             while waiting:
                 dataset = waiting.pop()
                 if dataset is None:
                     continue
                 waiting += dataset._inputs()
                 built = dataset._variant_tensor
-                if dataset._functions() and isinstance(built, EagerTensor) and built._id < self._since:
-                    found.append(type(dataset).__name__.lstrip("_"))
+                found |= bool(
+                    dataset._functions() and isinstance(built, EagerTensor) and built._id < self._since
+                )
+            self._found[iterator] = found
         return self._found[iterator]

@@ -23,13 +23,14 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
+from .._layers import module_path, named_paths
 from .._recording import let_routines_differentiate
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
-from ._datasets import Datasets
+from ._datasets import REPORTED, Datasets
 from ._interception import Interception, executed
-from ._modules import Modules, module_path
+from ._modules import Modules
 from ._schema import flattened
 from ._state import Made, Mark
 from ._tape import Tape
@@ -93,6 +94,8 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """What keeps a call from being instrumented, and why."""
+        if site.op.has_functions and "Dataset" in site.op.type:
+            return REPORTED
         if site.op.has_functions:
             return f"the functions of {site.op.type}", "TensorFlow's native code runs them as they are"
         return None
@@ -100,6 +103,10 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling layer in the model, or the name scope outside of layers."""
         return module_path(subjects) if subjects else str(ops.get_name_scope())
+
+    def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
+        """Paths of the calling layer by the names of layers."""
+        return named_paths(subjects)
 
     def identities(self, call: Call) -> list[Any]:
         """The variables that a call was given."""

@@ -1,18 +1,17 @@
-"""Calls of modules and layers: regions of the program, and a layer's path in its model."""
+"""Calls of modules and layers are regions of the program."""
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import tensorflow as tf
 from amanda.backend import Attributes, digest, when_imported
 from amanda.interceptor import Enclosure
 
-LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
+from .._layers import LAYERS, name_within
 
 
 class Modules:
@@ -70,68 +69,10 @@ def _enclosed(call: Callable[..., Any]) -> Callable[..., Any]:
     return enclosed
 
 
-def module_path(subjects: Sequence[Any]) -> str:
-    """Path of the last object from the first: "layer1.conv"."""
-    parts = [name_within(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
-    return ".".join(part for part in parts if part)
-
-
 def place_within(outer: Any, inner: Any) -> tuple[int, bool]:
     """Hash of an object's path in the one that calls it; one made for this call lies there by its type."""
     name = name_within(outer, inner)
     return digest(name), not name.startswith("(")
-
-
-def name_within(outer: Any, inner: Any) -> str:
-    """Attributes that lead from an object to another, or a layer's name where none do."""
-    if inner is outer:
-        return ""
-    try:
-        known = _names.get(outer)
-        if known is None:
-            known = _names[outer] = WeakKeyDictionary()
-        if inner not in known:
-            known[inner] = _found_within(outer, inner)
-        return known[inner]
-    except TypeError:  # an object that has no hash
-        return _found_within(outer, inner)
-
-
-def _found_within(outer: Any, inner: Any) -> str:
-    waiting: list[tuple[str, Any]] = [("", outer)]
-    seen: set[int] = {id(outer)}
-    while waiting:
-        path, holder = waiting.pop(0)
-        for name, value in _parts(holder):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            here = f"{path}.{name}" if path else name
-            if value is inner:
-                return here
-            waiting.append((here, value))
-    layers = getattr(outer, "layers", None)
-    if isinstance(layers, list) and any(one is inner for one in layers):
-        return str(inner.name)
-    private = (name for name, value in getattr(outer, "__dict__", {}).items() if value is inner)
-    return next(private, f"({type(inner).__name__})")  # as Keras' attention holds its projections
-
-
-def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
-        if name.startswith("_"):
-            continue
-        if _is_module(value):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{i}", one) for i, one in enumerate(value) if _is_module(one))
-        elif isinstance(value, dict):
-            yield from ((f"{name}.{key}", one) for key, one in value.items() if _is_module(one))
-
-
-def _is_module(value: Any) -> bool:
-    kinds = (getattr(sys.modules.get(module), name, tf.Module) for module, name in LAYERS)
-    return isinstance(value, (tf.Module, *kinds))
 
 
 def _callable_modules(root: type) -> Iterator[type]:
@@ -150,5 +91,3 @@ def _callable_modules(root: type) -> Iterator[type]:
 
 
 _not_modules: WeakSet[type] = WeakSet()
-_names: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
-"""By the object that is called first: paths of those that it calls."""

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from amanda import interceptor
 from amanda.backend import GuardedCopies, Namespace, State
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
+from .._layers import handles_of, kinds_of_layers
 from ..graph import (
     Function,
+    Place,
     Rewriting,
     TensorFlowReads,
     body_of,
@@ -38,11 +41,13 @@ class Copy:
     torn: whether routines keep nearly all of its operators apart.
     forward: whether a backward function may be called for its calls.
     table: what runs at which slot.  reports: what could not be instrumented.
-    ids: of the forward operations, as long as their graph lives.
+    identity: of its graph.
+    ids: of the forward operations, with the layers that they lie in, as long as their graph lives.
     backward: kept copies of backward functions, which read what calls of this one keep.
     """
 
-    def __init__(self, function: Function, rewriting: Rewriting) -> None:
+    def __init__(self, function: Function, rewriting: Rewriting, identity: int) -> None:
+        self.identity = identity
         self.name: bytes | None = None
         self.torn = False
         self.table = rewriting.table
@@ -54,9 +59,9 @@ class Copy:
         self.depths = rewriting.depths
         self.reports = list(rewriting.reports)
         self.backward: weakref.WeakKeyDictionary[Any, dict[Any, KeptCopies]] = weakref.WeakKeyDictionary()
-        self.ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        for op, (op_id, _) in rewriting.ids.items():
-            self.ids[op] = op_id
+        self.ids: weakref.WeakKeyDictionary[Any, dict[int, Place]] = weakref.WeakKeyDictionary()
+        for op, known in rewriting.ids.items():
+            self.ids[op] = {op_id: Place(facts.scope, facts.aliases) for op_id, facts in known.items()}
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
@@ -136,6 +141,7 @@ class Copies:
         rewriting = Rewriting(state, self._namespace, layer, self._budget(), history=kept.history)
         rewriting.analysis.closed = _closed(state, layer, trace)
         rewriting.differentiated = parts(function.name)[0] != "inference"
+        rewriting.layers.know(_variables(function.graph))
         if trace is not None:
             rewriting.analysis.plans.update(trace.copy.plans)
             rewriting.kept.update(trace.copy.kept)
@@ -144,10 +150,12 @@ class Copies:
             rewriting.depths.update(trace.copy.depths)
             for op, graphs in trace.copy.callees.items():
                 rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
-            rewriting.origin = lambda op: self._origin(op, trace)
+            rewriting.origin = lambda op, op_id: self._origin(op, op_id, trace)
         body = body_of(
             function, self._identities.of(function.graph, function.name), args.__getitem__,
             rewriting, parts(function.name)[0] == "forward", backward=trace is not None,
+            layers=rewriting.layers, within=_calling(function.graph),
+            forward_identity=None if trace is None else trace.copy.identity,
         )  # fmt: skip
         try:
             rewritten = rewrite(body, rewriting)
@@ -155,7 +163,7 @@ class Copies:
             rewriting.analysis.forget()
             raise
         rewriting.tell_unfollowed()
-        copy = Copy(function, rewriting)
+        copy = Copy(function, rewriting, body.identity)
         compiled = function.definition.attr.get("_XlaMustCompile")
         if rewritten.changed and compiled is not None and compiled.b:
             copy.reports.append(
@@ -177,11 +185,14 @@ class Copies:
         kept.add(copy, rewriting.reads)
         return copy
 
-    def _origin(self, op: Any, trace: Trace) -> Any:
-        op_id = trace.copy.ids.get(op)
-        if op_id is None:
+    def _origin(self, op: Any, op_id: int | None, trace: Trace) -> Any:
+        known = trace.copy.ids.get(op)
+        if not known:
             return None
-        facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor)
+        if op_id is None or op_id not in known:
+            op_id = next(reversed(known))
+        place = known[op_id]
+        facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor, place=place)
         facts.outputs = outputs
         return op_id, facts
 
@@ -189,6 +200,22 @@ class Copies:
 def _closed(state: State, layer: Any, trace: Trace | None) -> bool:
     """Whether the tools of a forward call are applied no more."""
     return trace is not None and not any(state.is_open(tool) for tool in layer.applied)
+
+
+def _calling(graph: Any) -> Sequence[Any]:
+    """The layers that call a function, if they hold what the function reads; others might call it else."""
+    variables = {id(one.handle) for one in _variables(graph)}
+    subjects = interceptor.subjects()
+    if not variables or not subjects or not isinstance(subjects[-1], kinds_of_layers()):
+        return ()
+    own = {id(handle) for handle in handles_of(subjects[-1])}
+    return subjects if variables <= own else ()
+
+
+def _variables(graph: Any) -> list[Any]:
+    """The variables of a traced graph that are alive."""
+    held = (one() for one in getattr(graph, "_weak_variables", ()))
+    return [one for one in held if one is not None]
 
 
 def _definition(name: str) -> Any:

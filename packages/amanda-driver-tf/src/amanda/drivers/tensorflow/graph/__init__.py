@@ -31,6 +31,7 @@ from ._flow import enters
 from ._function_body import body_of
 from ._functions import Function, function_named, function_of
 from ._generators import callees, draws
+from ._places import Place, Places
 from ._reads import TensorFlowReads
 from ._rewrite import rewrite
 from ._slots import calling
@@ -49,6 +50,8 @@ __all__ = [
     "FunctionSyntax",
     "GraphSyntax",
     "GraphTensors",
+    "Place",
+    "Places",
     "Rewriting",
     "Rewritten",
     "TensorFlowReads",

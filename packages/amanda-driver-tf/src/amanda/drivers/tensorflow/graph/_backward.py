@@ -68,7 +68,7 @@ class ForwardMap:
         self._by_scope: dict[str, list[tf.Operation]] | None = None
         own = {} if apart or default is not None else {op.name: op for op in ops}
         for op in ops:
-            found = self._recorded(op, own) or self._by_names(op) or default
+            found = self._recorded(op, own) or self._of_call(op) or self._by_names(op) or default
             if found is not None and found is not op:
                 self._forward[op] = found
         self._add_sums(ops)
@@ -99,6 +99,14 @@ class ForwardMap:
             return found
         twin = own.get(found.name)
         return found if twin is None or twin.type != found.type else twin
+
+    def _of_call(self, op: tf.Operation) -> tf.Operation | None:
+        """The call of a forward function, of a call of its backward function, which reads its results."""
+        if not _calls(op, "__backward_"):
+            return None
+        held = (self._captured(tensor) for tensor in op.inputs)
+        read = [tensor.op if one is None else one.op for tensor, one in zip(op.inputs, held, strict=True)]
+        return next((one for one in reversed(read) if _calls(one, "__forward_")), None)
 
     def _by_names(self, op: tf.Operation) -> tf.Operation | None:
         match = _TAPE_SCOPE.match(op.name)
@@ -136,7 +144,10 @@ class ForwardMap:
         """The operation of that name scope which shares most tensors with the gradient operation."""
         reads = {self._key_of(tensor) for tensor in op.inputs}
         best: tuple[int, tf.Operation | None] = (0, None)
+        here = self._order[op]
         for candidate in self._in_scope(scope):
+            if self._order.get(candidate, -1) > here:
+                continue  # it was made later
             if candidate.type in _GRADIENT_PASSES or (op.type == "Mul" and candidate.type in _ADDS_OR_SHAPES):
                 continue
             shared = sum(_key(one) in reads for one in (*candidate.inputs, *candidate.outputs))
@@ -165,8 +176,17 @@ class ForwardMap:
         for op in sums:
             made = [self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward]
             if len(made) == len(op.inputs):
-                readers = [self._forward[one] for one in self._consumers.get(op, ()) if one in self._forward]
+                read = [self._forward[one] for one in self._consumers.get(op, ()) if one in self._forward]
+                readers = [one for one in read if self._order.get(one, -1) < self._order[op]]
                 self._forward[op] = readers[0] if readers else made[0]
+
+
+def _calls(op: tf.Operation, kind: str) -> bool:
+    """Whether an operation calls a function of this kind."""
+    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return False
+    name: str = op.get_attr("f").name
+    return kind in name
 
 
 def _key(tensor: Any) -> tuple[Any, int]:

@@ -23,11 +23,14 @@ from amanda.backend import (
 )
 from tensorflow.python.framework import tensor_util
 
+from ._places import Layers, Place
 from ._reads import TensorFlowReads
 from ._taping import Readers
 from ._values import GraphTensors
 
 if TYPE_CHECKING:
+    from amanda.backend import OpFacts
+
     from ._syntax import Edge, Syntax
 
 DEFAULT_BUDGET = 64 << 20
@@ -59,6 +62,8 @@ class Body:
     guessed: whether names tell the forward operation of some gradient operation.
     order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
     depth_at: as `depth`, where it depends on the operation.
+    forward_identity: of the graph that this one has gradients of, as it was called, if it is another.
+    place_of: the layer that an operation lies in.
     end_of: by the numbers that two nodes read, what the second waits for instead of the first: the end of the
     loop that this is in, and the second is not; None where there is none. It is there where `number_at` is.
     """
@@ -85,6 +90,17 @@ class Body:
     variable_of: Callable[[Any], Any] = lambda tensor: None
     depth_at: Callable[[tf.Operation], int] | None = None
     end_of: Callable[[str, str], str | None] | None = None
+    place_of: Callable[[tf.Operation], Place] = Place.outside
+    forward_identity: int | None = None
+
+    def forward_id(self, op: tf.Operation) -> int | None:
+        """Id of a forward operation of this body or of the graph that it has gradients of, if it is known.
+
+        A graph that is called at several places has other ids for its operations at each.
+        """
+        own = bool(self.ops) and op.graph is self.ops[0].graph
+        identity = self.identity if own else self.forward_identity
+        return None if identity is None else digest(identity, op.name)
 
     def depth_of(self, op: tf.Operation) -> int:
         """How many loops are around an operation, whose rounds the number tells."""
@@ -148,11 +164,15 @@ class Rewriting:
     readers: by a place, the nodes that read what is kept there.
     depths: how many loops are around a forward op, by op id; 0 for others.
     callees: graphs of the functions that a forward operation calls, by the operation and place.
-    ids: op ids and facts of the forward operations that were analysed.
-    origin: the same of forward operations of another graph, which was rewritten before; None of others.
+    ids: facts of the forward operations that were analysed by their op ids: of a function that is called
+    at several places an operation has several.
+    origin: op id and facts of a forward operation of another graph, which was rewritten before, by the id
+    that it has if that is known; None of others.
     inlining: where routines are written into a file for good: none may run as Python.
     find: a function by its name, where it is not one of the runtime; None where it is out of reach.
     history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
+    several_devices: whether resources may be on several devices.
+    layers: those whose names the scopes of the graph tell.
     traced: these routines, with the tensors that they hold.
     """
 
@@ -162,7 +182,7 @@ class Rewriting:
     budget: int = DEFAULT_BUDGET
     table: Table = field(default_factory=Table)
     library: list[Any] = field(default_factory=list)
-    ids: dict[tf.Operation, Any] = field(default_factory=dict)
+    ids: dict[tf.Operation, dict[int, OpFacts]] = field(default_factory=dict)
     callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
     reports: list[tuple[str, str]] = field(default_factory=list)
     differentiated: bool = False
@@ -171,11 +191,13 @@ class Rewriting:
     taped: dict[int, list[Taped]] = field(default_factory=dict)
     readers: dict[Hashable, Readers] = field(default_factory=lambda: defaultdict(Readers))
     depths: dict[int, int] = field(default_factory=dict)
-    origin: Callable[[tf.Operation], Any] = lambda op: None
+    origin: Callable[[tf.Operation, int | None], Any] = lambda op, op_id: None
     inlining: Inlining | None = None
     find: Callable[[str], Any] | None = None
     history: History = field(default_factory=lambda: History(TensorFlowReads))
     reads: Reads = field(default_factory=TensorFlowReads)
+    several_devices: bool = False
+    layers: Layers = field(default_factory=Layers)
     traced: list[tuple[Action, list[Any]]] = field(default_factory=list)
     _restless: dict[Action, str] = field(default_factory=dict)
 
@@ -192,14 +214,20 @@ class Rewriting:
         self.table[slot] = inserted
         return slot
 
-    def known(self, op: tf.Operation) -> Any:
-        """Op id and facts of a forward operation that was analysed; None of others."""
-        if op not in self.ids:
-            found = self.origin(op)
-            if found is None:
-                return None
-            self.ids[op] = found
-        return self.ids[op]
+    def known(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:
+        """Op id and facts of a forward operation that was analysed; None of others.
+
+        op_id: the id that it has, where that is known; else its last one is meant.
+        """
+        own = self.ids.get(op, {})
+        if op_id in own:
+            return op_id, own[op_id]
+        if not own or op_id is not None:
+            found: tuple[int, OpFacts] | None = self.origin(op, op_id)
+            if found is not None and (not own or found[0] == op_id):
+                self.ids.setdefault(op, {})[found[0]] = found[1]
+                return found
+        return next(reversed(own.items()), None)
 
     def report(self, what: str, reason: str) -> None:
         """Note what could not be instrumented, to be told at every execution."""

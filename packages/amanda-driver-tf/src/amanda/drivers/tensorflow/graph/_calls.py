@@ -72,6 +72,8 @@ def rewrite_calls(
         # What goes round in a loop is what the variable held in its first round alone.
         return None if kind == "While" and outer.dtype != tf.resource else body.variable_of(outer)
 
+    forward = body.forward_of(op)
+    forward_id = None if forward is None else body.forward_id(forward)
     found = []
     for place, reference in callees:
         function = (rewriting.find or body.functions)(reference.name)
@@ -79,13 +81,13 @@ def rewrite_calls(
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
         identity = digest(op_id(body, op.name), place)
-        forward = body.forward_of(op)
         told = None if rewriting.inlining is not None else rewriting
         inner = body_of(
             function, identity, read_argument, told, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
             depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
-            outer=body.captured,
+            outer=body.captured, layers=rewriting.layers, within=body.place_of(op).within,
+            forward_identity=None if forward_id is None else digest(forward_id, place),
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
         found.append((place, reference, function, inner, rewrite(inner, rewriting)))
@@ -106,7 +108,8 @@ def rewrite_calls(
     if kind == "While":
         number, step = enter(body, op, number, read, made)
     for place, reference, function, inner, rewritten in found:
-        copy = copy_of(function.definition, rewritten, inner, step if place == "body" else 0)
+        turn = step if place == "body" else 0
+        copy = copy_of(function.definition, rewritten, inner, turn, kind == "While" and place == "cond")
         rewriting.library.append(copy)
         reference.name = copy.signature.name
     _let_take_number(node, kind, body.depth_of(op) + 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from amanda.backend import digest
-from tensorflow.core.framework import function_pb2, op_def_pb2
+from tensorflow.core.framework import function_pb2, node_def_pb2, op_def_pb2
 
 from ._body import Body, Rewritten
 from ._rounds import next_round
@@ -16,11 +17,12 @@ NUMBER = "amanda_number"
 """The argument of an edited function that carries the execution's number."""
 
 
-def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0) -> Any:
+def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0, condition: bool = False) -> Any:
     """A FunctionDef of an edited body, which takes the execution's number as its last argument.
 
     Its name tells its content, so that equal copies are one function.
     step: of a loop's body how the number changes with each round: it is the last output then.
+    condition: whether it is the condition of a loop, of which TensorFlow runs what its result needs alone.
     """
     copy = _edited(definition, rewritten)
     for attribute in ("_XlaMustCompile", "_xla_compile_id"):
@@ -37,9 +39,23 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0) ->
         copy.node_def.extend(nodes)
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
         copy.ret[f"{NUMBER}_out"] = number
+    if condition:
+        _let_results_wait(copy, inserted)
     if inserted:
         copy.signature.is_stateful = True
     return _named(copy, definition)
+
+
+def _let_results_wait(copy: Any, nodes: Iterable[str]) -> None:
+    """Let each result of a function come after these nodes."""
+    waits = [f"^{one}" for one in nodes]
+    for argument in copy.signature.output_arg if waits else ():
+        node = node_def_pb2.NodeDef(name=f"amanda/waiting/{argument.name}", op="EnsureShape")
+        node.input.extend([copy.ret[argument.name], *waits])
+        node.attr["T"].type = argument.type
+        node.attr["shape"].shape.unknown_rank = True
+        copy.node_def.append(node)
+        copy.ret[argument.name] = f"{node.name}:output:0"
 
 
 def edited(definition: Any, rewritten: Rewritten) -> Any:

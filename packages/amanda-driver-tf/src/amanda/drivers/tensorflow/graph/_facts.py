@@ -14,6 +14,7 @@ from tensorflow.python.framework import dtypes, tensor_util
 
 from .._operation import Operation
 from ._original import original
+from ._places import Place
 from ._syntax import input_sizes, op_def, output_sizes
 from ._values import PASSING, VARIABLES
 
@@ -35,22 +36,25 @@ def facts_of(
     node: Any = None,
     graph: Hashable = None,
     variable_of: Callable[[Any], Any] = lambda tensor: None,
+    place: Place | None = None,
 ) -> tuple[OpFacts, list[Any]]:
     """Facts of an operation with its symbolic inputs, and its outputs.
 
     graph: the identity of its body.  variable_of: what holds the variable that an input was read of.
     node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
     functions that it differentiates.
+    place: the layer that the operation lies in; its name scope by default.
     """
+    place = place or Place.outside(op)
     node = op.node_def if node is None else node
     layout = input_sizes(node)
-    scope, _, _ = op.name.rpartition("/")
     facts = OpFacts(
         Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
-        grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node), scope=scope,
-        source=source(op), read_value=read_value, op_type=op.type, graph=graph,
+        grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node),
+        scope=place.scope, source=source(op), read_value=read_value, op_type=op.type, graph=graph,
         read_variables=partial(variables_of, op, read_value), original=partial(original, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
+        aliases=place.aliases,
     )  # fmt: skip
     return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
 

@@ -13,6 +13,7 @@ from ._body import Body, Rewriting
 from ._edited import NUMBER
 from ._functions import Function, executed, function_named
 from ._original import original
+from ._places import Layers, Places
 from ._rounds import captured_by
 from ._syntax import FunctionSyntax
 from ._values import variable_of
@@ -35,6 +36,9 @@ def body_of(
     depth: int = 0,
     argument_variable: Callable[[int], Any] | None = None,
     outer: Captured = lambda tensor: None,
+    layers: Layers | None = None,
+    within: Sequence[Any] = (),
+    forward_identity: int | None = None,
 ) -> Body:
     """The nodes of a function that run.
 
@@ -44,6 +48,8 @@ def body_of(
     forward_call: where this is called for the gradients of a call, that one.
     depth: how many loops are around it.
     argument_variable: what holds the variable that an argument is the handle of; the argument by default.
+    forward_identity: that of the graph that this one has gradients of, if it is another.
+    layers: those that are known by their names.  within: those that the call of this one lies in.
     outer: for a symbol of the graph that calls this one, the forward symbol that it stands for.
     """
     definition, graph = function.definition, function.graph
@@ -68,6 +74,7 @@ def body_of(
                     f"the custom gradient at {op.name} of {function.name}",
                     "it was traced or loaded outside of any scope, and no name tells which ops compute it",
                 )
+    holding = _Holding(graph, argument_variable or read_argument)
     return Body(
         [op for op in everything if names.get(op.name) in nodes],
         nodes, syntax, NUMBER, identity, forward,
@@ -75,7 +82,8 @@ def body_of(
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
         order_of=forward.order, guessed=bool(forward.guessed),
-        variable_of=_Holding(graph, argument_variable or read_argument),
+        variable_of=holding, place_of=Places(layers or Layers(), graph, holding, within),
+        forward_identity=forward_identity,
     )  # fmt: skip
 
 

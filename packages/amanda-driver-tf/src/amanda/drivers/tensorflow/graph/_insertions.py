@@ -12,9 +12,10 @@ from amanda.backend import Action, OpFacts
 from tensorflow.core.framework import node_def_pb2
 
 from ._body import Body, Rewriting, Taped
+from ._handles import RESOURCE, Lent
 from ._original import original
 from ._side import Side, enum, is_plain, nbytes
-from ._slots import Node, Packed, py_func
+from ._slots import INT64, Node, Packed, py_func
 from ._traced import Traced, tell_python, traced
 from ._waits import Waits
 
@@ -60,7 +61,7 @@ class Insertions:
     def node(self, actions: Sequence[Action], facts: OpFacts, *layout: Any) -> Node:
         """Routines at an operation; layout: what `Inserted` takes besides."""
         node = Node(actions, facts, *layout)
-        node.dtypes, node.keeps, node.taped = (), None, False
+        node.dtypes, node.keeps, node.taped, node.borrows = (), None, False, ()
         node.depth = self.rewriting.depths.get(facts.op_id, 0)
         return node
 
@@ -210,15 +211,14 @@ class Insertions:
         """Make one node of the observers that have gathered."""
         if not self._pack:
             return
-        slot = self.rewriting.add(Packed([(node, len(refs)) for node, refs, _, _ in self._pack]))
+        packed = Packed([(node, len(refs)) for node, refs, _, _ in self._pack])
         refs = [ref for _, refs, _, _ in self._pack for ref in refs]
         types = [one for _, _, types, _ in self._pack for one in types]
         names = list(dict.fromkeys(name for *_, name in self._pack))
         waits = [f"^{name}" for name in (*names, *self._flushed)]  # observers run in the order of their ops
         number = self.body.number
         waits += [one for name in names for one in self._after_forward(name, number)]
-        node = py_func(f"amanda/{slot}", slot, [number, *refs, *dict.fromkeys(waits)], types, ())
-        self.made.append(node)
+        node = self._calling(packed, number, refs, list(dict.fromkeys(waits)), types, ())
         self.waits.note(node.name, "", number)
         for name in names:
             self.inserted.setdefault(name, []).append(node.name)
@@ -301,20 +301,39 @@ class Insertions:
         An operation that reads what the node gives need not wait for it, one without inputs stays as it is.
         """
         name = self.body.node_name(op)
-        slot = self.rewriting.add(inserted)
         number = self.waits.number_at(op, ahead)
         if waits is None:
             waits = self._waits(name, refs) if ahead else [f"^{name}"]
         if self.forward.get(name) in self._packed_at:
             self.flush()
         waits = list(dict.fromkeys([*waits, *self._after_forward(name, number)]))
-        node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
-        self.made.append(node)
+        node = self._calling(inserted, number, refs, waits, given, gives)
         self.waits.note(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
         if not instead and not (ahead and (gives or not refs or _decides(op))):
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
+
+    def _calling(
+        self, inserted: Any, number: str, refs: Sequence[str], waits: Sequence[str], given: Sequence[int],
+        gives: Sequence[int],
+    ) -> Any:  # fmt: skip
+        """Make a node that calls a new slot.
+
+        Where there are several devices each handle is lent, but for one that is alone: the node goes there.
+        """
+        slot, refs, given = self.rewriting.add(inserted), list(refs), list(given)
+        handles = [i for i, kind in enumerate(given) if kind == RESOURCE]
+        if len(handles) > 1 and self.rewriting.several_devices:
+            inserted.borrows = handles
+            for i in handles:
+                lent = self.rewriting.add(Lent())
+                lender = py_func(f"amanda/{lent}", lent, [number, refs[i]], [RESOURCE], [INT64])
+                self.made.append(lender)
+                refs[i], given[i] = self.output_of(lender.name, 0), INT64
+        node = py_func(f"amanda/{slot}", slot, [number, *refs, *waits], given, gives)
+        self.made.append(node)
+        return node
 
     def output_of(self, name: str, index: int) -> str:
         """How an output of an inserted node is written as an input."""

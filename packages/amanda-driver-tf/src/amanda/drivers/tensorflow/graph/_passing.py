@@ -23,6 +23,7 @@ _PASSING = {
 class Passing:
     """The way of gradients from where they are computed to where they are read, past such operations.
 
+    known: op id and facts of a forward operation.
     redirect: lets an input of an operation, by position, read something else.
     give_back: the same for what the body returns.
     """
@@ -30,6 +31,7 @@ class Passing:
     def __init__(
         self,
         rewriting: Rewriting,
+        known: Callable[[tf.Operation], Any],
         pullbacks: Pullbacks,
         edges: GradientEdges,
         forward: Mapping[tf.Operation, tf.Operation],
@@ -37,6 +39,7 @@ class Passing:
         give_back: Callable[[Any, str], None],
     ) -> None:
         self._rewriting = rewriting
+        self._known = known
         self._pullbacks = pullbacks
         self._edges = edges
         self._forward = forward
@@ -62,7 +65,7 @@ class Passing:
         if not positions or maker in self._edges.groups:
             return  # it goes on where the last of its own backward operations is
         self._crossed.add(maker)
-        known = self._rewriting.known(maker)
+        known = self._known(maker)
         if known is None:
             return
         refs = self._pullbacks.past(op, known[0], gradient, ref, positions)
@@ -88,7 +91,7 @@ class Passing:
         for op in dict.fromkeys(candidates):
             if op.type not in _PASSING or op in self._crossed or op in groups:
                 continue
-            known = self._rewriting.known(op)
+            known = self._known(op)
             read_on = any(one in groups for output in op.outputs for one in output.consumers())
             if known is not None and known[0] in self._rewriting.taped and (read_on or backward):
                 self._rewriting.report(
@@ -99,7 +102,7 @@ class Passing:
     def tell_guessed(self, ops: Sequence[tf.Operation]) -> None:
         """Report routines at such operations of a body where names tell which gradients are theirs."""
         for op in ops:
-            known = self._rewriting.known(op) if op.type in _PASSING and op not in self._forward else None
+            known = self._known(op) if op.type in _PASSING and op not in self._forward else None
             if known is not None and known[0] in self._rewriting.taped:
                 self._rewriting.report(
                     f"the gradient of the routines at {op.name}",

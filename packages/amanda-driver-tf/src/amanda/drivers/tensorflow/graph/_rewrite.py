@@ -14,6 +14,7 @@ from ._calls import rewrite_calls
 from ._facts import facts_of, inputs_of, outputs_of
 from ._flow import FLOW, at_flow, behind_flow
 from ._gradients import GradientEdges
+from ._handles import on_several_devices
 from ._insertions import Insertions, Read
 from ._passing import Passing
 from ._pullbacks import Pullbacks
@@ -27,6 +28,7 @@ _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
     """Analyse every operation of a body and edit its nodes; the functions that they call too."""
+    rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
     return _Rewriter(body, rewriting).run()
 
 
@@ -59,7 +61,8 @@ class _Rewriter:
         self.gradients = GradientEdges(body, self.forward)
         self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
         redirects = self._redirect, self._give_back
-        self.passing = Passing(rewriting, self.pullbacks, self.gradients, self.forward, *redirects)
+        places = self.pullbacks, self.gradients, self.forward
+        self.passing = Passing(rewriting, self._known, *places, *redirects)
         self._calls: list[str] = []
         self._in_flow = behind_flow(body.ops)
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
@@ -150,12 +153,19 @@ class _Rewriter:
         identity = op_id(self.body, op.name)
         body = self.body
         facts, outputs = facts_of(
-            op, identity, self.rewriting.namespace, body.read_value, node, body.identity, body.variable_of
+            op,
+            identity,
+            self.rewriting.namespace,
+            body.read_value,
+            node,
+            body.identity,
+            body.variable_of,
+            body.place_of(op),
         )
         if self.rewriting.inlining is not None:
             facts.source = ""  # the line that reads the file
         combined = self.rewriting.analysis.forward(facts, outputs)
-        self.rewriting.ids[op] = (identity, facts)
+        self.rewriting.ids.setdefault(op, {})[identity] = facts
         self._by_id[identity] = op
         depth = self.body.depth_of(op)
         if depth:
@@ -253,7 +263,7 @@ class _Rewriter:
 
     def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
-        forward_id, forward_facts = self.rewriting.known(forward) or self._not_run(forward)
+        forward_id, forward_facts = self._known(forward) or self._not_run(forward)
         if forward_id in self.rewriting.taped and self.body.order_of(op) > 1:
             self.rewriting.report(
                 f"second gradients of {forward.name}",
@@ -268,6 +278,10 @@ class _Rewriter:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.taped and self.gradients.last(forward) is op:
             self._pull_at_inputs(op, forward, forward_id)
+
+    def _known(self, forward: tf.Operation) -> tuple[int, OpFacts] | None:
+        """Id and facts of a forward operation."""
+        return self.rewriting.known(forward, self.body.forward_id(forward))
 
     def _pull_at_inputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
         passed = self.passing.positions(forward)
@@ -315,10 +329,11 @@ class _Rewriter:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
         identity = op_id(self.body, op.name)
         facts, outputs = facts_of(
-            op, identity, self.rewriting.namespace, self.body.read_value, variable_of=self.body.variable_of
+            op, identity, self.rewriting.namespace, self.body.read_value, variable_of=self.body.variable_of,
+            place=self.body.place_of(op),
         )  # fmt: skip
         self.rewriting.analysis.absent(facts, outputs)
-        self.rewriting.ids[op] = (identity, facts)
+        self.rewriting.ids.setdefault(op, {})[identity] = facts
         return identity, facts
 
     def _recall(self, op: tf.Operation, node: Any, forward_id: int, entering: list[int]) -> None:

@@ -12,6 +12,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
 
 from .._recording import Unrecorded
+from ._handles import borrowed
 from ._taping import Kept, Readers, gradients, recorded
 
 
@@ -83,17 +84,20 @@ class Node(Inserted):
     keeps: under what name it keeps its values for a backward pass; None where it does not.
     taped: whether the way from what it is given to what it gives back is differentiated.
     readers: of what it keeps.
+    borrows: positions where it is given numbers of handles.
     """
 
-    __slots__ = ("dtypes", "keeps", "readers", "taped")
+    __slots__ = ("borrows", "dtypes", "keeps", "readers", "taped")
 
     dtypes: Sequence[Any]
     keeps: Hashable
     taped: bool
     readers: Readers
+    borrows: Sequence[int]
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
+        flat = borrowed(execution, flat, self.borrows)
         if self.taped:
             values = recorded(lambda: self._results(execution, flat, rounds), list(flat))
         else:
@@ -148,11 +152,14 @@ class Pullback:
 class Packed:
     """Observers of several places, which run together; they give nothing back."""
 
+    borrows: Sequence[int] = ()
+
     def __init__(self, members: Sequence[tuple[Inserted, int]]) -> None:
         self.members = tuple(members)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """Hand each place its tensors."""
+        flat = borrowed(execution, flat, self.borrows)
         first = 0
         for member, count in self.members:
             member.run(execution, flat[first : first + count], rounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -18,6 +19,7 @@ from ..graph import (
     Edge,
     GraphSyntax,
     GraphTensors,
+    Places,
     Rewriting,
     Rewritten,
     TensorFlowReads,
@@ -87,14 +89,14 @@ class Copies:
         with interceptor.Suspension(), context.eager_mode():
             ops = cone(graph, request)
             try:
-                body, forward, frames = _body(session, ops, request)
+                body, forward, frames = _body(session, ops, request, rewriting)
                 own = {name: _copied(node) for name, node in body.nodes.items()}
                 rewritten = rewrite(body, rewriting)
             except BaseException:
                 rewriting.analysis.forget()
                 raise
             rewriting.analysis.finish()
-            for op_id, *_ in rewriting.ids.values():
+            for op_id in chain.from_iterable(rewriting.ids.values()):
                 bind_to_subjects(op_id, [graph])
             if forward.by_name:
                 rewriting.report(
@@ -150,7 +152,9 @@ class Copies:
         return Route(hidden, endpoints, targets, feeds.names, also, NUMBER)
 
 
-def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, ForwardOps, Frames]:
+def _body(
+    session: Any, ops: Sequence[Any], request: Request, rewriting: Rewriting
+) -> tuple[Body, ForwardOps, Frames]:
     graph = session.graph
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.of)
@@ -173,6 +177,7 @@ def _body(session: Any, ops: Sequence[Any], request: Request) -> tuple[Body, For
         order_of=lambda op: 2 if op.name in forward.second else 1,
         depth_at=frames.depth_at,
         end_of=frames.end_of,
+        place_of=Places(rewriting.layers, graph, variable_of),
         captured=stacks.captured,
         stacked=stacks.read,
     )

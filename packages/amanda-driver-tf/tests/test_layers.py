@@ -1,0 +1,228 @@
+"""The module of an op is the layer of Keras that calls it, in every mode."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import amanda
+
+
+class Scopes(amanda.Tool):
+    """The paths of the layers that ops lie in, by the op's type."""
+
+    def __init__(self) -> None:
+        self.forward: dict[str, list[tuple[str, ...]]] = {}
+        self.backward: list[tuple[str, ...]] = []
+        self.add_inst_for_op(self.see)
+        self.add_inst_for_op(self.see_backward, backward=True)
+
+    def see(self, context: amanda.OpContext) -> None:
+        self.forward.setdefault(context.get_op().type, []).append(context.get_scopes())
+
+    def see_backward(self, context: amanda.OpContext) -> None:
+        if context.get_backward_op().type == "MatMul" and context.get_op().type == "MatMul":
+            self.backward.append(context.get_scopes())
+
+    def of(self, program: Callable[[], Any]) -> dict[str, list[tuple[str, ...]]]:
+        with amanda.apply(self):
+            program()
+        found = {kind: self.forward.get(kind, []) for kind in ("MatMul", "Relu")}
+        return {**found, "backward": self.backward}
+
+
+class Twice(keras.Model):
+    """Calls its first layer twice, so that the scope of the second call is named like the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__(name="twice")
+        self.first = keras.layers.Dense(3, name="dense")
+        self.others = [keras.layers.Dense(3, name="dense_1")]
+        self.act = keras.layers.ReLU(name="re_lu")
+
+    def call(self, x: Any) -> Any:
+        with tf.name_scope("mine"):
+            return tf.nn.relu(self.others[0](self.act(self.first(self.first(x)))))
+
+
+def nested() -> Any:
+    inputs = keras.Input((3,))
+    inner = keras.Sequential([keras.layers.Dense(3, name="one"), Called(name="called")], name="inner")
+    return keras.Model(inputs, keras.layers.Dense(3, name="last")(inner(inputs)), name="outer")
+
+
+class Called(keras.layers.Layer):
+    """Has a function of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.dense = keras.layers.Dense(3, name="deep")
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return tf.nn.relu(self.dense(x))
+
+
+def recurrent() -> Any:
+    layers = [
+        keras.layers.Reshape((3, 1)),
+        keras.layers.LSTM(3, name="lstm"),
+        keras.layers.Dense(3, name="end"),
+    ]
+    return keras.Sequential(layers, name="recurrent")
+
+
+MODELS: dict[Any, dict[str, set[tuple[str, ...]]]] = {
+    Twice: {
+        "MatMul": {("first", "twice/dense", "dense"), ("others.0", "twice/dense_1", "dense_1")},
+        "Relu": {("act", "twice/re_lu", "re_lu"), ("", "twice")},
+    },
+    nested: {
+        "MatMul": {
+            ("inner.one", "outer/inner/one", "inner/one", "one"),
+            ("inner.called.dense", "outer/inner/called/deep", "inner/called/deep", "called/deep", "deep"),
+            ("last", "outer/last"),
+        },
+        "Relu": {("inner.called", "outer/inner/called", "inner/called", "called")},
+    },
+    recurrent: {
+        "MatMul": {
+            ("lstm.cell", "recurrent/lstm/lstm_cell", "lstm/lstm_cell", "lstm_cell"),
+            ("end", "recurrent/end"),
+        },
+        "Relu": set(),
+    },
+}
+
+
+def made(make: Any) -> Any:
+    model = make()
+    model(np.ones((2, 3), np.float32))
+    model.compile("sgd", "mse")
+    return model
+
+
+def eagerly(model: Any) -> None:
+    with tf.GradientTape() as tape:
+        value = model(tf.ones((2, 3)))
+    tape.gradient(value, model.trainable_variables)
+
+
+def in_a_function(model: Any) -> None:
+    with tf.GradientTape() as tape:
+        value = tf.function(lambda x: model(x))(tf.ones((2, 3)))
+    tape.gradient(value, model.trainable_variables)
+
+
+def in_fit(model: Any) -> None:
+    model.fit(np.ones((2, 3), np.float32), np.ones((2, 3), np.float32), verbose=0)
+
+
+@pytest.mark.parametrize("run", [eagerly, in_a_function, in_fit])
+@pytest.mark.parametrize("before", [True, False], ids=["run before", "not run before"])
+@pytest.mark.parametrize("make", MODELS)
+def test_an_op_lies_in_its_layer(make: Any, run: Any, before: bool) -> None:
+    model = made(make)
+    if before:
+        run(model)
+    found = Scopes().of(lambda: run(model))
+    expected = MODELS[make]
+    assert set(found["MatMul"]) == expected["MatMul"]
+    assert set(found["Relu"]) == expected["Relu"]
+    assert set(found["backward"]) <= expected["MatMul"]
+    assert found["backward"]
+
+
+def test_layers_of_one_name_are_told_apart_by_their_variables() -> None:
+    class Other(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="twice")
+            self.only = keras.layers.Dense(3, name="dense")
+
+        def call(self, x: Any) -> Any:
+            return self.only(x)
+
+    models = [made(Other), made(Twice), made(Other), made(Twice)]
+    for model in models:
+        found = Scopes().of(lambda: tf.function(lambda x: model(x))(tf.ones((2, 3))))  # noqa: B023
+        path = "only" if type(model) is Other else "first"
+        assert found["MatMul"][0] == (path, "twice/dense", "dense")
+
+
+def test_a_session_tells_the_layers_of_its_graph() -> None:
+    with tf.Graph().as_default() as graph:
+        model = Twice()
+        y = model(tf.compat.v1.placeholder(tf.float32, (2, 3), name="x"))
+        initialized = tf.compat.v1.global_variables_initializer()
+    with tf.compat.v1.Session(graph=graph) as session:
+        session.run(initialized)
+        found = Scopes().of(lambda: session.run(y, {"x:0": np.ones((2, 3))}))
+    assert set(found["MatMul"]) == MODELS[Twice]["MatMul"]
+
+
+def test_variables_of_a_loaded_model_name_its_layers(tmp_path: Any) -> None:
+    layers = [
+        keras.layers.Input((3,)),
+        keras.layers.Dense(3, name="dense"),
+        keras.layers.Dense(3, name="dense_1"),
+    ]
+    keras.Sequential(layers, name="whole").export(str(tmp_path), verbose=False)
+    loaded = tf.saved_model.load(str(tmp_path))
+    del layers
+    found = Scopes().of(lambda: loaded.serve(tf.ones((2, 3))))
+    assert found["MatMul"] == [("dense", "whole/dense"), ("dense_1", "whole/dense_1")]
+
+
+def test_an_op_outside_of_layers_lies_in_its_name_scope() -> None:
+    made(Twice)
+
+    @tf.function
+    def program(x: Any) -> Any:
+        with tf.name_scope("dense_1"):
+            return tf.nn.relu(x)
+
+    assert Scopes().of(lambda: program(tf.ones(3)))["Relu"] == [("dense_1",)]
+
+
+TF_KERAS = """
+import os
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+import amanda, numpy as np, tensorflow as tf, tf_keras as keras
+class Twice(keras.Model):
+    def __init__(self):
+        super().__init__(name="twice")
+        self.first = keras.layers.Dense(3, name="dense")
+        self.other = keras.layers.Dense(3, name="dense_1")
+    def call(self, x):
+        return self.other(self.first(self.first(x)))
+model, x = Twice(), np.ones((2, 3), np.float32)
+model.compile("sgd", "mse")
+model.fit(x, x, verbose=0)
+scopes = []
+def see(context):
+    if context.get_op().type == "MatMul":
+        scopes.append(context.get_scopes()[:2])
+tool = amanda.Tool()
+tool.add_inst_for_op(see)
+for run in (lambda: model(x), lambda: model.fit(x, x, verbose=0)):
+    with amanda.apply(tool):
+        run()
+    print(sorted(set(scopes)))
+    scopes.clear()
+"""
+
+
+def test_tf_keras_tells_its_layers_too() -> None:
+    done = subprocess.run([sys.executable, "-c", TF_KERAS], capture_output=True, text=True, check=False)
+    expected = "[('first', 'twice/dense'), ('other', 'twice/dense_1')]"
+    assert done.stdout.splitlines() == [expected, expected], done.stderr
