@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import children
@@ -349,9 +350,11 @@ def test_subscripts_are_seen_also_those_of_subclasses() -> None:
     assert len(calls.seen) == 5
 
 
+FOLDERS = [str(Path(file).parent) for file in (__file__, children.__file__)]
+
 ASSIGNMENT = """
 import array, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_interceptor import Calls, placed, site_of
 calls, numbers = Calls(), array.array("d", [1.0, 2.0, 3.0])
 with placed(site_of(vars(array.array)["__setitem__"], calls)):
@@ -369,8 +372,7 @@ print(len(calls.seen), calls.seen[0][0][1:], list(numbers))
 
 @native_only
 def test_assignments_by_subscript_are_seen_and_deletions_pass() -> None:
-    here = os.path.dirname(__file__)  # noqa: PTH120
-    done = children.run([sys.executable, "-c", ASSIGNMENT, here])
+    done = children.run([sys.executable, "-c", ASSIGNMENT, *FOLDERS])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["IndexError", "3 (0, 5.0) [8.0, 7.0]"]
 
@@ -528,7 +530,7 @@ def test_a_table_lets_its_plans_go() -> None:
 
 FALLBACK = """
 import datetime, io, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_interceptor import Calls, site_of
 from amanda import interceptor
 from amanda.interceptor import ACTIVATION, Activation, Detour
@@ -546,9 +548,8 @@ print(Stream().closed, Date.fromordinal(1), type(Date.fromordinal(1)) is Date, l
 
 
 def test_the_fallback_stands_in_for_properties_and_class_methods() -> None:
-    here = os.path.dirname(__file__)  # noqa: PTH120
     done = children.run(
-        [sys.executable, "-c", FALLBACK, here],
+        [sys.executable, "-c", FALLBACK, *FOLDERS],
         env={**os.environ, "AMANDA_NATIVE": "0"},
     )
     assert done.returncode == 0, done.stderr
