@@ -64,7 +64,6 @@ __all__ = [
     "Namespace",
     "OpFacts",
     "Reads",
-    "Report",
     "Rounds",
     "Saved",
     "State",
