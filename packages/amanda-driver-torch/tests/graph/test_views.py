@@ -13,7 +13,9 @@ import amanda
 from amanda import interceptor
 from amanda.drivers.torch.graph import instrument
 
-pytestmark = pytest.mark.skipif(not interceptor.NATIVE, reason="graphs are for native code")
+pytestmark = pytest.mark.xfail(
+    not interceptor.NATIVE, reason="never: without native code compiled callables run op by op", run=False
+)
 
 
 class Same(amanda.Tool):
