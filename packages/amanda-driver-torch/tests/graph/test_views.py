@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from view_programs import add_to_chunk, add_to_view, copy_into_slice, fill_diagonal, write_base
 
 import amanda
 from amanda import interceptor
@@ -26,38 +27,6 @@ class Same(amanda.Tool):
 
     def same(self, *values: Any) -> Any:
         return [one * 1.0 if isinstance(one, Tensor) else one for one in values]
-
-
-def copy_into_slice() -> Tensor:
-    b = torch.zeros(4)
-    b[:2].copy_(torch.ones(2))
-    return b
-
-
-def add_to_view() -> Tensor:
-    b = torch.zeros(4)
-    b.view(-1).add_(1)
-    return b
-
-
-def fill_diagonal() -> Tensor:
-    b = torch.zeros(3, 3)
-    b.diagonal().fill_(2)
-    return b
-
-
-def add_to_chunk() -> Tensor:
-    b = torch.zeros(4)
-    x, _ = b.chunk(2)
-    x += 1
-    return b
-
-
-def write_base() -> Tensor:
-    b = torch.zeros(4)
-    v = b[:2]
-    b.fill_(3)
-    return v
 
 
 @pytest.mark.parametrize("program", [copy_into_slice, add_to_view, fill_diagonal, add_to_chunk, write_base])
