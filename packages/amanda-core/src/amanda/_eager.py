@@ -245,11 +245,11 @@ class EagerExecution(EagerOps):
             layer.table.set(op_id, None)
 
     def _watches(self, layer: Layer, op_id: int) -> bool:
-        """Whether the writes of an op have to be seen."""
+        """Return whether the writes of an op have to be seen."""
         return self.views is not None and self.views.watching and op_id in layer.writers
 
     def finish(self, trace: Trace, again: bool = True) -> None:
-        """Hear that every backward op of an execution has been analysed.
+        """Mark the backward ops of an execution as analysed.
 
         again: whether the framework lets another pass come through them.
         """

@@ -1,4 +1,4 @@
-"""What a scope could not instrument, or ran otherwise than the program would, and why."""
+"""Report of what a scope could not instrument, or ran otherwise than the program would, and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Uninstrumented(NamedTuple):
 
 
 class Report(list[Uninstrumented]):
-    """What a scope could not instrument, or ran otherwise; each thing once, however often it came up.
+    """List of what a scope could not instrument, or ran otherwise; each thing once.
 
     Items are single things; `str` has a line for those of one kind and reason, with their number.  A report
     keeps 1,000 things of a kind and 10,000 in all, and says where there were more.
@@ -117,7 +117,7 @@ def _group(entry: Uninstrumented) -> tuple[str, str]:
 
 
 def _names(entries: Collection[Uninstrumented], is_cut: bool) -> str:
-    """What things of one kind are called, the first few by name."""
+    """Return a label for things of one kind, the first few by name."""
     kind, _ = _parts(next(iter(entries)).what)
     listed = ", ".join(_parts(entry.what)[1] for entry in islice(entries, _NAMED))
     more = len(entries) - _NAMED

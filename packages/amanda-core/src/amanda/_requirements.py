@@ -60,7 +60,7 @@ def _requirement(text: str) -> _Requirement | None:
 
 
 def fits(version: str, asked: str) -> bool:
-    """Whether a version is one that is asked for, as in "<2.14,>=2.4"."""
+    """Return whether a version is one that is asked for, as in "<2.14,>=2.4"."""
     return all(_fits(version, operator, wanted) for operator, wanted in _CLAUSE.findall(asked))
 
 
@@ -89,7 +89,7 @@ def _compared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def _applies(marker: str) -> bool:
-    """Whether a requirement holds here, in one extra or another."""
+    """Return whether a requirement holds here, in one extra or another."""
     text = _MARKER.sub(lambda found: "T" if _holds(*found.groups()) else "F", marker).strip()
     before = None
     while text != before:

@@ -73,7 +73,7 @@ class Views(ABC):
 
     @abstractmethod
     def is_lent(self, value: Any) -> bool:
-        """Whether a tensor lies in memory that is not the framework's own, such as a NumPy array's."""
+        """Return whether a tensor lies in memory that is not the framework's own, such as a NumPy array's."""
 
     @abstractmethod
     def tie(self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None]) -> Tie:
@@ -88,11 +88,11 @@ class Views(ABC):
 
     @abstractmethod
     def shares(self, value: Any) -> bool:
-        """Whether a tensor is known to share its memory."""
+        """Return whether a tensor is known to share its memory."""
 
     @abstractmethod
     def alike(self, one: Any, other: Any) -> bool:
-        """Whether two tensors lie in memory alike, so that an op makes views of both or of neither."""
+        """Return whether two tensors lie in memory alike, so that an op makes views of both or of neither."""
 
     @abstractmethod
     def parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:

@@ -34,7 +34,7 @@ class ViewSample(Sample):
 
 
 class ViewTests(Gaps):
-    """What holds where a routine gives a value in the place of a view; a subclass has a fixture `sample`."""
+    """Tests of values that routines give in the place of views; a subclass has a fixture `sample`."""
 
     @pytest.fixture
     def sample(self) -> ViewSample:

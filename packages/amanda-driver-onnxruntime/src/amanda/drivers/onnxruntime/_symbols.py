@@ -72,7 +72,7 @@ class Symbol:
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether it is known to be a tensor, or a sequence of tensors or an optional one."""
+        """Return whether it is known to be a tensor, or a sequence of tensors or an optional one."""
         return _holds_tensors(self.type)
 
     @property

@@ -26,7 +26,7 @@ class TorchViews(Views):
         return None
 
     def is_lent(self, value: torch.Tensor) -> bool:
-        """Whether the memory came from elsewhere: torch resizes its own alone."""
+        """Return whether the memory came from elsewhere: torch resizes its own alone."""
         return not value.untyped_storage().resizable()
 
     def tie(
@@ -42,11 +42,11 @@ class TorchViews(Views):
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
 
     def shares(self, value: torch.Tensor) -> bool:
-        """Whether a tensor is a view of another, or a parameter."""
+        """Return whether a tensor is a view of another, or a parameter."""
         return value._is_view() or (value.requires_grad and value.is_leaf)
 
     def alike(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether two tensors have the same strides."""
+        """Return whether two tensors have the same strides."""
         return one.stride() == other.stride()
 
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "Part"]:
@@ -200,7 +200,7 @@ class TensorTie(Tie):
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor are one in memory, as `expand` makes it."""
+    """Return whether several elements of a tensor are one in memory, as `expand` makes it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -272,7 +272,7 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
+    """Return whether a tensor is all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 

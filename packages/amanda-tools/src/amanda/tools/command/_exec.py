@@ -44,7 +44,7 @@ def _can_be_run(path: Any) -> bool:
 
 
 def _stays(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
-    """Whether a program is one of Python's that begins with the tools of this environment."""
+    """Return whether a program is one of Python's that begins with the tools of this environment."""
     try:
         return any(os.fsdecode(name) == VARIABLE for name in env) and is_python(Path(os.fsdecode(path)))
     except (TypeError, OSError, AttributeError):

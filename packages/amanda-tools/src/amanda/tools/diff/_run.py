@@ -83,12 +83,12 @@ class Run:
 
     @property
     def ordered(self) -> bool:
-        """Whether ops ran in the program's order, and not in that of data alone."""
+        """Return whether ops ran in the program's order, and not in that of data alone."""
         return not self.in_graph or self.framework in _SAME_IN_GRAPHS
 
     @property
     def in_graph(self) -> bool:
-        """Whether ops ran as nodes of graphs."""
+        """Return whether ops ran as nodes of graphs."""
         return any(op.namespace and not op.namespace.endswith("/eager") for op in self.ops)
 
 

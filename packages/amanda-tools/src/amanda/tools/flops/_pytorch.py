@@ -38,7 +38,7 @@ def roles(context: amanda.OpContext) -> None:
 
 
 def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Whether all outputs lie in the memory of an input."""
+    """Return whether all outputs lie in the memory of an input."""
     import torch
 
     with torch._C.DisableTorchFunction():

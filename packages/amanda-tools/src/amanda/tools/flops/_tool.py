@@ -333,7 +333,7 @@ def _are_known(shapes: Iterable[Any]) -> bool:
 
 
 def _can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
-    """Whether a formula has all that it reads."""
+    """Return whether a formula has all that it reads."""
     return names[0] in _pytorch.OF_NESTED or _are_known([*shapes.inputs, *shapes.outputs])
 
 

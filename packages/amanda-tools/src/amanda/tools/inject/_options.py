@@ -64,7 +64,7 @@ class Options:
             )
 
     def selects(self, modules: Sequence[str], *names: str) -> bool:
-        """Whether an op that has these names, of a module with these paths, is selected."""
+        """Return whether an op that has these names, of a module with these paths, is selected."""
         return self.types(*names) and self.modules(*modules)
 
     def at(self, execution: int) -> bool:

@@ -24,7 +24,7 @@ class Patterns:
         self._within = within
 
     def __call__(self, *names: str) -> bool:
-        """Whether an op that has these names is selected."""
+        """Return whether an op that has these names is selected."""
         if self.patterns is None:
             return True
         if any(self._fits(name, pattern) for name in names for pattern in self.patterns):

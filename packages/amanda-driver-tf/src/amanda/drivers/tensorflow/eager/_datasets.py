@@ -49,7 +49,7 @@ class Datasets:
         return method
 
     def _is_earlier(self, iterator: Any) -> bool:
-        """Whether a dataset with functions was built before the scope."""
+        """Return whether a dataset with functions was built before the scope."""
         if iterator not in self._found:
             found, waiting = False, [getattr(iterator, "_dataset", None)]
             while waiting:

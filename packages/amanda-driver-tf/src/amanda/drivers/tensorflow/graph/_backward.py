@@ -182,7 +182,7 @@ class ForwardMap:
 
 
 def _calls(op: tf.Operation, kind: str) -> bool:
-    """Whether an operation calls a function of this kind."""
+    """Return whether an operation calls a function of this kind."""
     if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return False
     name: str = op.get_attr("f").name

@@ -78,7 +78,7 @@ def _writes(ran: Mapping[Node, Ran]) -> Iterator[tuple[Any, Node, int]]:
 def _seen_later(
     ran: Mapping[Node, Ran], order: Mapping[Node, int], memory: int, written: Any, at: int
 ) -> bool:
-    """Whether the memory is read by another value after the write, or by the caller."""
+    """Return whether the memory is read by another value after the write, or by the caller."""
     for node, one in ran.items():
         if one.value is written or memory not in _memories(one.value):
             continue
@@ -89,7 +89,7 @@ def _seen_later(
 
 
 def _is_outside(node: Node) -> bool:
-    """Whether a value is an input or an output of the graph."""
+    """Return whether a value is an input or an output of the graph."""
     return node.op in ("placeholder", "get_attr") or any(user.op == "output" for user in node.users)
 
 
