@@ -1,9 +1,11 @@
 """The backward pass: which nodes an op made, and hooks where a tool wants them."""
 
 import functools
+import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -94,6 +96,7 @@ class Autograd(EagerDriver):
             if activation is None or not Mark.alive():
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
+            remove_abandoned_hooks()
             backward = _Backward(self.unseen, activation.state, create_graph)
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
@@ -138,6 +141,7 @@ class _Backward:
         self._shared: set[int] = set()
         self._steps: list[Trace] = []
         self._found: list[tuple[Any, Mark, int]] = []
+        self.thread = threading.get_ident()
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Hook the nodes that a tool wants of the graph from `outputs`."""
@@ -210,6 +214,23 @@ class _Backward:
         for trace in {id(trace): trace for trace in self._steps}.values():
             if not trace.pending and (not trace.layer.twice or id(trace.combined) in deep):
                 self._driver.finish(trace, keeps_graph)
+
+
+def remove_abandoned_hooks() -> None:
+    """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
+    thread = threading.get_ident()
+    begun = [one for one in _Backward.under_way if one.thread == thread]
+    if not begun:
+        return
+    running = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "run_backward":
+            running.add(id(frame.f_locals.get("backward")))
+        frame = frame.f_back
+    for one in begun:
+        if id(one) not in running:
+            uninterrupted(one.remove_hooks)
 
 
 class _Hooks:

@@ -23,7 +23,7 @@ from amanda.backend import (
 )
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Reader, Site
 
-from ._autograd import Autograd
+from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
 from ._modules import Paths, enclose_modules, module_path
@@ -75,6 +75,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def detach(self) -> None:
         """Leave torch as it was."""
+        remove_abandoned_hooks()
         self._surroundings.leave()
         self._attributes.restore()
         if interceptor.NATIVE:
