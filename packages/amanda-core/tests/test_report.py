@@ -33,8 +33,8 @@ def test_the_first_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None
             report.add("function two", "its definition is out of reach")
             report.add("function two", "it is XLA's")
     assert [one.getMessage() for one in caplog.records] == [
-        "not instrumented: function one: its definition is out of reach",
-        "not instrumented: function two: it is XLA's",
+        "function one: its definition is out of reach",
+        "function two: it is XLA's",
     ]
 
 

@@ -7,7 +7,6 @@ import asyncio
 import concurrent.futures
 import gc
 import pickle
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+import children
 import pytest
 
 import amanda
@@ -423,7 +423,8 @@ assert seen == ["one", "ran"] * 2, seen
 
 
 def test_what_the_program_puts_in_the_place_of_start_stays() -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", PATCHING], check=True)
+    done = children.run([sys.executable, "-W", "error", "-c", PATCHING])
+    assert done.returncode == 0, done.stderr
 
 
 LATER = """
@@ -447,7 +448,8 @@ assert "map" not in vars(ThreadPool)
 
 
 def test_pools_that_are_imported_inside_a_scope_bring_it_along() -> None:
-    subprocess.run([sys.executable, "-c", LATER], check=True)
+    done = children.run([sys.executable, "-c", LATER])
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_start_outside_where_a_scope_is_open_elsewhere() -> None:

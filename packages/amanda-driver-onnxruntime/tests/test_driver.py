@@ -6,6 +6,7 @@ What a call computes is built once for the signature of its arguments. ONNX Runt
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -132,6 +133,7 @@ class Module:
     """A run of a session where it is called with arrays; elsewhere, a part of what is being built."""
 
     building: ClassVar[list[Building]] = []
+    making: ClassVar[Any] = threading.RLock()
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -155,8 +157,9 @@ class Module:
             finally:
                 del path[len(path) - bool(self.scope) :]
         key = tuple(map(_signature, args))
-        if key not in self.programs:
-            self.programs[key] = Program(self.forward, args)
+        with self.making:  # threads may call it for the first time at once
+            if key not in self.programs:
+                self.programs[key] = Program(self.forward, args)
         return self.programs[key](args)
 
 

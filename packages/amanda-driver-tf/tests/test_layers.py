@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import children
 import keras
 import numpy as np
 import pytest
@@ -223,6 +223,6 @@ for run in (lambda: model(x), lambda: model.fit(x, x, verbose=0)):
 
 
 def test_tf_keras_tells_its_layers_too() -> None:
-    done = subprocess.run([sys.executable, "-c", TF_KERAS], capture_output=True, text=True, check=False)
+    done = children.run([sys.executable, "-c", TF_KERAS])
     expected = "[('first', 'twice/dense'), ('other', 'twice/dense_1')]"
     assert done.stdout.splitlines() == [expected, expected], done.stderr

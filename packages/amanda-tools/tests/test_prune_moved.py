@@ -406,7 +406,5 @@ def test_quantize_notes_grouped_experts(transformers: Any) -> None:
     with amanda.apply(tool), torch.no_grad():
         model(torch.arange(24).reshape(2, 12))
     (place,) = tool.result.left
-    assert place == "_grouped_mm of layers.0.mlp.experts"
-    assert "_grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(
-        tool.result
-    )
+    assert place == "grouped_mm of layers.0.mlp.experts"
+    assert "grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(tool.result)

@@ -199,7 +199,7 @@ def outcome(kind: Callable[..., Program], weights: Weights, options: dict[str, A
                 program.step(x)
         tool.freeze()
         found.append(program.forward(weights.batches[2]))
-    assert [one for one in scope.report if "Dataset" not in one.what] == []
+    assert [one for one in scope.report if "dataset" not in one.what] == []
     for one in tool.result:
         found += [np.array(one.scale or 0.0), np.array(one.zero_point or 0.0)]
         found.append(np.array(one.sqnr or 0.0))

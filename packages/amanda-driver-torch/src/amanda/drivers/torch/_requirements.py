@@ -16,6 +16,7 @@ TESTED_VERSIONS = ("2.13",)
 
 ESSENTIAL = (
     "_C.DisableTorchFunction.__exit__",
+    "_C.DisableTorchFunctionSubclass",
     "_C.ScriptFunction.__call__",
     "_C.ScriptMethod.__call__",
     "_C._autograd._pop_saved_tensors_default_hooks",

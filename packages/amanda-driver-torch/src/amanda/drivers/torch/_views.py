@@ -13,17 +13,16 @@ class TorchViews(Views):
     """`Views` of PyTorch, where tensors with one storage share memory."""
 
     def memory(self, value: Any) -> Hashable:
-        """The storage of a strided tensor; None for one that a subclass wraps, and other layouts."""
-        if type(value) is Written:
-            value = value.tensor
-        if type(value) in _PLAIN or (
-            isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is _NO_DISPATCH
-        ):
-            try:
-                return value.untyped_storage()._cdata if value.layout is torch.strided else None
-            except (NotImplementedError, RuntimeError):  # a wrapper of functorch, a nested tensor
-                return None
-        return None
+        """Return the storage of a strided tensor; None for one that a subclass wraps, and other layouts."""
+        kind = type(value)
+        if kind is Written:
+            value, kind = value.tensor, type(value.tensor)
+        if kind in _PLAIN:
+            return _storage(value)
+        if not isinstance(value, torch.Tensor) or kind.__torch_dispatch__ is not _NO_DISPATCH:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return _storage(value)
 
     def is_lent(self, value: torch.Tensor) -> bool:
         """Return whether the memory came from elsewhere: torch resizes its own alone."""
@@ -197,6 +196,13 @@ class TensorTie(Tie):
 
     def _now(self) -> tuple[int, int]:
         return _version(self._data), _version(self._view)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    except (NotImplementedError, RuntimeError):  # a wrapper of functorch, a nested tensor
+        return None
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -59,8 +59,11 @@ def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _storage(tensor: Any) -> int | None:
+    import torch
+
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass of the program's own need not know
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse ones have several
         return None
 
