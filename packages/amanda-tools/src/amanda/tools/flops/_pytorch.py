@@ -62,8 +62,8 @@ def _storage(tensor: Any) -> int | None:
     import torch
 
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass of the program's own need not know
-            return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass, with its own methods, need not know
+            return int(torch.Tensor.untyped_storage(tensor)._cdata)
     except (NotImplementedError, RuntimeError):  # sparse ones have several
         return None
 
