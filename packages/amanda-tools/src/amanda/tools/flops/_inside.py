@@ -84,7 +84,15 @@ def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Insi
     leaves: list[Tensor] = []
 
     def twin(tensor: Tensor) -> Tensor:
-        made = tensor.detach() if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+        if isinstance(tensor, FakeTensor):
+            made = tensor.detach()
+        elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            with mode:  # what a subclass wraps is none of ours to read
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+        else:
+            made = mode.from_tensor(tensor.detach())
         if not next(wanted):
             return made
         leaves.append(made.requires_grad_())
