@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import gc
 import pickle
+import queue
 import sys
 import threading
 import weakref
@@ -113,9 +114,8 @@ def test_a_thread_whose_run_cannot_be_set_is_reported() -> None:
     with amanda.apply(count) as scope:
         started(Fixed(name="fixed"))
     assert count.relus == 0
-    (entry,) = scope.report
-    assert entry.what == "thread fixed"
-    assert "scope.bind" in entry.reason
+    assert {entry.what for entry in scope.report} == {"thread fixed"}
+    assert "Fixed.run cannot be set: give it scope.bind(function)" in str(scope.report)
 
 
 def test_an_exception_of_a_thread_is_the_threads() -> None:
@@ -468,3 +468,61 @@ def test_threads_start_outside_where_a_scope_is_open_elsewhere() -> None:
     thread.join()
     assert count.relus == 0
     assert interceptor.active() is None
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Run a function on a thread that started before any scope, through a queue of the test's own."""
+    asked: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+    given: queue.Queue[Any] = queue.Queue()
+
+    def serve() -> None:
+        while (function := asked.get()) is not None:
+            given.put(function())
+
+    thread = threading.Thread(target=serve, name="server")
+    thread.start()
+    yield lambda function: (asked.put(function), given.get(timeout=60))[1]
+    asked.put(None)
+    thread.join()
+
+
+def test_a_thread_that_started_before_is_named_once_by_each_scope(server: Callable[..., Any]) -> None:
+    for _ in range(2):
+        with amanda.apply(Count()) as scope, amanda.apply(Count()) as inner:
+            server(relu)
+            server(relu)
+        assert [entry.what for entry in scope.report] == ["thread server"]
+        assert "scope.bind(function)" in str(inner.report)
+
+
+def test_a_thread_to_which_the_scope_is_brought_is_not_named(server: Callable[..., Any]) -> None:
+    count = Count()
+    with amanda.apply(count) as scope:
+        server(scope.bind(relu))
+    assert not scope.report
+    assert count.relus == 1
+
+
+def test_a_thread_on_which_tools_are_switched_off_is_not_named(server: Callable[..., Any]) -> None:
+    with amanda.apply(Count()) as scope:
+        server(amanda.disabled()(relu))
+        server(scope.bind(amanda.disabled()(relu)))
+        assert not scope.report
+        server(relu)
+    assert len(scope.report) == 1
+
+
+def test_a_thread_that_opens_scopes_itself_is_not_named(server: Callable[..., Any]) -> None:
+    server(amanda.apply(Count())(relu))
+    with amanda.apply(Count()) as scope:
+        server(relu)
+    assert not scope.report
+
+
+def test_a_thread_whose_ops_ran_before_and_after_is_not_named(server: Callable[..., Any]) -> None:
+    server(relu)
+    with amanda.apply(Count()) as scope:
+        pass
+    server(relu)
+    assert not scope.report

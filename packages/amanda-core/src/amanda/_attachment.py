@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from amanda import _imports, _plugins
+from amanda import _imports, _outside, _plugins
 from amanda._threads import Threads
 from amanda.errors import DriverError
 
@@ -39,6 +39,7 @@ class Attachment:
                 self._threads.attach()
                 self._attach_loaded()
                 self._await_others()
+            _outside.watch(self._scopes)
             for what, reason in self._broken.items():
                 scope.report.add(what, reason)
 
@@ -98,6 +99,7 @@ class Attachment:
             self._awaited.append(_imports.when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
+        _outside.watch(())
         while self._awaited:
             self._awaited.pop()()
         while self._attached:

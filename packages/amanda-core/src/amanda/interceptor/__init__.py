@@ -75,6 +75,7 @@ if TYPE_CHECKING or not NATIVE:
         reset_root,
         snapshot,
         subjects,
+        watch_outside,
     )
 else:
     globals().update({name: value for name, value in _names.items() if name != "modules"})
@@ -116,4 +117,5 @@ __all__ = [
     "reset_root",
     "snapshot",
     "subjects",
+    "watch_outside",
 ]

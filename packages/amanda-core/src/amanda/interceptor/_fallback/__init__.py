@@ -26,6 +26,7 @@ from amanda.interceptor._fallback._sites import (
     active,
     failure,
     keep_failure,
+    watch_outside,
 )
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation, Lock, PlanTable
 
@@ -57,4 +58,5 @@ __all__ = [
     "reset_root",
     "snapshot",
     "subjects",
+    "watch_outside",
 ]

@@ -48,6 +48,7 @@ class Thread(threading.local):
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
         self.failure: BaseException | None = None
+        self.met = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:
         """Where it is."""

@@ -21,7 +21,31 @@ def active() -> Activation | None:
     if thread.off:
         return None
     activation = ACTIVATION.get(None)
-    return activation if activation is not None and activation.active else None
+    if activation is not None and activation.active:
+        return activation
+    if thread.met != _watch[0]:
+        _tell_watcher()
+    return None
+
+
+_watch: tuple[int, Callable[[], bool] | None] = (0, None)
+"""Number of the last watch, and its function."""
+
+
+def _tell_watcher() -> None:
+    number, function = _watch
+    with Suspension():
+        if function is None or function():
+            thread.met = number
+
+
+def watch_outside(function: Callable[[], bool] | None) -> None:
+    """Call a function on each thread that runs ops where nothing is in force, until it returns True there.
+
+    None ends it.
+    """
+    global _watch
+    _watch = (_watch[0] + 1, function)
 
 
 def failure() -> BaseException | None:

@@ -91,6 +91,7 @@ typedef struct {
     Region *top;   /* owned; NULL: the root */
     Region *root;  /* owned by the thread's dict */
     PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
+    uint64_t met;      /* number of the watch that was told of this thread */
 } Thread;
 
 Thread *thread_state(void);

@@ -360,6 +360,38 @@ static inline uint64_t known_id(const PyThreadState *running, Thread *thread, Si
     return id ? id : 1;
 }
 
+/* ---- threads where nothing is in force ---- */
+
+static struct {
+    PyObject *function; /* owned; NULL: nobody asks */
+    uint64_t number;    /* of the last time that somebody asked */
+} watch;
+
+/* Tells that this thread runs ops where nothing is in force, until the watcher has heard enough; -1: it raised. */
+COLD static int tell_watcher(Thread *thread) {
+    if (thread->off) return 0;
+    uint64_t number = watch.number;
+    if (!watch.function) {
+        thread->met = number;
+        return 0;
+    }
+    PyObject *function = Py_NewRef(watch.function);
+    thread->off++;
+    PyObject *enough = PyObject_CallNoArgs(function);
+    thread->off--;
+    Py_DECREF(function);
+    if (!enough) return -1;
+    if (enough == Py_True) thread->met = number;
+    Py_DECREF(enough);
+    return 0;
+}
+
+static PyObject *watch_outside(PyObject *Py_UNUSED(module), PyObject *function) {
+    watch.number++;
+    Py_XSETREF(watch.function, function == Py_None ? NULL : Py_NewRef(function));
+    Py_RETURN_NONE;
+}
+
 /* The activation in force once a failure is let go of, which may run anything. */
 COLD static Activation *without_failure(const PyThreadState *running, Thread *thread) {
     Py_CLEAR(thread->failure);
@@ -370,7 +402,8 @@ HOT __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *se
     PyThreadState *running = running_thread();
     Thread *thread = thread_of(running);
     Activation *activation = activation_of(running, thread);
-    if (!activation) return vanilla(site, self, a, b, c);
+    if (!activation)
+        return unlikely(thread->met != watch.number) && tell_watcher(thread) ? NULL : vanilla(site, self, a, b, c);
     if (unlikely(thread->failure != NULL) && !(activation = without_failure(running, thread)))
         return vanilla(site, self, a, b, c);
     PyObject *key = thread->key;
@@ -758,8 +791,10 @@ PyTypeObject Suspension_Type = {
 };
 
 static PyObject *active(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
-    PyObject *activation = (PyObject *)active_activation(thread_state());
-    return activation ? activation : Py_NewRef(Py_None);
+    Thread *thread = thread_state();
+    PyObject *activation = (PyObject *)active_activation(thread);
+    if (activation) return activation;
+    return thread->met != watch.number && tell_watcher(thread) ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
@@ -777,6 +812,9 @@ static PyMethodDef failure_def = {"failure", failure, METH_NOARGS,
                                   "What a tool raised on this thread since the last op began, if it was kept."};
 static PyMethodDef keep_failure_def = {"keep_failure", keep_failure, METH_O,
                                        "Keep a tool's exception, which an operator may drop; None lets go of it."};
+static PyMethodDef watch_outside_def = {"watch_outside", watch_outside, METH_O,
+                                        "Call a function on each thread that runs ops where nothing is in force, "
+                                        "until it returns True there; None ends it."};
 static PyMethodDef active_def = {"active", active, METH_NOARGS,
                                  "The activation in force here; None where nothing is intercepted."};
 
@@ -784,7 +822,7 @@ int stub_boot(PyObject *names) {
     if (!activation_variable) activation_variable = PyContextVar_New("amanda.activation", NULL);
     return !activation_variable || PyDict_SetItemString(names, "ACTIVATION", activation_variable) ||
                    add_function(names, &active_def) || add_function(names, &failure_def) ||
-                   add_function(names, &keep_failure_def) || add_type(names, "PlanTable", &PlanTable_Type) ||
+                   add_function(names, &keep_failure_def) || add_function(names, &watch_outside_def) || add_type(names, "PlanTable", &PlanTable_Type) ||
                    add_type(names, "Reader", &Reader_Type) || memo_boot(names) ||
                    lock_boot(names) || graph_boot(names) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||

@@ -34,6 +34,7 @@ class ThreadTests:
             with amanda.apply(relu) as scope:
                 before.call(lambda: sample.relu(x))
                 assert relu.ids == []
+                assert [entry.what for entry in scope.report] == [f"thread {before.name}"]
                 bound = scope.bind(lambda: sample.relu(x))
                 before.call(bound)
                 assert len(relu.ids) == 1
