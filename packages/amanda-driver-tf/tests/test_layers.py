@@ -194,6 +194,28 @@ def test_an_op_outside_of_layers_lies_in_its_name_scope() -> None:
     assert Scopes().of(lambda: program(tf.ones(3)))["Relu"] == [("dense_1",)]
 
 
+def test_what_a_function_of_tensorflow_reads_lies_where_the_function_is_called() -> None:
+    scopes: set[str] = set()
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: scopes.add(context.get_scopes()[0]))
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(layer.trainable_variables)
+    step = tf.Variable(1.0)
+
+    @tf.function
+    def program(x: Any) -> Any:
+        with tf.name_scope("mine"):
+            y = tf.cast(step, tf.float32) * tf.reduce_mean(x)  # both open scopes of their own
+        optimizer.apply([tf.ones((3, 2)), tf.ones(2)])
+        return y + step
+
+    with amanda.apply(tool):
+        program(tf.ones(3))
+    assert scopes == {"", "mine", optimizer.name}
+
+
 TF_KERAS = """
 import os
 os.environ["TF_USE_LEGACY_KERAS"] = "1"

@@ -18,6 +18,7 @@ from tensorflow.python.framework import ops
 from .._layers import ends_of, handles_of, is_of_keras_3, kinds_of_layers, module_path, named_paths
 
 _COUNTED = re.compile(r"_\d+$")
+_GIVEN = ("Const", "ReadVariableOp")
 _FILES = ("/keras/src/layers/layer.py", "/tf_keras/src/engine/base_layer.py")
 
 Pool = Mapping[str, Sequence[Any]]
@@ -33,8 +34,16 @@ class Place(NamedTuple):
 
     @classmethod
     def outside(cls, op: tf.Operation) -> Place:
-        """The name scope, for an operation that is in no layer."""
-        return cls(op.name.rpartition("/")[0])
+        """The name scope, for an operation that is in no layer.
+
+        Functions such as `tf.add` open scopes to read and convert what they are given, which are left out.
+        """
+        scope = op.name.rpartition("/")[0]
+        if op.type in _GIVEN:
+            users = [user.name for tensor in op.outputs for user in tensor.consumers()]
+            if users and not any(name.startswith(f"{scope}/") for name in users):
+                scope = scope.rpartition("/")[0]
+        return cls(scope)
 
 
 class Named:
