@@ -53,6 +53,10 @@ class Call(ABC):
         """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
 
+    def may_write(self) -> bool:
+        """Return whether the op may write into its inputs; some ops do so without a schema that says it."""
+        return True
+
     def formed(self, result: Any) -> Any:
         """A replacement's result in the form that the op's own has."""
         return result

@@ -110,7 +110,7 @@ class EagerExecution(EagerOps):
         saved = None
         if call.targets and _acts_later(combined, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
-        versions = self.versions(inputs) if inputs is not call.inputs else []
+        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
         if trace is None or tracing is None:
             outputs = self._compute(combined, call, inputs, told, run, saved)
         else:
@@ -118,7 +118,7 @@ class EagerExecution(EagerOps):
             with tracing as made:
                 outputs = self._compute(combined, call, inputs, told, run, saved)
         values, rebuild = self.results(call, outputs)
-        if inputs is not call.inputs and self.versions(inputs) != versions:
+        if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._written_back(call, inputs, versions, values)
             outputs = rebuild(values)
         if analysis is not None:

@@ -113,14 +113,14 @@ class Views(ABC):
 
         again: runs the op on its own inputs, to see whether it makes views of these.
         """
-        reached = set(self._memories(outputs))
+        reached = [self.memory(one) for one in spread(outputs)]
         for view, value in _pairs(own, given):
             memory = self.memory(value)
-            if memory not in reached or memory in self._ties or memory == self.memory(view):
+            if memory is None or memory not in reached or memory in self._ties:
                 continue
-            if view.shape != value.shape:
+            if memory == self.memory(view) or view.shape != value.shape:
                 continue
-            if self.alike(view, value) or self.memory(view) in self._memories(again()):
+            if self.alike(view, value) or self.memory(view) in map(self.memory, spread(again())):
                 self._add(view, value, True, label)
 
     def given_after(
@@ -157,9 +157,6 @@ class Views(ABC):
         self._labels.clear()
         self._lost.clear()
         self.watching = False
-
-    def _memories(self, values: Sequence[Any]) -> Iterator[Hashable]:
-        return (memory for memory in map(self.memory, spread(values)) if memory is not None)
 
     def _stand_in(self, view: Any, value: Any, inputs: dict[int, Hashable], label: Label) -> Any:
         if value is view:
@@ -231,12 +228,14 @@ def settle_all() -> None:
 _all: weakref.WeakSet[Views] = weakref.WeakSet()
 
 
-def _pairs(own: Sequence[Any], given: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Each value that routines gave beside the one that was there."""
+def _pairs(own: Sequence[Any], given: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return each value that routines gave beside the one that was there."""
+    pairs: list[tuple[Any, Any]] = []
     for old, new in zip(own, given, strict=True):
         if new is old:
             continue
         if not isinstance(old, (list, tuple)):
-            yield old, new
+            pairs.append((old, new))
         elif isinstance(new, (list, tuple)) and len(new) == len(old):
-            yield from _pairs(old, new)
+            pairs += _pairs(old, new)
+    return pairs

@@ -70,6 +70,10 @@ class TorchCall(Call):
             return super().written(inputs, outputs)
         return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
 
+    def may_write(self) -> bool:
+        """Return whether the op may write: it says so, or is called through an object, as a Function is."""
+        return bool(self.mutable or self._head)
+
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
         if self._site.key != "setitem":

@@ -209,6 +209,8 @@ class TorchTensors:
 
         Under no_grad an op's result needs no gradient, unless it is the very tensor that the op was given.
         """
+        if given is outputs and torch.is_grad_enabled():
+            return given
         placed = [
             new.detach().requires_grad_() if new is not old and _is_made_a_leaf(old, inputs) else new
             for old, new in zip(outputs, given, strict=True)
