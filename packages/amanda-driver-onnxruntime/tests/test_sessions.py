@@ -107,3 +107,29 @@ def test_wrong_calls_fail_as_they_do_without_a_scope(session: Any) -> None:
         with amanda.apply(Everywhere()), pytest.raises(type(bare.value)) as instrumented:
             session.run(names, feed)
         assert str(instrumented.value) == str(bare.value)
+
+
+def test_a_patch_that_the_program_makes_in_a_scope_stays(session: Any, request: Any) -> None:
+    request.addfinalizer(
+        lambda: delattr(onnxruntime.InferenceSession, "run")
+    )  # the session has it of its base
+    (bare,) = session.run(None, {"x": X})
+    calls = []
+    with amanda.apply(Everywhere()):
+        original = onnxruntime.InferenceSession.run
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return original(*args, **kwargs)
+
+        onnxruntime.InferenceSession.run = wrapper
+        session.run(None, {"x": X})
+    assert onnxruntime.InferenceSession.run is wrapper
+    later = Everywhere()
+    with amanda.apply(later):
+        np.testing.assert_array_equal(session.run(None, {"x": X})[0], bare)
+    assert onnxruntime.InferenceSession.run is wrapper
+    assert later.ran == ORDER
+    np.testing.assert_array_equal(session.run(None, {"x": X})[0], bare)
+    assert len(later.ran) == len(ORDER)
+    assert len(calls) == 3

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from amanda import _imports, _outside, _plugins
+from amanda import _imports, _outside, _plugins, interceptor
 from amanda._threads import Threads
 from amanda.errors import DriverError
 
@@ -99,7 +99,7 @@ class Attachment:
             self._awaited.append(_imports.when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
-        _outside.watch(())
+        interceptor.watch_outside(None)
         while self._awaited:
             self._awaited.pop()()
         while self._attached:

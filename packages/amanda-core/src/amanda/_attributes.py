@@ -1,7 +1,11 @@
 """Replacing attributes of modules and classes for a while."""
 
+import functools
+import gc
 import inspect
 import sys
+import types
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +20,13 @@ class Attributes:
         self._before: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
-        """Set an attribute of a module or class until `restore`."""
+        """Set an attribute of a module or class until `restore`.
+
+        Where the program has wrapped an earlier stand-in, in a scope that is closed, that one serves again.
+        """
         before = vars(holder).get(name, _MISSING)
+        if _is_held(_outlived.get((holder, name)), before):
+            return
         self._before.append((holder, name, before, value))
         with _as_much_a_sequence(holder, name):
             setattr(holder, name, value)
@@ -28,6 +37,8 @@ class Attributes:
         while self._before:
             holder, name, value, ours = self._before[-1]
             if vars(holder).get(name, _MISSING) is not ours:  # or `set` was interrupted
+                if type(ours) is types.FunctionType:
+                    _outlived[holder, name] = ours
                 self._before.pop()
                 continue
             with _as_much_a_sequence(holder, name):
@@ -38,6 +49,22 @@ class Attributes:
             self._before.pop()
 
 
+_outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
+"""Stand-ins in whose place the program has put something, by holder and name."""
+
+
+def _is_held(stand_in: Any, value: Any) -> bool:
+    """Return whether a function has a stand-in in its closure, or in what it wraps."""
+    found = [value]
+    for _ in range(_DEPTH if stand_in is not None else 0):
+        found = [one for one in gc.get_referents(*found) if isinstance(one, _WRAPPING)]
+        if any(one is stand_in for one in found):
+            return True
+    return False
+
+
+_DEPTH = 8
+_WRAPPING = (types.FunctionType, types.MethodType, types.CellType, functools.partial, dict, tuple)
 _SEQUENCE_SLOTS = {"__getitem__": 3, "__setitem__": 5}
 """Places in PySequenceMethods that CPython fills when a class gets such an attribute, and never empties."""
 _HEAP_TYPE = 1 << 9  # a class whose attributes can be set

@@ -25,7 +25,7 @@ def watch(scopes: Collection[Scope]) -> None:
     A thread that opens scopes itself, such as this one, knows what runs outside of them, and is not named.
     """
     _this_thread.opens_scopes = True
-    interceptor.watch_outside(partial(_name_thread, scopes) if scopes else None)
+    interceptor.watch_outside(partial(_name_thread, scopes))
 
 
 def _name_thread(scopes: Collection[Scope]) -> bool:

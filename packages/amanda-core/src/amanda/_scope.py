@@ -91,11 +91,13 @@ class Scope:
         state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
         attachment.open(self)
         activation = state.activation()
+        self._open = True
+        for (
+            scope
+        ) in state.scopes:  # before `set`, which may put it in force and then lack memory for the token
+            scope.hold(activation)
         self._token = interceptor.ACTIVATION.set(activation)
         interceptor.reset_root()
-        self._open = True
-        for scope in state.scopes:
-            scope.hold(activation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

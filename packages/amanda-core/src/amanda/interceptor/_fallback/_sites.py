@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amanda._opid import ROOT_HASH, mix
+from amanda.interceptor._copying import reduced
 from amanda.interceptor._fallback._native_alone import Reader
 from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
@@ -138,12 +139,12 @@ def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 class _Wrapped:
-    """A method that stands in for another and looks like it."""
+    """A callable that stands in for another, and is compared, shown, copied and pickled like it."""
 
     def __init__(self, function: Any) -> None:
         self.__wrapped__ = function
         self.__doc__ = getattr(function, "__doc__", None)
-        self.__module__ = getattr(function, "__module__", "")
+        self.__module__ = getattr(function, "__module__", None)  # type: ignore[assignment]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):
@@ -154,7 +155,32 @@ class _Wrapped:
         raise TypeError("a wrapped method says what its call does")
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":  # of one in the making
+            raise AttributeError(name)
         return getattr(self.__wrapped__, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__wrapped__)
+
+    def __eq__(self, other: Any) -> bool:
+        own = other.__wrapped__ if isinstance(other, _Wrapped) else other
+        return bool(self.__wrapped__ == own)
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(self, protocol)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
 
 
 class Detour(_Wrapped):

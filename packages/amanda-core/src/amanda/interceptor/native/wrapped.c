@@ -40,7 +40,40 @@ static PyObject *wrapped_function(PyObject *self, void *Py_UNUSED(closure)) {
     return Py_NewRef(((Wrapped *)self)->function);
 }
 
-static PyGetSetDef wrapped_getset[] = {{"__wrapped__", wrapped_function, NULL, NULL, NULL}, {0}};
+/* Compared, shown, copied and pickled like the function. */
+
+static PyObject *behind(PyObject *object) { /* borrowed */
+    return PyObject_TypeCheck(object, &Wrapped_Type) ? ((Wrapped *)object)->function : object;
+}
+
+static PyObject *wrapped_compare(PyObject *self, PyObject *other, int operation) {
+    return PyObject_RichCompare(behind(self), behind(other), operation);
+}
+
+static Py_hash_t wrapped_hash(PyObject *self) { return PyObject_Hash(((Wrapped *)self)->function); }
+
+static PyObject *wrapped_repr(PyObject *self) { return PyObject_Repr(((Wrapped *)self)->function); }
+
+static PyObject *wrapped_copy(PyObject *self, PyObject *Py_UNUSED(memo)) { return Py_NewRef(self); }
+
+static PyObject *wrapped_reduce(PyObject *self, PyObject *protocol) {
+    PyObject *module = PyImport_ImportModule("amanda.interceptor._copying");
+    PyObject *result = module ? PyObject_CallMethod(module, "reduced", "OO", self, protocol) : NULL;
+    Py_XDECREF(module);
+    return result;
+}
+
+static PyMethodDef wrapped_methods[] = {{"__copy__", wrapped_copy, METH_NOARGS, NULL},
+                                        {"__deepcopy__", wrapped_copy, METH_O, NULL},
+                                        {"__reduce_ex__", wrapped_reduce, METH_O, NULL},
+                                        {0}};
+
+static PyObject *wrapped_class(PyObject *self, void *Py_UNUSED(closure)) {
+    return Py_NewRef((PyObject *)Py_TYPE(((Wrapped *)self)->function));
+}
+
+static PyGetSetDef wrapped_getset[] = {
+    {"__wrapped__", wrapped_function, NULL, NULL, NULL}, {"__class__", wrapped_class, NULL, NULL, NULL}, {0}};
 
 PyTypeObject Wrapped_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Wrapped",
@@ -53,4 +86,8 @@ PyTypeObject Wrapped_Type = {
     .tp_descr_get = wrapped_bind,
     .tp_getattro = wrapped_getattr,
     .tp_getset = wrapped_getset,
+    .tp_methods = wrapped_methods,
+    .tp_richcompare = wrapped_compare,
+    .tp_hash = wrapped_hash,
+    .tp_repr = wrapped_repr,
 };
