@@ -68,5 +68,14 @@ def check(page: str) -> None:
     assert run >= 1
 
 
+def test_limitations_have_the_words_of_reports() -> None:
+    page = (DOCS / "limitations.md").read_text()
+    table = page.partition("## What no mode sees")[2].partition("\n## ")[0]
+    words = re.findall(r'\| "(.+?)" \|$', table, re.MULTILINE)
+    sources = "".join(path.read_text() for path in sorted(DOCS.parent.glob("packages/*/src/**/*.py")))
+    assert len(words) >= 9
+    assert [one for one in words if one not in sources] == []
+
+
 if __name__ == "__main__":
     check(sys.argv[1])

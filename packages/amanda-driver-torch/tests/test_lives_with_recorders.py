@@ -80,3 +80,9 @@ def test_a_scope_opened_in_a_compiled_function_sees_its_ops_or_says_that_it_does
     for _ in range(2):
         assert torch.equal(compiled(X), torch.relu(X) + 1)
     assert seen.names == ["relu", "relu"] or "TorchDriver" in [entry.what for entry in scope.report]
+
+
+def test_a_replay_of_a_cuda_graph_is_reported() -> None:
+    with amanda.apply(amanda.Tool()) as scope, pytest.raises(AttributeError):
+        torch.cuda.CUDAGraph.replay(object())  # where there is no GPU, a graph cannot be made
+    assert [entry.what for entry in scope.report] == ["replays of CUDA graphs"]

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 MACHINERY = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
+    ("torch.cuda.graphs", "CUDAGraph.replay"): (
+        "replays of CUDA graphs",
+        "what a graph recorded runs as it is",
+    ),
     ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
     ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
