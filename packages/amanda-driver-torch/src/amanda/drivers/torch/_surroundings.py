@@ -28,9 +28,6 @@ MACHINERY = {
         "replays of CUDA graphs",
         "what a graph recorded runs as it is",
     ),
-        "replays of CUDA graphs",
-        "what a graph recorded runs as it is",
-    ),
     ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
     ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.
