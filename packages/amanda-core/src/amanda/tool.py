@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -50,6 +50,7 @@ class _Registry:
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         self.former: dict[str, Any] = {}
+        self.gone: deque[int] = deque()
         self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
         self.options: dict[str, str] | None = None  # those when a scope opened last
 
@@ -168,6 +169,13 @@ class Tool:
         """Called when a scope that this tool joined in has closed, also after an exception.
 
         For what may not outlive the scope; it does nothing unless a tool overrides it.
+        """
+
+    def op_gone(self, op_id: int) -> None:
+        """Called before the next analysis, once an op will not execute again: its module or parameter is gone.
+
+        For a tool that keeps something by `op_id`, which it can drop or sum up now.  It does nothing unless a
+        tool overrides it.
         """
 
     def refused(self, action: Action, reason: str) -> None:

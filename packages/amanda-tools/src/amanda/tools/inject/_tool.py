@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +75,9 @@ class InjectTool(amanda.Tool):
         self._limit = limit
         self._seen: dict[str, bool] = {}
         self._numbers: dict[int, int] = {}
+        self._next = itertools.count()
         self._backward_of: dict[int, int | None] = {}
+        self._places: dict[int, set[int]] = {}
         self._sites: list[Site] | None = None
         self._only: Site | None = None
         self._trial = 0
@@ -97,7 +100,8 @@ class InjectTool(amanda.Tool):
     def result(self) -> InjectResult:
         """What was changed so far, in an order that does not depend on that of threads."""
         injections = sorted(self._injections, key=self._order)
-        result = InjectResult(injections, self._total, sum(self._executed.values()), self._seen)
+        executions = self._executed_before + sum(self._executed.values())
+        result = InjectResult(injections, self._total, executions, self._seen)
         result.remarks = as_remarks(self.unmatched())
         return result
 
@@ -115,6 +119,16 @@ class InjectTool(amanda.Tool):
         self._injections: list[Injection] = []
         self._total = 0
         self._executed: dict[int, int] = {}
+        self._executed_before = 0  # by ops that are gone
+        self._told: set[int] = set()  # ops of injections and sites
+
+    def op_gone(self, op_id: int) -> None:
+        """Keep of an op that is gone only how often it executed, and what was changed there."""
+        self._backward_of.pop(op_id, None)
+        for op in self._places.pop(op_id, ()):
+            self._executed_before += self._executed.pop(op, 0)
+            if op not in self._told:
+                self._numbers.pop(op, None)
 
     def _order(self, one: Injection | Site) -> tuple[int, int]:
         return one.execution, self._numbers[one.op]
@@ -188,7 +202,8 @@ class InjectTool(amanda.Tool):
         return selected
 
     def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
-        self._numbers.setdefault(op, len(self._numbers))
+        self._numbers.setdefault(op, next(self._next))
+        self._places.setdefault(context.get_op_id(), set()).add(op)
         where = (context.get_scope(), context.get_source())
         return Place(op, phase, kind, *where, context["elements"], context["dtype"])
 
@@ -209,6 +224,7 @@ class InjectTool(amanda.Tool):
         if self._sites is not None:
             if size:
                 where = (place.phase, place.type, place.module, place.source)
+                self._told.add(place.op)
                 self._sites.append(Site(place.op, execution, size, *where))
             return None
         random = self._random(place.op, 0 if self._options.permanent else execution)
@@ -258,6 +274,8 @@ class InjectTool(amanda.Tool):
         kept = max(0, self._limit - len(self._injections))
         old, new = (place.elements.numbers(one[:kept], tensor.dtype).tolist() for one in raw)
         where = (place.phase, place.type, place.module, place.source, place.op, execution)
+        if kept:
+            self._told.add(place.op)
         for i, position in enumerate(positions[:kept]):
             element = tuple(int(one) for one in np.unravel_index(position, tensor.shape))
             hit = () if bits is None else tuple(map(int, bits[i]))

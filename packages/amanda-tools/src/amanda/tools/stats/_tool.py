@@ -30,6 +30,14 @@ class _Place:
     seen: dict[str, int] = field(default_factory=dict)
     measured: dict[str, _Stream] = field(default_factory=dict)
 
+    def read(self) -> Iterator[Measured]:
+        """What was measured so far; waits for the devices."""
+        for tensor, stream in list(self.measured.items()):
+            yield Measured(
+                self.phase, self.type, self.module, self.source, tensor, stream.dtype,
+                stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
+            )  # fmt: skip
+
 
 @dataclass
 class _Stream:
@@ -48,7 +56,8 @@ class StatsTool(amanda.Tool):
     quantiles: shown in the result.  bins: of the histogram that they come from, 0 for none; a power of
     two from 256, and an error of at most 128 / bins of the quantile's value (3 % of 4096).
 
-    Nothing is read from a device before `result` is asked for.  `clear` starts anew.
+    Nothing is read from a device before `result` is asked for, or a model is dropped: models that are gone
+    are counted together.  `clear` starts anew.
     `amanda.tools.select` has it measure some ops alone.
     """
 
@@ -66,7 +75,8 @@ class StatsTool(amanda.Tool):
         self._weights, self._activations = weights, activations
         self._every, self._bins = every, Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
-        self._places: dict[tuple[int, int | None], _Place] = {}
+        self._places: dict[int, dict[int | None, _Place]] = {}  # by ids of the op and of the backward op
+        self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
         self.depends_on(StandardMapping())
         if weights or activations:
             self.add_inst_for_op(self._forward)
@@ -80,17 +90,24 @@ class StatsTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget what was measured; what was analysed stays."""
-        for place in self._places.values():
-            place.seen.clear()
-            place.measured.clear()
+        self._gone.clear()
+        for places in self._places.values():
+            for place in places.values():
+                place.seen.clear()
+                place.measured.clear()
+
+    def op_gone(self, op_id: int) -> None:
+        """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
+        for place in self._places.pop(op_id, {}).values():
+            for one in place.read():
+                key = (one.phase, one.type, one.module, one.source, one.tensor, one.dtype)
+                self._gone[key] = self._gone[key].merged(one) if key in self._gone else one
 
     def _read(self) -> Iterator[Measured]:
-        for place in list(self._places.values()):
-            for tensor, stream in place.measured.items():
-                yield Measured(
-                    place.phase, place.type, place.module, place.source, tensor, stream.dtype,
-                    stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
-                )  # fmt: skip
+        yield from self._gone.values()
+        for places in list(self._places.values()):
+            for place in list(places.values()):
+                yield from place.read()
 
     # ---- analysis ----
 
@@ -113,10 +130,11 @@ class StatsTool(amanda.Tool):
         )  # fmt: skip
 
     def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
-        key = (context.get_op_id(), context.get_backward_op_id())
-        if key not in self._places:
-            self._places[key] = _Place(phase, kind, context.get_scope(), context.get_source())
-        return self._places[key]
+        places = self._places.setdefault(context.get_op_id(), {})
+        key = context.get_backward_op_id()
+        if key not in places:
+            places[key] = _Place(phase, kind, context.get_scope(), context.get_source())
+        return places[key]
 
     # ---- execution ----
 
