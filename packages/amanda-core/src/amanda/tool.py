@@ -172,7 +172,7 @@ class Tool:
         """
 
     def op_gone(self, op_id: int) -> None:
-        """Called before the next analysis, once an op will not execute again: its module or parameter is gone.
+        """Called before the next analysis, once an op cannot execute again: its module or parameter is gone.
 
         For a tool that keeps something by `op_id`, which it can drop or sum up now.  It does nothing unless a
         tool overrides it.
