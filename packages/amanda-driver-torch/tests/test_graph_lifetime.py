@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import amanda
 from amanda.drivers.torch import _autograd
@@ -201,3 +202,20 @@ def test_hooks_are_gone_after_a_backward_pass_that_failed() -> None:
             y.backward(retain_graph=True)
     y.backward()
     assert torch.equal(x.grad, x.detach().exp())  # type: ignore[arg-type]
+
+
+def test_values_for_the_analysis_of_backward_ops_go_as_soon_as_these_have_run() -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.get_inputs(), backward=True)
+    x = torch.ones(8, requires_grad=True)
+    gone = []
+    with amanda.apply(tool):
+        first = x.exp()
+        last = (first * 2).sigmoid()
+        storage = StorageWeakRef(last.untyped_storage())
+        first.register_hook(lambda _: gone.append(storage.expired()))
+        y = last.sum()
+        del last
+        assert not storage.expired()
+        y.backward()
+    assert gone == [True]

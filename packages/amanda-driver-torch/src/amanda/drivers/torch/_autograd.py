@@ -4,6 +4,7 @@ import functools
 import sys
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar
@@ -97,7 +98,7 @@ class Autograd(EagerDriver):
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
-            backward = _Backward(self.unseen, activation.state, create_graph)
+            backward = _Backward(self.unseen, activation.state, create_graph, keeps_graph)
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
@@ -133,10 +134,12 @@ class _Backward:
     under_way: ClassVar[list["_Backward"]] = []
     _changing: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, driver: Autograd, state: State, create_graph: bool) -> None:
+    def __init__(self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool) -> None:
         self._driver = driver
         self._state = state
         self._create_graph = create_graph
+        self._is_last = not (create_graph or keeps_graph)
+        self._expected: Counter[int] = Counter()  # backward ops that are to be analysed, by the trace's id
         self._handles: list[tuple[Any, Any]] = []
         self._shared: set[int] = set()
         self._steps: list[Trace] = []
@@ -178,7 +181,8 @@ class _Backward:
             self._steps.append(trace)
             step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, mark.order + 1)
             if step.wanted or self._create_graph:
-                hooks = _Hooks(step, mark, self._driver)
+                self._expected[id(trace)] += 1
+                hooks = _Hooks(step, mark, self._driver, self._is_done)
                 self._place_hooks(node, hooks.before, hooks.after)
 
     def _place_hooks(
@@ -200,6 +204,12 @@ class _Backward:
                     handle.remove()
                 else:
                     heir._handles.append((node, handle))
+
+    def _is_done(self, trace: Trace) -> None:
+        """Let go of what an op was given and gave as soon as the last of its backward ops has run."""
+        self._expected[id(trace)] -= 1
+        if self._is_last and not self._expected[id(trace)] and trace.facts is not None:
+            trace.facts.drop_values()
 
     def finish(self, keeps_graph: bool) -> None:
         """Settle the plans of ops whose backward ops have all been analysed.
@@ -236,10 +246,13 @@ def remove_abandoned_hooks() -> None:
 class _Hooks:
     """The two hooks of one node."""
 
-    def __init__(self, step: BackwardStep, mark: Mark, driver: Autograd) -> None:
+    def __init__(
+        self, step: BackwardStep, mark: Mark, driver: Autograd, done: Callable[[Trace], None]
+    ) -> None:
         self._step = step
         self._driver = driver
         self._mark = mark
+        self._done = done
         self._start = 0
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -251,7 +264,9 @@ class _Hooks:
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._map_second_order(grad_inputs)
         with Suspension():
-            return _changed(grad_inputs, self._step.after(grad_inputs, grad_outputs))
+            grads = self._step.after(grad_inputs, grad_outputs)
+        self._done(self._mark.trace)
+        return _changed(grad_inputs, grads)
 
     def _map_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
         """Under create_graph the node made nodes of its own: they are backward ops of the same op."""

@@ -34,15 +34,25 @@ def row(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of tensors one after another, where the first one is."""
     import torch
 
-    return torch.cat([one.to(tensors[0].device).reshape(-1) for one in tensors])
+    first, *others = (one.to(tensors[0].device).reshape(-1) for one in tensors)
+    return torch.cat([first, *others]) if others else first
 
 
 def lowest_dropped(scores: Tensor, count: int) -> Tensor:
     """Of scores in one row, false for the `count` lowest and true for the others.
 
-    Of equal scores those are dropped that `torch.topk` picks, as in torch.nn.utils.prune.
+    Of equal scores those are dropped that `torch.topk` picks, as in torch.nn.utils.prune.  On a CPU topk
+    needs six times the memory of the scores, so it is asked only where equal ones leave a choice.
     """
-    kept = scores.new_ones(scores.shape).bool()
+    import torch
+
+    if count and scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
+        ordered = scores.clone().numpy()
+        ordered.partition(count - 1)
+        dropped = scores <= float(ordered[count - 1])
+        if int(dropped.count_nonzero()) == count:
+            return dropped.logical_not_()
+    kept = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
     kept[scores.topk(count, largest=False).indices] = False
     return kept
 
