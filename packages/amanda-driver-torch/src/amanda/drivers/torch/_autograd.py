@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 from ._graphs import relieve
 from ._hooks import place_hooks_quickly
 from ._overrides import Unseen
+from ._saved import end_traceback_in_torch
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 LEAF_PLACE = 1 << 32
@@ -101,6 +102,9 @@ class Autograd(EagerDriver):
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
+            except RuntimeError as error:
+                end_traceback_in_torch(error)
+                raise
             finally:
                 uninterrupted(backward.remove_hooks)
                 interceptor.reset_root()

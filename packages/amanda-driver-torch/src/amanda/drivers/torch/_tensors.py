@@ -138,13 +138,13 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> Saved:
-        """Context around an op after which these tensors may be written once more."""
+    def written_later(self, values: Sequence[Any]) -> SavedTensors | None:
+        """Context around an op after which these tensors may be written once more, if `saved_of` may fail."""
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
-            return Saved()
-        listed = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
-        return SavedTensors([one for each in listed for one in each if isinstance(one, torch.Tensor)])
+            return None
+        written = [one for one in spread(values) if isinstance(one, torch.Tensor)]
+        return SavedTensors(written) if any(map(self.saves_out_of_reach, written)) else None
 
     def saves_out_of_reach(self, value: torch.Tensor) -> bool:
         """Whether the node is inside another one, which a view's base has, or hooks of the user's save."""
