@@ -120,7 +120,7 @@ class Scope:
 
     def _leave(self) -> None:
         """Undo what opening has done so far."""
-        token, self._token, self._open = self._token, None, False
+        token, self._open = self._token, False
         inner = self._opened_later()
         interceptor.keep_failure(None)
         try:
@@ -128,6 +128,7 @@ class Scope:
                 inner[0]._token = token
             elif token is not None:
                 restore(interceptor.ACTIVATION, token)
+            self._token = None
         finally:
             try:
                 let_go(list(self._activations))

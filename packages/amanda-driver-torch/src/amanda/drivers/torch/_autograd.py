@@ -194,16 +194,21 @@ class _Backward:
             self._handles.append((node, node.register_hook(after)))
 
     def remove_hooks(self) -> None:
-        """Leave the graph without hooks of ours but those that another pass needs."""
+        """Leave the graph without hooks of ours but those that another pass needs.
+
+        What an exception leaves undone is done when it is called again.
+        """
         with self._changing:
-            if self in self.under_way:
-                self.under_way.remove(self)
-            for node, handle in self._handles:
-                heir = next((other for other in self.under_way if id(node) in other._shared), None)
+            others = [one for one in self.under_way if one is not self]
+            while self._handles:
+                node, handle = self._handles[-1]
+                heir = next((other for other in others if id(node) in other._shared), None)
                 if heir is None:
                     handle.remove()
                 else:
                     heir._handles.append((node, handle))
+                self._handles.pop()
+            self.under_way[:] = others
 
     def finish(self, keeps_graph: bool) -> None:
         """Settle the plans of ops whose backward ops have all been analysed.
