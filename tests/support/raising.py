@@ -110,11 +110,12 @@ def failures(
         return at
 
     run(0)
-    places = list(run(0).sites.values())
+    sites = run(0).sites
+    places, names = list(sites.values()), {number: place[0].co_qualname for place, number in sites.items()}
     found = {}
     for number in places[:: 1 if WHOLE else len(places) // most or 1]:
         run(number)
         left = check()
         if left:
-            found[number] = left
+            found[number] = [names[number], *left]
     return found
