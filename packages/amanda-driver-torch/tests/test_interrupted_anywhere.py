@@ -1,98 +1,129 @@
-"""A Ctrl-C at any call that Amanda makes leaves nothing of it behind."""
+"""An exception at any call that Amanda makes, or that is made of its tools, leaves nothing of it behind."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import children
 import pytest
-import torch
-from torch import Tensor
+from failing_programs import FAILING
+from left_behind import Bench, Tenfold
+from raising import WHOLE, RaiseAt, raised
 
 import amanda
+from amanda import interceptor
 
-HOME = str(Path(amanda.__file__).parent)
-BEFORE_ITS_FIRST_LINE = (amanda.Scope.__exit__.__code__,)
-"""An interrupt as it is called leaves it undone, as of every context manager that is written in Python."""
-STRIDE = 7 if amanda.interceptor.NATIVE else 101
-"""One call in so many is interrupted."""
+STRIDE = 1 if WHOLE else 7 if interceptor.NATIVE else 61
+"""One place in so many is tried."""
+NATIVE_OR_NOT = "test_nothing_stays_behind and not without and not program"
 
-
-class Tenfold(amanda.Tool):
-    """Multiplies every gradient by ten, and looks at every value."""
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(lambda context: context.insert_after_op(self.look))
-        self.add_inst_for_op(lambda context: context.insert_before_backward_op(self.tenfold), backward=True)
-
-    def look(self, *values: Any) -> None:
-        """Be called with the values."""
-
-    def tenfold(self, *grads: Any) -> Any:
-        """Return the gradients times ten."""
-        return [grad * 10 for grad in grads]
-
-
-class InterruptAt:
-    """Sends a real SIGINT at one call among those of Amanda's own code; calls: how many there were."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.calls = number, 0
-
-    def __enter__(self) -> InterruptAt:
-        sys.setprofile(self._event)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _event(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and HOME in frame.f_code.co_filename and frame.f_code not in BEFORE_ITS_FIRST_LINE:
-            self.calls += 1
-            if self.calls == self.number:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
+# Python drops what is raised while a generator that nobody needs any more is closed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(autouse=True)
-def _interrupts() -> Any:
+def _interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def gradient(leaf: Tensor, tool: amanda.Tool, number: int) -> tuple[int, bool]:
-    """Train a step in a scope, interrupted at a call; return how many there were, and whether one was."""
-    at, interrupted = InterruptAt(number), False
-    try:
-        with at, amanda.apply(tool):
-            (leaf * 3).sum().backward()
-    except KeyboardInterrupt:
-        interrupted = True
-    return at.calls, interrupted
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
 
 
-# Python drops what is raised while a generator that nobody needs any more is closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("fresh", [True, False], ids=["first execution", "known ops"])
-def test_no_hook_and_no_patch_stays_behind(fresh: bool) -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    earlier = (leaf * 1).sum()  # keeps the node alive that stores the leaf's gradient
-    tool = Tenfold()
-    total, _ = gradient(leaf, Tenfold() if fresh else tool, 0)
-    if not fresh:
-        total, _ = gradient(leaf, tool, 0)
+def test_nothing_stays_behind(bench: Bench, fresh: bool, error: type[BaseException]) -> None:
+    known = Tenfold()
+
+    def run(number: int) -> tuple[RaiseAt, Tenfold, bool]:
+        tool, at = Tenfold() if fresh else known, RaiseAt(number, error)
+
+        def program() -> None:
+            with at, amanda.apply(tool):
+                bench.step()
+
+        return at, tool, raised(program, error)
+
+    run(0)
+    places = list(run(0)[0].sites.values())
     seen = 0
-    for number in range(1, total + 1, STRIDE):
-        seen += gradient(leaf, Tenfold() if fresh else tool, number)[1]
-        leaf.grad = None
-        (leaf * 3).sum().backward()
-        assert leaf.grad is not None
-        assert leaf.grad.tolist() == [3.0, 3.0], f"after an interrupt at call {number}"
-        assert not amanda.interceptor.active()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert seen > 20
-    del earlier
+    for number in places[2 * fresh + (error is MemoryError) :: STRIDE]:
+        _, tool, interrupted = run(number)
+        seen += interrupted
+        assert not bench.left_behind(tool), f"after {error.__name__} at call {number}"
+    assert seen > len(places) / STRIDE / 10
+
+
+@pytest.mark.skipif(not interceptor.NATIVE, reason="the tests above are of the other interceptor")
+def test_nothing_stays_behind_without_native_code() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NATIVE_OR_NOT, __file__]
+    children.run(command, env={**os.environ, "AMANDA_NATIVE": "0"}, check=True)
+
+
+class Failing(amanda.Tool):
+    """Acts at every point, and raises at one of the calls of its analyses, guards and routines."""
+
+    def __init__(self, number: int, error: type[BaseException]) -> None:
+        self._number, self._error, self.calls = number, error, 0
+        self.add_inst_for_op(self._forward, guard=lambda *_: self._called())
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _called(self) -> None:
+        self.calls += 1
+        if self.calls == self._number:
+            raise self._error
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        self._called()
+        context.insert_before_op(self._routine)
+        context.insert_after_op(self._routine)
+        if context.get_op().__name__ == "sin":
+            context.replace_op(self._replacement)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        self._called()
+        context.insert_before_backward_op(self._routine)
+        context.insert_after_backward_op(self._routine)
+
+    def _routine(self, *values: Any) -> Any:
+        self._called()
+        return [value + 0 if hasattr(value, "is_floating_point") else value for value in values]
+
+    def _replacement(self, value: Any) -> Any:
+        self._called()
+        return value.sin()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])
+def test_nothing_stays_behind_of_a_tool_that_raises(bench: Bench, error: type[BaseException]) -> None:
+    def run(tool: Failing) -> bool:
+        def program() -> None:
+            with amanda.apply(tool):
+                bench.step()
+                bench.step()
+
+        return raised(program, error)
+
+    whole = Failing(0, error)
+    assert not run(whole)
+    for number in range(1, whole.calls + 1, 1 if WHOLE else 5 if interceptor.NATIVE else 17):
+        tool = Failing(number, error)
+        assert run(tool)
+        assert not bench.left_behind(tool), f"after {error.__name__} in call {number}"
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+@pytest.mark.parametrize("program", FAILING, ids=lambda one: one.__name__)
+def test_nothing_stays_behind_of_a_program_that_fails(bench: Bench, program: Callable[[], None]) -> None:
+    tool = Tenfold()
+    with amanda.apply(tool):
+        assert raised(program, Exception)
+        assert raised(program, Exception)
+    assert not bench.left_behind(tool)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from amanda import _imports, _outside, _plugins, interceptor
+from amanda._interrupts import undo
 from amanda._threads import Threads
 from amanda.errors import DriverError
 
@@ -28,7 +29,7 @@ class Attachment:
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
         self._broken: dict[str, str] = {}  # what of, and why
-        self._awaited: list[Callable[[], None]] = []
+        self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
 
     def open(self, scope: Scope) -> None:
@@ -100,8 +101,7 @@ class Attachment:
 
     def _detach_all(self) -> None:
         interceptor.watch_outside(None)
-        while self._awaited:
-            self._awaited.pop()()
+        undo(self._awaited)
         while self._attached:
             driver = self._attached[-1]
             driver.detach()

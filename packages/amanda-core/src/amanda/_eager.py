@@ -227,7 +227,7 @@ class EagerExecution(EagerOps):
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:
-            return saved.seeing(call.invoke, inputs)
+            return saved.seeing(call, inputs)
         return call.invoke(inputs)
 
     def identities(self, call: Call) -> list[Any]:

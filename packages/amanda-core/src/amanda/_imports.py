@@ -21,11 +21,12 @@ def is_imported(name: str) -> bool:
     return name in sys.modules and (not _under_way(name) or name in _watch.finished_here)
 
 
-def when_imported(name: str, callback: Callback) -> Callable[[], None]:
+def when_imported(name: str, callback: Callback) -> Callable[[], object]:
     """Call `callback` once, when the module has been imported; at once if it is already.
 
-    The callback runs on the thread that imports, after the module's body; what it raises is logged.
-    Returns a function that calls the watch off. While nothing is watched, sys.meta_path is as before.
+    The callback runs on the thread that imports, after the module's body; what it raises there is logged.
+    Returns a function that calls the watch off; raises what the callback raises at once, and has called the
+    watch off then. While nothing is watched, sys.meta_path is as before.
     """
     return _watch.add(name, callback)
 
@@ -54,19 +55,27 @@ class _Watch(MetaPathFinder):
         self._before: list[MetaPathFinder] = []  # sys.meta_path, while `_with_us` stands in for it
         self._with_us: list[MetaPathFinder] = []
 
-    def add(self, name: str, callback: Callback) -> Callable[[], None]:
+    def add(self, name: str, callback: Callback) -> Callable[[], object]:
         def once() -> None:
             callback()
 
-        with self._lock:
-            if not self._callbacks:
-                self._install()
-            self._callbacks.setdefault(name, []).append(once)
-        if is_imported(name):
-            self._fire(name)
-        elif name in sys.modules:
-            threading.Thread(target=self._wait, args=(name,), daemon=True).start()
-        return lambda: self._remove(name, once)
+        def call_off() -> bool:
+            return self._remove(name, once)
+
+        try:
+            with self._lock:
+                if not self._callbacks:
+                    self._install()
+                self._callbacks.setdefault(name, []).append(once)
+            if is_imported(name):
+                if call_off():
+                    callback()
+            elif name in sys.modules:
+                threading.Thread(target=self._wait, args=(name,), daemon=True).start()
+        except BaseException:
+            call_off()
+            raise
+        return call_off
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -122,14 +131,17 @@ class _Watch(MetaPathFinder):
             self._tidy()
         return callbacks
 
-    def _remove(self, name: str, callback: Callback) -> None:
+    def _remove(self, name: str, callback: Callback) -> bool:
+        """Call a watch off; return whether the callback had not been called."""
         with self._lock:
-            left = [one for one in self._callbacks.get(name, ()) if one is not callback]
+            waiting = self._callbacks.get(name, [])
+            left = [one for one in waiting if one is not callback]
             if left:
                 self._callbacks[name] = left
             else:
                 self._callbacks.pop(name, None)
             self._tidy()
+        return len(left) < len(waiting)
 
     def _install(self) -> None:
         # A list of its own, because another thread may be walking the old one.

@@ -26,9 +26,19 @@ def uninterrupted(work: Callable[[], None]) -> None:
         _take(handlers, lambda handler, number, frame: arrived.append((handler, number, frame)))
         work()
     finally:
-        _hand_back(handlers)
+        try:
+            _hand_back(handlers)
+        finally:
+            _hand_back(handlers)  # those that an exception has left
     for handler, number, frame in arrived:
         handler(number, frame)
+
+
+def undo(steps: list[Callable[[], object]]) -> None:
+    """Call what undoes each step, last first; one that raises is called again the next time."""
+    while steps:
+        steps[-1]()
+        steps.pop()
 
 
 @contextmanager
@@ -52,7 +62,10 @@ def raised_by_signals() -> Iterator[list[BaseException]]:
             _take(handlers, call)
         yield raised
     finally:
-        _hand_back(handlers)
+        try:
+            _hand_back(handlers)
+        finally:
+            _hand_back(handlers)
 
 
 def _take(handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]) -> None:

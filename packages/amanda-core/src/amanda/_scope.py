@@ -122,7 +122,7 @@ class Scope:
 
     def _leave(self) -> None:
         """Undo what opening has done so far."""
-        token, self._token, self._open = self._token, None, False
+        token, self._open = self._token, False
         inner = self._opened_later()
         interceptor.keep_failure(None)
         try:
@@ -130,6 +130,7 @@ class Scope:
                 inner[0]._token = token
             elif token is not None:
                 restore(interceptor.ACTIVATION, token)
+            self._token = None
         finally:
             try:
                 let_go(list(self._activations))

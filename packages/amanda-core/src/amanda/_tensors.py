@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amanda._calls import Call
     from amanda._views import Views
     from amanda.action import Routine
 
@@ -61,9 +62,12 @@ class TensorOps(ABC):
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor, straight through where isolated."""
 
-    def written_later(self, values: Sequence[Any]) -> Saved:
-        """What an op is to run under after which these values may be written once more."""
-        return Saved()
+    def written_later(self, values: Sequence[Any]) -> Saved | None:
+        """What an op is to run under after which these values may be written once more.
+
+        None where `saved_of` finds all that it will have saved.
+        """
+        return None
 
     def saves_out_of_reach(self, value: Any) -> bool:
         """Whether `saved_of` could not find what an op that writes this value is about to save of it."""
@@ -85,9 +89,9 @@ class TensorOps(ABC):
 class Saved:
     """What the backward ops of an op save, which may share memory with what is written later."""
 
-    def seeing(self, op: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+    def seeing(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op and see what it saves."""
-        return op(inputs)
+        return call.invoke(inputs)
 
     def keep(self) -> None:
         """Hear that the values will be written now: what was saved of them has to be copied."""

@@ -17,6 +17,7 @@ from amanda import interceptor
 from amanda._attributes import Attributes
 from amanda._generators import stepping
 from amanda._imports import when_imported
+from amanda._interrupts import undo
 from amanda._leaving import remaining
 from amanda._state import State, activated
 
@@ -28,7 +29,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._attributes = Attributes()
-        self._awaited: list[Callable[[], None]] = []
+        self._awaited: list[Callable[[], object]] = []
 
     def attach(self) -> None:
         """Bring scopes along from now on."""
@@ -44,8 +45,7 @@ class Threads:
 
     def detach(self) -> None:
         """Put everything back."""
-        while self._awaited:
-            self._awaited.pop()()
+        undo(self._awaited)
         self._attributes.restore()
 
     def _set(self, holder: Any, name: str, made: Callable[..., Function], *given: Any) -> None:

@@ -22,7 +22,7 @@ from amanda._graph import Execution, GraphAnalysis, Inserted, Rounds, Table
 from amanda._guarded import GuardedCopies, History
 from amanda._imports import when_imported
 from amanda._inlining import Inlining
-from amanda._interrupts import uninterrupted
+from amanda._interrupts import undo, uninterrupted
 from amanda._layer import Layer
 from amanda._mortality import bind_to_subjects
 from amanda._notes import explained
@@ -85,6 +85,7 @@ __all__ = [
     "settled_step",
     "settles",
     "spread",
+    "undo",
     "uninterrupted",
     "when_imported",
 ]

@@ -75,7 +75,9 @@ def _holders() -> list[Any]:
     return [holder for holder in named if inspect.ismodule(holder) or isinstance(holder, type)]
 
 
-_LASTING = frozenset(["last_exc", "last_type", "last_value", "last_traceback", "ps1", "ps2"])
+_LASTING = frozenset(
+    ["last_exc", "last_type", "last_value", "last_traceback", "ps1", "ps2", "__warningregistry__"]
+)
 _GLOBAL_HOOKS = [name for name in vars(torch.nn.modules.module) if name.startswith("_global_")]
 
 

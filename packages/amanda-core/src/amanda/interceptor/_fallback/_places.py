@@ -40,10 +40,13 @@ class Region:
 
 
 class Thread(threading.local):
-    """What is under way on a thread."""
+    """What is under way on a thread.
+
+    suspension: which this thread holds while it intercepts nothing; left in C, so always left.
+    """
 
     def __init__(self) -> None:
-        self.off = 0
+        self.suspension = threading.RLock()
         self.key: str | None = None
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None

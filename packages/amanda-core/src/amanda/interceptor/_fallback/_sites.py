@@ -4,6 +4,8 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import RLock
 from typing import Any
 
 from amanda._opid import ROOT_HASH, mix
@@ -19,7 +21,7 @@ Handler = Callable[..., Any]
 
 def active() -> Activation | None:
     """The activation in force here; None where nothing is intercepted."""
-    if thread.off:
+    if thread.suspension._is_owned():  # type: ignore[attr-defined]
         return None
     activation = ACTIVATION.get(None)
     if activation is not None and activation.active:
@@ -89,11 +91,11 @@ class Site:
 
     def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Call the target itself; what it calls in turn is intercepted."""
-        off, thread.off = thread.off, 0
+        outer, thread.suspension = thread.suspension, RLock()
         try:
             return self.run(args, kwargs or {})
         finally:
-            thread.off = off
+            thread.suspension = outer
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the target with its canonical name as that of the running op."""
@@ -120,12 +122,9 @@ class Site:
         plan = NotImplemented if table is None else table.get(op_id)
         if plan is None:
             return self.run(args, kwargs)
-        thread.off += 1
-        try:
+        with thread.suspension:
             known = None if plan is NotImplemented else plan
             return self.handler(state, known, op_id, self, args, kwargs)
-        finally:
-            thread.off -= 1
 
 
 def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -252,12 +251,6 @@ class Enclosure(_Wrapped):
         return Region(place, parent, subject)
 
 
-class Suspension:
-    """Context in which this thread intercepts nothing."""
-
-    def __enter__(self) -> "Suspension":
-        thread.off += 1
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        thread.off -= 1
+def Suspension() -> AbstractContextManager[Any]:
+    """Return the context in which this thread intercepts nothing."""
+    return thread.suspension

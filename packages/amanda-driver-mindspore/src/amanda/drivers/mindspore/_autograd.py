@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace
+from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace, undo
 from amanda.interceptor import Suspension
 from mindspore import Parameter
 from mindspore.graph import api
@@ -162,7 +162,7 @@ class _Backward:
     def __init__(self, driver: Autograd, state: State) -> None:
         self._driver = driver
         self._state = state
-        self._remove: list[Callable[[], None]] = []
+        self._remove: list[Callable[[], object]] = []
         self._traces: dict[int, Trace] = {}
 
     def add_hooks(self, roots: Iterable[Any]) -> None:
@@ -206,8 +206,7 @@ class _Backward:
 
     def remove_hooks(self) -> None:
         """Leave the graph without hooks of ours."""
-        while self._remove:
-            self._remove.pop()()
+        undo(self._remove)
 
     def finish(self) -> None:
         """Settle the plans of ops whose backward ops have all been analysed."""

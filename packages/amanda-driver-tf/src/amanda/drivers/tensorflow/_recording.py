@@ -19,20 +19,29 @@ _here = _Here()
 
 
 class Unrecorded:
-    """`stop_recording` without its generality: no gradient tape or forward accumulator hears of ops."""
+    """`stop_recording` without its generality: no gradient tape or forward accumulator hears of ops.
+
+    Left at the latest as it is freed: an interrupt may come as `__exit__` is called.
+    """
 
     __slots__ = ("_stopped",)
 
     def __enter__(self) -> None:
+        stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        self._stopped = stopped
         _here.depth += 1
-        self._stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-        if not self._stopped:
+        if not stopped:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
     def __exit__(self, *_: object) -> None:
+        stopped, self._stopped = self._stopped, None
         _here.depth -= 1
-        if not self._stopped:
+        if not stopped:
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+
+    def __del__(self) -> None:
+        if getattr(self, "_stopped", None) is not None:
+            self.__exit__()
 
 
 def let_routines_differentiate(attributes: Attributes) -> None:

@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge
 from ._graphs import relieve
 from ._hooks import place_hooks_quickly
 from ._overrides import Unseen
+from ._saved import end_traceback_in_torch
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 LEAF_PLACE = 1 << 32
@@ -102,6 +103,9 @@ class Autograd(EagerDriver):
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
+            except RuntimeError as error:
+                end_traceback_in_torch(error)
+                raise
             finally:
                 uninterrupted(backward.remove_hooks)
                 interceptor.reset_root()
@@ -194,16 +198,21 @@ class _Backward:
             self._handles.append((node, node.register_hook(after)))
 
     def remove_hooks(self) -> None:
-        """Leave the graph without hooks of ours but those that another pass needs."""
+        """Leave the graph without hooks of ours but those that another pass needs.
+
+        What an exception leaves undone is done when it is called again.
+        """
         with self._changing:
-            if self in self.under_way:
-                self.under_way.remove(self)
-            for node, handle in self._handles:
-                heir = next((other for other in self.under_way if id(node) in other._shared), None)
+            others = [one for one in self.under_way if one is not self]
+            while self._handles:
+                node, handle = self._handles[-1]
+                heir = next((other for other in others if id(node) in other._shared), None)
                 if heir is None:
                     handle.remove()
                 else:
                     heir._handles.append((node, handle))
+                self._handles.pop()
+            self.under_way[:] = others
 
     def _is_done(self, trace: Trace) -> None:
         """Let go of what an op was given and gave as soon as the last of its backward ops has run."""

@@ -48,6 +48,8 @@ ESSENTIAL = (
 OPTIONAL = {
     "_C._autograd._top_saved_tensors_default_hooks": "what in-place ops save of values that routines change "
     "does not go through hooks on saved tensors",
+    "_C._autograd._unsafe_set_version_counter": "torch's error for a tensor that was written after an op in "
+    "place on a view had saved it says less",
     "_C.Future.add_done_callback": "what follows a collective is done outside of the scope",
     "_C.Future.then": "what follows a collective is done outside of the scope",
     "_C._parse_dispatch_key": "routines cost a multiple of the time",

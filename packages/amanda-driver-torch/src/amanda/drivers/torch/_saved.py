@@ -1,11 +1,13 @@
 """What the backward ops of an op save of tensors that a routine may write after it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from amanda.backend import Saved
+from amanda.backend import Call, Saved
 from amanda.interceptor import Suspension
+
+from ._modified import Maker, Making, modification
 
 _RAW = "_raw_saved_"
 _push = torch._C._autograd._push_saved_tensors_default_hooks
@@ -15,6 +17,7 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 class SavedTensors(Saved):
     """Saves as torch does; what shares memory with tensors that are written by a routine is copied before.
 
+    Only where `Reached` could not find it, since torch does not see what is written behind its hooks.
     Where the user has hooks on saved tensors, these are given copies from the start.
     """
 
@@ -24,11 +27,12 @@ class SavedTensors(Saved):
         hooks: tuple[Any, Any] = _hooks() or (None, _Saved.unpack)
         self._outer_pack, self._unpack = hooks
 
-    def seeing(self, op: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+    def seeing(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op and see what it saves. An interrupt comes after a call: the hooks are there by then."""
+        self._making = Making(call.computation(), inputs)
         try:
             _push(self._pack, self._unpack)
-            return op(inputs)
+            return call.invoke(inputs)
         finally:
             _pop()
             self._written = []  # the graph keeps the hooks, and these must not keep the graph
@@ -43,9 +47,11 @@ class SavedTensors(Saved):
             shared = any(_shares(tensor, one) for one in self._written)
             if self._outer_pack is not None:
                 return self._outer_pack(tensor.clone() if shared else tensor)
-            saved = _Saved(tensor.detach() if shared else tensor)  # itself, an output would hold its own node
-        if shared:
-            self._shared.append(saved)
+            if not shared:
+                return _Saved(tensor)
+            maker = None if tensor.grad_fn is None else Maker(tensor, self._making)
+            saved = _Saved(tensor.detach(), maker)  # itself, an output would hold its own node
+        self._shared.append(saved)
         return saved
 
 
@@ -86,12 +92,13 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Saved:
-    """A saved tensor, and the version at which it was saved."""
+    """A saved tensor, the version at which it was saved, and what made it where the tensor does not tell."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_maker", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, maker: Maker | None = None) -> None:
         self._tensor = tensor
+        self._maker = maker
         self._version = None if tensor.is_inference() else tensor._version
 
     def copy(self) -> None:
@@ -105,12 +112,17 @@ class _Saved:
         with Suspension():
             tensor, version = self._tensor, self._version
             if version is not None and tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-                    f"expected version {version} instead"
-                )
+                raise modification(tensor, version, self._maker)
             return tensor
+
+
+def end_traceback_in_torch(error: BaseException) -> None:
+    """Leave an error the traceback that it has where torch itself finds what was written since."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        if last.tb_next.tb_frame.f_code is _Saved.unpack.__code__:
+            last.tb_next = None
+        last = last.tb_next
 
 
 def has_hooks() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Attributes, in_force, when_imported
+from amanda.backend import Attributes, in_force, undo, when_imported
 
 from ._asked import OP_BY_OP, asks_for_graphs, has_stances
 from ._collectives import tell_of_reducers
@@ -47,7 +47,7 @@ class Surroundings:
 
     def __init__(self, driver: "TorchDriver") -> None:
         self._driver = driver
-        self._leave: list[Callable[[], None]] = []
+        self._leave: list[Callable[[], object]] = []
         self._operators = Operators()
 
     def enter(self, attributes: Attributes) -> None:
@@ -64,8 +64,7 @@ class Surroundings:
     def leave(self) -> None:
         """Undo what no attribute holds."""
         self._operators.close()
-        while self._leave:
-            self._leave.pop()()
+        undo(self._leave)
 
     @staticmethod
     def _follow_checkpoints(attributes: Attributes) -> None:

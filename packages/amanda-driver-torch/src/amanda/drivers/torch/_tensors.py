@@ -58,16 +58,24 @@ class WriteThrough(torch.autograd.Function):
 
 
 class GradOff:
-    """`torch.no_grad` without its generality: a third of the cost."""
+    """`torch.no_grad` without its generality: a third of the cost.
+
+    Left at the latest as it is freed: an interrupt may come as `__exit__` is called.
+    """
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
+        self._before: bool | None = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: Any) -> None:
-        torch._C._set_grad_enabled(self._before)
+        before, self._before = self._before, None
+        torch._C._set_grad_enabled(bool(before))
+
+    def __del__(self) -> None:
+        if getattr(self, "_before", None) is not None:
+            self.__exit__()
 
 
 class TorchTensors:
@@ -138,13 +146,13 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> Saved:
-        """Context around an op after which these tensors may be written once more."""
+    def written_later(self, values: Sequence[Any]) -> SavedTensors | None:
+        """Context around an op after which these tensors may be written once more, if `saved_of` may fail."""
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
-            return Saved()
-        listed = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
-        return SavedTensors([one for each in listed for one in each if isinstance(one, torch.Tensor)])
+            return None
+        written = [one for one in spread(values) if isinstance(one, torch.Tensor)]
+        return SavedTensors(written) if any(map(self.saves_out_of_reach, written)) else None
 
     def saves_out_of_reach(self, value: torch.Tensor) -> bool:
         """Whether the node is inside another one, which a view's base has, or hooks of the user's save."""

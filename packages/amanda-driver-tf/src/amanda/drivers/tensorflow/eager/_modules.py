@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import tensorflow as tf
-from amanda.backend import Attributes, digest, when_imported
+from amanda.backend import Attributes, digest, undo, when_imported
 from amanda.interceptor import Enclosure
 
 from .._layers import LAYERS, name_within
@@ -37,8 +37,7 @@ class Modules:
 
     def leave(self) -> None:
         """Give the classes their own calls back."""
-        while self._leave:
-            self._leave.pop()()
+        undo(self._leave)
         self._attributes.restore()
 
     def _enclose_layer(self, module: str, name: str) -> None:

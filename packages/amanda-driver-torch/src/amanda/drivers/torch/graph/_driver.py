@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
-from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, when_imported
+from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, undo, when_imported
 
 from .._asked import OP_BY_OP, asks_for_graphs, has_stances
 from .._modules import plain_module_calls
@@ -31,7 +31,7 @@ class GraphDriver(Driver):
 
     def __init__(self) -> None:
         self._attributes = Attributes()
-        self._leave: list[Callable[[], None]] = []
+        self._leave: list[Callable[[], object]] = []
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -45,8 +45,7 @@ class GraphDriver(Driver):
 
     def detach(self) -> None:
         """Leave torch as it was."""
-        while self._leave:
-            self._leave.pop()()
+        undo(self._leave)
         self._attributes.restore()
 
     def _follow_dynamo(self) -> None:
