@@ -29,7 +29,11 @@ class Tape:
         self._earlier = Earlier()
 
     def enter(self, attributes: Attributes) -> None:
-        """Take the places until `attributes` are restored; call `register` then."""
+        """Take the places until `attributes` are restored; call `register` then.
+
+        What an interrupt left of an op in an earlier scope is forgotten.
+        """
+        local.under_way = local.frame = local.made = None
         self._earlier.enter(attributes)
         attributes.set(backprop, "_gradient_function", self._followed_gradient())
         attributes.set(forwardprop, "_jvp_dispatch", _unmarked_jvp())
@@ -61,11 +65,13 @@ class Tape:
                 return _nobodys(original, *args, **kwargs)
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
             earlier = self._earlier.has(args[0] if args else kwargs["tape"])
-            with Pass(activation.state, nested, earlier) as under_way:
-                try:
+            before = local.under_way, local.frame, local.made
+            try:
+                with Pass(activation.state, nested, earlier) as under_way:
                     result = original(*args, **kwargs)
-                finally:
-                    interceptor.reset_root()
+            finally:  # also of contexts that an interrupt ended as their `__exit__` was called
+                local.under_way, local.frame, local.made = before
+                interceptor.reset_root()
             if not nested:  # a pass through this one would make more backward ops
                 for trace in under_way.traces.values():
                     if not trace.pending:
