@@ -130,6 +130,9 @@ def _by_stance(
             tell(state, caller)
         return found
     stance = getattr(dynamo._stance, "stance", dynamo._stance)
+    if not interceptor.NATIVE:  # dynamo would trace through what stands in for torch's functions
+        state.report("compiled code", f"it runs op by op, though torch.compiler's stance is {stance!r}")
+        return None
     state.report("compiled code", f"it runs as it is while torch.compiler's stance is {stance!r}")
     if found is False:
         return found
