@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.eager import backprop, context, execute, imperative_grad
 from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -45,6 +46,10 @@ def eager() -> list[Any]:
     return [y, *tape.gradient(y, LAYER.trainable_variables)]
 
 
+def slow() -> list[Any]:
+    return [tf.raw_ops.Relu(features=X), tf.nn.relu(np.ones(3, np.float32))]
+
+
 def traced() -> list[Any]:
     with tf.GradientTape() as tape:
         y = function(X)
@@ -63,9 +68,9 @@ def session() -> list[Any]:
 
 
 PLACES: list[tuple[Any, str, Callable[[], list[Any]]]] = [
-    (execute, "execute", eager),
+    (pywrap_tfe, "TFE_Py_FastPathExecute", eager),
     (execute, "record_gradient", eager),
-    (backprop, "_gradient_function", eager),
+    (execute, "execute", slow),
     (imperative_grad, "imperative_grad", eager),
     (keras.layers.Layer, "__call__", eager),
     (backprop.GradientTape, "_push_tape", eager),
@@ -89,19 +94,23 @@ def test_a_patch_that_the_program_makes_in_a_scope_stays(
     try:
         with amanda.apply(Seen()):
             program()
-            original = getattr(holder, name)
+            original, calls = getattr(holder, name), []
 
             def wrapper(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
                 return original(*args, **kwargs)
 
             setattr(holder, name, wrapper)
             within = program()
+            assert calls
         assert vars(holder)[name] is wrapper
         assert same(within)
         assert same(program())
         seen = Seen()
+        calls.clear()
         with amanda.apply(seen):
             later = program()
+        assert calls
         assert vars(holder)[name] is wrapper
         assert same(later)
         assert sorted(seen.executions) == sorted(bare.executions)

@@ -202,6 +202,8 @@ def test_a_patch_that_the_program_makes_in_a_scope_stays(name: str) -> None:
         with amanda.apply(later):
             result = program()
         assert same(result, expected)
+        assert len(calls) == 3 * seen
+        assert not hasattr(place[0], mine.__name__)
         assert vars(place[0])[place[1]] is mine
         assert {"linear", "relu", "add", "sin"} <= {kind for kind, *_ in later.ops}
         assert later.backward
@@ -258,3 +260,14 @@ def test_what_the_program_deletes_in_a_scope_stays_deleted(name: str) -> None:
         with amanda.apply(Count()):
             delattr(*place)
         assert not hasattr(holder, attribute)
+
+
+def test_a_stance_of_the_compiler_that_the_program_takes_in_a_scope_stays() -> None:
+    before = torch._dynamo.eval_frame._stance
+    try:
+        with amanda.apply(Count()):
+            program()
+            torch.compiler.set_stance("fail_on_recompile")
+        assert torch._dynamo.eval_frame._stance.stance == "fail_on_recompile"
+    finally:
+        torch.compiler.set_stance(before.stance)

@@ -24,13 +24,18 @@ class Attributes:
 
         Where the program has wrapped an earlier stand-in, in a scope that is closed, that one serves again.
         """
-        before = vars(holder).get(name, _MISSING)
-        if _is_held(_outlived.get((holder, name)), before):
+        if self.serves_again(holder, name):
             return
+        before = vars(holder).get(name, _MISSING)
         self._before.append((holder, name, before, value))
         with _as_much_a_sequence(holder, name):
             setattr(holder, name, value)
         self._before[-1] = (holder, name, before, vars(holder).get(name))  # as the holder keeps it
+
+    @staticmethod
+    def serves_again(holder: Any, name: str) -> bool:
+        """Return whether the program has wrapped a stand-in that was there in an earlier scope."""
+        return _is_held(_outlived.get((holder, name)), vars(holder).get(name))
 
     def restore(self) -> None:
         """Undo every `set`, last first; an attribute that the program has set meanwhile is the program's."""

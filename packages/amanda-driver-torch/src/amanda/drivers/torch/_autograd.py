@@ -86,8 +86,11 @@ class Autograd(EagerDriver):
 
     def follow_backward(self, attributes: Attributes) -> None:
         """Let every backward pass bring its nodes to the tools."""
-        original = torch.autograd.graph._engine_run_backward
+        for module in (torch.autograd.graph, torch.autograd):
+            attributes.set(module, _RUN, self._followed(getattr(module, _RUN)))
+        place_hooks_quickly(attributes)
 
+    def _followed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             activation = interceptor.active()
@@ -112,9 +115,10 @@ class Autograd(EagerDriver):
             backward.finish(keeps_graph)
             return result
 
-        attributes.set(torch.autograd.graph, original.__name__, run_backward)
-        attributes.set(torch.autograd, original.__name__, run_backward)
-        place_hooks_quickly(attributes)
+        return run_backward
+
+
+_RUN = "_engine_run_backward"
 
 
 def _expect_second_order(state: State) -> None:

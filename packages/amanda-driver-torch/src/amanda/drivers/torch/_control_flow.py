@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ._asked import asks_for_graphs
 
 UTILS = "torch._higher_order_ops.utils"
+_RUN = "_maybe_compile_and_run_fn"
 
 
 def run_map_op_by_op(attributes: Attributes) -> None:
@@ -20,7 +21,7 @@ def run_map_op_by_op(attributes: Attributes) -> None:
     Without them it takes a result that is one tensor for a list of tensors, where gradients are recorded.
     """
     module = sys.modules[UTILS]
-    original = getattr(module, "_maybe_compile_and_run_fn", None)
+    original = getattr(module, _RUN, None)
     if original is None:  # before torch 2.7
         return
 
@@ -41,4 +42,4 @@ def run_map_op_by_op(attributes: Attributes) -> None:
         results = original(fn, flat, *rest)
         return results if spec is None else tree_unflatten(results, spec)
 
-    attributes.set(module, original.__name__, run)
+    attributes.set(module, _RUN, run)

@@ -49,6 +49,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         super().__init__()
         self._attributes = Attributes()
         self._surroundings = Surroundings(self)
+        self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
 
     @cached_property
@@ -67,8 +68,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 site.place()
         else:
             self._replace_by_attribute()
-        for holder, name, stand_in in self._detours:
-            self._attributes.set(holder, name, stand_in)
+        self._detour_calls()
         enclose_modules(self._attributes)
         self.follow_backward(self._attributes)
         self._surroundings.enter(self._attributes)
@@ -111,21 +111,20 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             self.reader,
         )  # fmt: skip
 
-    @cached_property
-    def _detours(self) -> list[tuple[Any, str, Detour]]:
-        """Callables that are replaced by attribute: holder, name, stand-in."""
+    def _detour_calls(self) -> None:
+        """Replace the calls by which torch runs what has no native callable of its own."""
         holders: list[tuple[Any, int]] = [
             (torch._ops.OpOverload, IMPLEMENTATION),
             (torch._ops.OpOverloadPacket, IMPLEMENTATION),
             (torch._C.ScriptFunction, 0),
             (torch._C.ScriptMethod, 0),
         ]
-        detours = []
         for holder, flags in holders:
             call = vars(holder)["__call__"]
-            site = Site(call, call, holder.__name__, digest(holder.__name__), self.handle, flags)
-            detours.append((holder, "__call__", Detour(site)))
-        return detours
+            if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
+                site = Site(call, call, holder.__name__, digest(holder.__name__), self.handle, flags)
+                self._detours[holder] = Detour(site)
+            self._attributes.set(holder, "__call__", self._detours[holder])
 
     def _replace_by_attribute(self) -> None:
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)

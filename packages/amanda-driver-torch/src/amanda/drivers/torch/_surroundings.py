@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ._driver import TorchDriver
 
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
 MACHINERY = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
     ("torch.cuda.graphs", "CUDAGraph.replay"): (
@@ -70,7 +72,7 @@ class Surroundings:
     def _follow_checkpoints(attributes: Attributes) -> None:
         """Recompute where the first run was, so that the ops have the ids of the first run."""
         checkpoint = torch.utils.checkpoint
-        generator = found("utils.checkpoint._checkpoint_without_reentrant_generator")
+        generator = found(f"utils.checkpoint.{_GENERATOR}")
         forward = found("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +82,7 @@ class Surroundings:
             return forward(ctx, _replayed(run_function), *args)
 
         if generator is not None:
-            attributes.set(checkpoint, generator.__name__, functools.wraps(generator)(generate))
+            attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
         if forward is not None:
             run = staticmethod(functools.wraps(forward)(run_forward))
             attributes.set(checkpoint.CheckpointFunction, "forward", run)
@@ -112,7 +114,13 @@ class Surroundings:
         stance.__enter__()
         Surroundings.stance_before = getattr(stance, "prev", None)
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
-        self._leave.append(lambda: stance.__exit__(None, None, None))
+        self._leave.append(lambda: _leave_stance(stance))
+
+
+def _leave_stance(stance: Any) -> None:
+    """Go back to the stance from before, unless the program has taken one meanwhile."""
+    if getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is Surroundings.stance:
+        stance.__exit__(None, None, None)
 
 
 def _run_frames_as_they_are(attributes: Attributes) -> None:

@@ -1,7 +1,7 @@
 """Where Python calls an op: by TensorFlow's fast path, or by `execute` once it has converted the inputs."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -68,17 +68,30 @@ class Interception:
         self._backward = backward
         self.fast_path = pywrap_tfe.TFE_Py_FastPathExecute
         self.execute = execute.quick_execute
-        self._record_gradient = execute.record_gradient
         self._entries = Entries(self)
 
     def enter(self, attributes: Attributes) -> None:
         """Take the places until `attributes` are restored."""
+        quick, other = execute.quick_execute, execute.execute
+        if not attributes.serves_again(pywrap_tfe, "TFE_Py_FastPathExecute"):
+            self._follow(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
+        if not attributes.serves_again(execute, "quick_execute"):
+            self._follow(self.fast_path, quick)
         attributes.set(pywrap_tfe, "TFE_Py_FastPathExecute", self._stand_in_for_fast_path())
-        attributes.set(execute, "quick_execute", self._executed)
-        if execute.execute is self.execute:
-            attributes.set(execute, "execute", self._executed)
-        self._record_gradient = execute.record_gradient
-        attributes.set(execute, "record_gradient", self._recorded)
+        attributes.set(execute, "quick_execute", self._stand_in_for_execute())
+        if other is quick:
+            attributes.set(execute, "execute", self._stand_in_for_execute())
+        elif other is not execute.execute_with_callbacks:  # which calls the one above
+            patched = Interception(self._handler, self._backward)
+            patched._follow(self.fast_path, other)
+            attributes.set(execute, "execute", patched._stand_in_for_execute())
+        attributes.set(execute, "record_gradient", _stand_in_for_record(execute.record_gradient))
+
+    def _follow(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
+        """Call these from now on; a program may have set others since the last scope."""
+        if fast_path is not self.fast_path or execute is not self.execute:
+            self.fast_path, self.execute = fast_path, execute
+            self._entries = Entries(self)
 
     def detour(self, type: str, target: Callable[..., Any], schema: Schema) -> Detour:
         """A detour of calls of one op."""
@@ -155,30 +168,32 @@ class Interception:
 
     # ---- what the fast path leaves to Python ----
 
-    def _executed(
-        self, op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
-    ) -> Any:
-        """In place of `execute.execute`."""
-        activation = interceptor.active()
-        type = op_name if isinstance(op_name, str) else op_name.decode()
-        schema = self._entries[type].schema if activation is not None or local.made is not None else None
-        args = (op_name, num_outputs, inputs, attrs, ctx, name)
-        if (
-            schema is None
-            or local.frame is NOBODY
-            or (inputs and not all(one.__class__ is EagerTensor for one in inputs))
-        ):
-            return self.execute(*args)
-        local.recorded = False
-        if activation is None:
-            call = SlowCall(schema, self.run_slow, args)
-            result = call.invoke(call.inputs)
-        else:
-            result = self._executed_op(activation, type, schema, args)
-        if local.recorded:
+    def _stand_in_for_execute(self) -> Callable[..., Any]:
+        def quick_execute(
+            op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
+        ) -> Any:
+            activation = interceptor.active()
+            type = op_name if isinstance(op_name, str) else op_name.decode()
+            schema = self._entries[type].schema if activation is not None or local.made is not None else None
+            args = (op_name, num_outputs, inputs, attrs, ctx, name)
+            if (
+                schema is None
+                or local.frame is NOBODY
+                or (inputs and not all(one.__class__ is EagerTensor for one in inputs))
+            ):
+                return self.execute(*args)
             local.recorded = False
-            local.result = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
-        return result
+            if activation is None:
+                call = SlowCall(schema, self.run_slow, args)
+                result = call.invoke(call.inputs)
+            else:
+                result = self._executed_op(activation, type, schema, args)
+            if local.recorded:
+                local.recorded = False
+                local.result = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
+            return result
+
+        return quick_execute
 
     def _executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
         if local.under_way is not None:
@@ -191,11 +206,15 @@ class Interception:
             variables.know(result[0], met[0])
         return result
 
-    def _recorded(self, op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
-        """In place of `execute.record_gradient`: what was recorded is not recorded again."""
+
+def _stand_in_for_record(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def record_gradient(op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
         own, local.result = local.result, None
-        if own is None or outputs is not own:
-            self._record_gradient(op_name, inputs, attrs, outputs)
+        if own is None or outputs is not own:  # or it has been recorded
+            original(op_name, inputs, attrs, outputs)
+
+    return record_gradient
 
 
 def _told(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:

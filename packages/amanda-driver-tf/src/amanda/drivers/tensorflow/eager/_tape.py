@@ -40,15 +40,18 @@ class Tape:
         self.register()
         attributes.set(imperative_grad, "imperative_grad", self._followed_pass())
         attributes.set(record, "record_operation", self._mapped_record())
-        recompute = _replayed(custom_gradient.recompute_grad)
         for holder in (custom_gradient, tf):
-            attributes.set(holder, "recompute_grad", recompute)
+            attributes.set(holder, "recompute_grad", _replayed(holder.recompute_grad))
 
     @staticmethod
     def register() -> None:
-        """Let native code call the functions that are in place now."""
-        pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
-        pywrap_tfe.TFE_Py_RegisterJVPFunction(forwardprop._jvp_dispatch)
+        """Let native code call the functions that are in place now, unless the program has deleted them."""
+        for register, module, name in (
+            (pywrap_tfe.TFE_Py_RegisterGradientFunction, backprop, "_gradient_function"),
+            (pywrap_tfe.TFE_Py_RegisterJVPFunction, forwardprop, "_jvp_dispatch"),
+        ):
+            if hasattr(module, name):
+                register(getattr(module, name))
 
     # ---- what TensorFlow calls ----
 

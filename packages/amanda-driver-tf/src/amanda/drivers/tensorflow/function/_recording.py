@@ -52,8 +52,9 @@ def record_gradients(attributes: Attributes) -> None:
 
 
 def forget_gradient_function() -> None:
-    """Let tapes use the function that is in place now."""
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
+    """Let tapes use the function that is in place now, unless the program has deleted it."""
+    if hasattr(backprop, "_gradient_function"):
+        pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
 
 def _follow_symbolic_gradients(attributes: Attributes) -> None:
