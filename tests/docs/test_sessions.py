@@ -23,6 +23,13 @@ def test_the_noxfile_lists_its_sessions() -> None:
     assert {name.strip() for name in listed[1].split(",")} == SESSIONS
 
 
+def test_the_table_of_commands_has_every_session() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    first_cells = re.findall(r"^\| `([\w ]+)` \| .+ \| .+ \|$", page, re.MULTILINE)
+    named = [name for cell in first_cells for name in cell.split()]
+    assert sorted(named) == sorted(SESSIONS)
+
+
 def test_sessions_that_texts_name_are_there() -> None:
     folders = (".ci", ".github", "docs", "packages", "templates", "tests")
     texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
