@@ -82,6 +82,30 @@ def test_a_model_that_was_dropped_leaves_what_the_result_tells_of_it(name: str) 
         assert held() - before < 50 * ALLOWED[name]
 
 
+def test_a_tool_hears_of_the_end_of_the_ops_that_it_analysed_alone() -> None:
+    class Listening(amanda.Tool):
+        def __init__(self) -> None:
+            self.analysed: set[int] = set()
+            self.gone: list[int] = []
+            self.add_inst_for_op(lambda context: self.analysed.add(context.get_op_id()))
+
+        def op_gone(self, op_id: int) -> None:
+            self.gone.append(op_id)
+
+    tool = Listening()
+    with amanda.apply(tool):
+        step(network())
+    own = set(tool.analysed)
+    with amanda.apply(FlopsTool()):
+        step(network())
+    gc.collect()
+    with amanda.apply(tool):
+        step(network())
+    assert tool.gone
+    assert set(tool.gone) <= own
+    assert len(set(tool.gone)) == len(tool.gone)
+
+
 def test_models_that_were_dropped_are_counted_together() -> None:
     tool = FlopsTool()
     with amanda.apply(tool):

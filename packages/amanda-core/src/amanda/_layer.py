@@ -53,18 +53,14 @@ class Layer:
         """Run this layer's analysis routines of a point on a context."""
         for routine in self.routines[point]:
             context._tool = routine.tool
-            with explained(context._facts, routine.tool, point.value), routine.tool._amanda.lock:
-                if routine.tool._amanda.gone:
-                    self._tell_of_gone(routine.tool)
-                if all(admits(context) for admits in routine.tool._amanda.admissions):
+            registry = routine.tool._amanda
+            with explained(context._facts, routine.tool, point.value), registry.lock:
+                while registry.gone:
+                    routine.tool.op_gone(registry.gone.popleft())
+                registry.analysed.add(context.get_op_id())
+                if all(admits(context) for admits in registry.admissions):
                     routine.callback(context)
         _plugins.plugin_manager().hook.amanda_op_analysed(context=context)
-
-    @staticmethod
-    def _tell_of_gone(tool: Tool) -> None:
-        gone = tool._amanda.gone
-        while gone:
-            tool.op_gone(gone.popleft())
 
     def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:
         """What a plan is made for: the signature of the op's inputs, and what the guards answer."""

@@ -54,8 +54,8 @@ class Mortality:
                     self.ops[other].discard(op_id)
             for layer in list(self.layers):
                 layer.forget(op_id)
-                for tool in layer.applied:  # told later: an object may die anywhere
-                    tool._amanda.gone.append(op_id)
+                for tool in layer.applied:
+                    tool._amanda.on_death(op_id)
 
 
 mortality = Mortality()

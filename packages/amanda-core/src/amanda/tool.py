@@ -50,9 +50,16 @@ class _Registry:
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         self.former: dict[str, Any] = {}
-        self.gone: deque[int] = deque()
+        self.analysed: set[int] = set()  # the ops that `op_gone` will tell of
+        self.gone: deque[int] = deque()  # those that it tells of before the next analysis
         self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
         self.options: dict[str, str] | None = None  # those when a scope opened last
+
+    def on_death(self, op_id: int) -> None:
+        """Note that an op is gone; the tool is told later, since an object may die anywhere."""
+        if op_id in self.analysed:
+            self.analysed.discard(op_id)
+            self.gone.append(op_id)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded")

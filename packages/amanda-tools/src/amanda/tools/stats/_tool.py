@@ -75,7 +75,8 @@ class StatsTool(amanda.Tool):
         self._weights, self._activations = weights, activations
         self._every, self._bins = every, Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
-        self._places: dict[int, dict[int | None, _Place]] = {}  # by ids of the op and of the backward op
+        self._places: dict[tuple[int, int | None], _Place] = {}  # by ids of the op and of the backward op
+        self._backward_ids: dict[int, list[int | None]] = {}  # the latter by the former
         self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
         self.depends_on(StandardMapping())
         if weights or activations:
@@ -91,23 +92,21 @@ class StatsTool(amanda.Tool):
     def clear(self) -> None:
         """Forget what was measured; what was analysed stays."""
         self._gone.clear()
-        for places in self._places.values():
-            for place in places.values():
-                place.seen.clear()
-                place.measured.clear()
+        for place in self._places.values():
+            place.seen.clear()
+            place.measured.clear()
 
     def op_gone(self, op_id: int) -> None:
         """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
-        for place in self._places.pop(op_id, {}).values():
-            for one in place.read():
+        for backward in self._backward_ids.pop(op_id, ()):
+            for one in self._places.pop((op_id, backward)).read():
                 key = (one.phase, one.type, one.module, one.source, one.tensor, one.dtype)
                 self._gone[key] = self._gone[key].merged(one) if key in self._gone else one
 
     def _read(self) -> Iterator[Measured]:
         yield from self._gone.values()
-        for places in list(self._places.values()):
-            for place in list(places.values()):
-                yield from place.read()
+        for place in list(self._places.values()):
+            yield from place.read()
 
     # ---- analysis ----
 
@@ -130,11 +129,11 @@ class StatsTool(amanda.Tool):
         )  # fmt: skip
 
     def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
-        places = self._places.setdefault(context.get_op_id(), {})
-        key = context.get_backward_op_id()
-        if key not in places:
-            places[key] = _Place(phase, kind, context.get_scope(), context.get_source())
-        return places[key]
+        key = op_id, backward = context.get_op_id(), context.get_backward_op_id()
+        if key not in self._places:
+            self._places[key] = _Place(phase, kind, context.get_scope(), context.get_source())
+            self._backward_ids.setdefault(op_id, []).append(backward)
+        return self._places[key]
 
     # ---- execution ----
 
