@@ -69,6 +69,7 @@ class Patches:
     def __init__(self, program: Callable[[], Any]) -> None:
         with amanda.apply(amanda.Tool()):
             program()
+            gc.unfreeze()
             self._attributes = [one for one in gc.get_objects() if type(one) is Attributes]
             places = [(holder, name) for one in self._attributes for holder, name, *_ in one._before]
         self._before = [(holder, name, vars(holder).get(name)) for holder, name in places]

@@ -146,7 +146,7 @@ STOPS = (StopIteration, StopAsyncIteration)
 OPTIONS: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": [*HealthCheck]}
 
 
-@settings(max_examples=1000, derandomize=True, **OPTIONS)
+@settings(max_examples=300, derandomize=True, **OPTIONS)
 @given(
     program=st.sampled_from(PROGRAMS),
     make=st.sampled_from(ERRORS),
