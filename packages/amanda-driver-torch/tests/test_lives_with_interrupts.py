@@ -61,7 +61,7 @@ def interrupts() -> Iterator[Interrupts]:
     signal.signal(signal.SIGALRM, before)
 
 
-# Those that enter no context of torch's: an interrupt may come when one was entered and Python will not leave it.
+# Those that enter no context of torch's, which an interrupt may leave open.
 INTERRUPTIBLE = [one for one in PROGRAMS if one not in (functional, checkpointed)]
 
 
