@@ -785,7 +785,12 @@ def test_masks_of_other_modules_are_told() -> None:
     model, first, again = network(), PruneTool(), PruneTool()
     with amanda.apply(first):
         nn.ModuleDict({"module": model})["module"](X)
-    again.load_state_dict({f"module.{name}": value for name, value in first.state_dict().items()})
+    theirs = {f"module.{name}": value for name, value in first.state_dict().items()}
+    again.load_state_dict(theirs)
+    told = r"no 0\.weight/mask among .*module\.0\.weight"
+    with amanda.apply(again), pytest.raises(amanda.AmandaError, match=told):
+        model(X)
+    again.load_state_dict(theirs, strict=False)
     with amanda.apply(again):
         model(X)
     assert len(again.result.waiting) == 3

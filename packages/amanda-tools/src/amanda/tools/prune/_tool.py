@@ -142,11 +142,11 @@ class PruneTool(amanda.Tool):
         kept = {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
         return {**kept, "step": self._making.next_step}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take what `state_dict` gave, also in another process; the steps go on."""
         kept = dict(state)
         self._making.begin_at(int(kept.pop("step", 0)))
-        super().load_state_dict(kept)
+        super().load_state_dict(kept, strict)
         self._met.clear()
         self._steps.restart()
 
