@@ -42,7 +42,8 @@ def without_wrappers(outer: torch.nn.Module, path: str) -> str:
     """
     kept, module = [], outer
     for part in path.split("."):
-        if part and part != wrapped_attribute(type(module)):
+        kind: Any = type(module)
+        if part and part != wrapped_attribute(kind):
             kept.append(part)
         inner = module._modules.get(part)
         module = module if inner is None else inner
