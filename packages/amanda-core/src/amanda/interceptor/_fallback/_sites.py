@@ -14,7 +14,7 @@ from amanda.interceptor._fallback._native_alone import Reader
 from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
 
-TRANSPARENT, IMPLEMENTATION = 1, 2
+TRANSPARENT, IMPLEMENTATION, ONE_PLACE = 1, 2, 4
 
 Handler = Callable[..., Any]
 
@@ -132,7 +132,7 @@ def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     place = mix(region.hash, site.hash)
     for call_site in call_sites(region, sys._getframe(3)):
         place = mix(place, call_site)
-    for value in (*args, *kwargs.values()):
+    for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
     return mix(place, region.occurrence(place)) or 1
 

@@ -44,6 +44,15 @@ def plain_module_calls() -> Iterator[None]:
 _changing = threading.RLock()
 
 
+def slot_of(module: Any, parameter: Any) -> tuple[str, Any, Any] | None:
+    """Name, shape and element type of a parameter that a module holds; None of any other object."""
+    if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
+        for name, one in module._parameters.items():
+            if one is parameter:
+                return name, tuple(parameter.shape), parameter.dtype
+    return None
+
+
 def module_path(subjects: Sequence[Any]) -> str:
     """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1".
 
