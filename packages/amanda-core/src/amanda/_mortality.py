@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from amanda.tool import Tool
 
 SlotOf = Callable[[Any, Any], Hashable]
-"""Gives what names the slot in which an object holds another, and what fits there; None where there is none."""
+"""Gives the name of the slot in which an object holds another, and what fits there; None where none is."""
 
 
 class Slots:

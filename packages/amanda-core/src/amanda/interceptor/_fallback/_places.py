@@ -111,8 +111,8 @@ def configure(
 ) -> None:
     """Set who describes code, and who hears of the death of an object that has an ordinal.
 
-    adopt: is given the object that encloses a call, an argument and that one's ordinal; returns the ordinal of
-    what lay in the same slot of the enclosing object first, and whether there is nothing more to ask.
+    adopt: is given the object that encloses a call, an argument and its ordinal; returns the ordinal of what
+    lay in the same slot of the enclosing object first, and whether there is nothing more to ask.
     """
     house.describe = describe
     house.on_death = on_death

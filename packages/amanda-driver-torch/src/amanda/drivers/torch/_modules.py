@@ -44,12 +44,12 @@ def plain_module_calls() -> Iterator[None]:
 _changing = threading.RLock()
 
 
-def slot_of(module: Any, parameter: Any) -> tuple[str, Any, Any] | None:
-    """Name, shape and element type of a parameter that a module holds; None of any other object."""
+def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
+    """Name and shape of a parameter that a module holds; None of any other object."""
     if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
         for name, one in module._parameters.items():
             if one is parameter:
-                return name, tuple(parameter.shape), parameter.dtype
+                return name, tuple(parameter.shape)
     return None
 
 
