@@ -19,7 +19,10 @@ Change = Callable[[Form | None, Callable[[Any], Any]], None]
 
 def plain(weight: Tensor) -> Tensor:
     """A weight as a tensor that masks are computed with: outside autograd, in float32 at least."""
+    import torch
+
     weight = weight.detach()
+    weight = weight if type(weight) is torch.Tensor else weight.as_subclass(torch.Tensor)
     return weight if weight.element_size() >= 4 else weight.float()
 
 
