@@ -472,7 +472,7 @@ def test_what_is_missing_is_said_when_it_is_needed() -> None:
     tool.prepare(model, X)
     with pytest.raises(PruneError, match="none of the 3 weights"):
         tool.finalize(network())
-    with pytest.raises(PruneError, match="int has no parameters"):
+    with pytest.raises(amanda.AmandaError, match="int has no parameters"):
         tool.finalize(3)
     tool.finalize(list(model.parameters()))
     assert sum(int((one == 0).sum()) for one in weights(model)) == 688

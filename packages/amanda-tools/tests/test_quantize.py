@@ -323,7 +323,7 @@ def test_scales_for_other_bits_are_refused(model: Network, batches: list[Tensor]
     with pytest.raises(QuantizeError, match=r"scales\.json holds scales for weight_bits 8, not 4"):
         QuantizeTool(weight_bits=4).load(path)
     again, other = QuantizeTool(), nn.Sequential(nn.Linear(3, 2))
-    again.load_state_dict({"0/linear/weight.scale": torch.ones(5)})
+    again.load_state_dict({"0/linear/weight.scale": torch.ones(5)}, strict=False)
     with amanda.apply(again), pytest.raises(QuantizeError, match=r"shape \(5,\), not \(2,\)"):
         other(torch.ones(1, 3))
     path.write_text("{}")

@@ -111,8 +111,6 @@ mortality = Mortality()
 slots = Slots()
 add_slots = slots.add_finder
 """`add_slots(slot_of)`: let a framework say what its objects hold parameters in."""
-slot_ordinal = slots.ordinal
-"""`slot_ordinal(owner, held)`: what tools know a parameter by, of a model whose parameters are put anew."""
 bind_to_subjects = mortality.bind
 """`bind_to_subjects(op_id, subjects)`: let what is known of an op die with any of the subjects."""
 forget_all = mortality.forget_all

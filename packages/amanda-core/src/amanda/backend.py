@@ -24,7 +24,7 @@ from amanda._imports import when_imported
 from amanda._inlining import Inlining
 from amanda._interrupts import undo, uninterrupted
 from amanda._layer import Layer
-from amanda._mortality import add_slots, bind_to_subjects, slot_ordinal
+from amanda._mortality import add_slots, bind_to_subjects
 from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._plan import BackwardPlan, Combined
@@ -85,7 +85,6 @@ __all__ = [
     "run_routine",
     "settled_step",
     "settles",
-    "slot_ordinal",
     "spread",
     "undo",
     "uninterrupted",

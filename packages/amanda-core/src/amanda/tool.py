@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from amanda import interceptor
-from amanda._mortality import forget_all, forget_ops
+from amanda._mortality import forget_all, forget_ops, slots
 from amanda._scope import Scope, apply
 from amanda.action import Action, ActionType, InstrumentationPoint, Routine
 from amanda.context import OpContext
@@ -193,6 +193,16 @@ class Tool:
         For a result that says what it lacks; the scope's report says it in any case.  It does nothing unless
         a tool overrides it.
         """
+
+    @staticmethod
+    def identity_of(variable: Any, owner: Any = None) -> int:
+        """The number by which tools know a parameter or variable, the same as long as it lives.
+
+        owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
+        as accelerate does, has the number of the one that was there before.
+        """
+        known = None if owner is None else slots.ordinal(owner, variable)
+        return interceptor.ordinal(variable) if known is None else known
 
     # ---- state that outlives a run ----
 

@@ -1,6 +1,7 @@
 """Callables that are intercepted, and what takes their place."""
 
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -158,10 +159,6 @@ class _Wrapped:
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.__wrapped__)
-
     def __eq__(self, other: Any) -> bool:
         own = other.__wrapped__ if isinstance(other, _Wrapped) else other
         return bool(self.__wrapped__ == own)
@@ -180,6 +177,9 @@ class _Wrapped:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+    # Not in Python, where it could be interrupted: CPython crashes if that happens as it changes a class.
+    __class__ = property(operator.attrgetter("__wrapped__.__class__"))
 
 
 class Detour(_Wrapped):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from amanda import interceptor
-from amanda.backend import slot_ordinal
+import amanda
 from amanda.errors import AmandaError
 
 if TYPE_CHECKING:
@@ -25,13 +24,11 @@ class HeldError(AmandaError, ValueError):
 class Held:
     """One parameter of a model.
 
-    identity: the number by which tools know it (`interceptor.ordinal`).  Where something puts another tensor
-    into the module for each call it is the number of that place in the module.
+    identity: the number by which tools know it, see `amanda.Tool.identity_of`.
     """
 
     def __init__(self, parameter: Tensor, module: Module | None = None, name: str = "") -> None:
-        known = None if module is None else slot_ordinal(module, parameter)
-        self.identity = interceptor.ordinal(parameter) if known is None else known
+        self.identity = amanda.Tool.identity_of(parameter, module)
         self._parameter, self._module, self._name = parameter, module, name
 
     def read(self) -> Tensor:

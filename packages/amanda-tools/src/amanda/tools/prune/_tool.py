@@ -122,7 +122,7 @@ class PruneTool(amanda.Tool):
         model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
         of a session's graph within `with session.as_default()`.
         Raises PruneError where a weight is computed, so that nothing holds it, and where the model has no
-        weight that the tool has met.
+        weight that the tool has met; `amanda.tools.kit.HeldError` for what has no parameters.
         """
         finalize(model, [one for one in self._met.weights.values() if one.is_masked], self._met.passed)
         return self.result
