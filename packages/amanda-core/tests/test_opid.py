@@ -178,7 +178,7 @@ class Subject:
 
 @contextmanager
 def deaths() -> Iterator[list[int]]:
-    from amanda._mortality import mortality
+    from amanda._mortality import mortality, slots
     from amanda._source import codes
 
     gc.collect()
@@ -187,7 +187,7 @@ def deaths() -> Iterator[list[int]]:
     try:
         yield heard
     finally:
-        interceptor.configure(codes.describe, mortality.on_death)
+        interceptor.configure(codes.describe, mortality.on_death, slots.adopt)
 
 
 def test_ordinals_grow_and_are_not_given_again() -> None:

@@ -245,9 +245,19 @@ def test_loading_in_an_open_scope_takes_effect() -> None:
         assert model(x()).numbers == [400.0, 600.0]
 
 
+def test_state_of_another_model_is_an_error_that_names_what_is_missing() -> None:
+    tool = Scaling()
+    tool.load_state_dict({"module.first/matmul/scale": 3.0})
+    told = r"no first/matmul/scale among the 1 values.* module\.first.*strict=False"
+    with pytest.raises(ToolError, match=told):
+        tool.prepare(Network(), x())
+    tool.load_state_dict({})
+    tool.prepare(Network(), x())
+
+
 def test_state_that_nothing_asked_for_is_kept() -> None:
     tool = Scaling()
-    tool.load_state_dict({"third/matmul/scale": 3.0})
+    tool.load_state_dict({"third/matmul/scale": 3.0}, strict=False)
     tool.prepare(Network(), x())
     assert set(tool.state_dict()) == {"first/matmul/scale", "second/matmul/scale", "third/matmul/scale"}
 

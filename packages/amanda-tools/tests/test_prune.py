@@ -472,7 +472,7 @@ def test_what_is_missing_is_said_when_it_is_needed() -> None:
     tool.prepare(model, X)
     with pytest.raises(PruneError, match="none of the 3 weights"):
         tool.finalize(network())
-    with pytest.raises(PruneError, match="int has no parameters"):
+    with pytest.raises(amanda.AmandaError, match="int has no parameters"):
         tool.finalize(3)
     tool.finalize(list(model.parameters()))
     assert sum(int((one == 0).sum()) for one in weights(model)) == 688
@@ -785,7 +785,12 @@ def test_masks_of_other_modules_are_told() -> None:
     model, first, again = network(), PruneTool(), PruneTool()
     with amanda.apply(first):
         nn.ModuleDict({"module": model})["module"](X)
-    again.load_state_dict({f"module.{name}": value for name, value in first.state_dict().items()})
+    theirs = {f"module.{name}": value for name, value in first.state_dict().items()}
+    again.load_state_dict(theirs)
+    told = r"no 0\.weight/mask among .*module\.0\.weight"
+    with amanda.apply(again), pytest.raises(amanda.AmandaError, match=told):
+        model(X)
+    again.load_state_dict(theirs, strict=False)
     with amanda.apply(again):
         model(X)
     assert len(again.result.waiting) == 3

@@ -323,7 +323,7 @@ def test_scales_for_other_bits_are_refused(model: Network, batches: list[Tensor]
     with pytest.raises(QuantizeError, match=r"scales\.json holds scales for weight_bits 8, not 4"):
         QuantizeTool(weight_bits=4).load(path)
     again, other = QuantizeTool(), nn.Sequential(nn.Linear(3, 2))
-    again.load_state_dict({"0/linear/weight.scale": torch.ones(5)})
+    again.load_state_dict({"0/linear/weight.scale": torch.ones(5)}, strict=False)
     with amanda.apply(again), pytest.raises(QuantizeError, match=r"shape \(5,\), not \(2,\)"):
         other(torch.ones(1, 3))
     path.write_text("{}")
@@ -635,7 +635,8 @@ def test_scales_of_other_modules_are_told() -> None:
     first, again = QuantizeTool("qat"), QuantizeTool("qat")
     with amanda.apply(first):
         nn.ModuleDict({"module": model})["module"](x)
-    again.load_state_dict({f"module{name}": value for name, value in first.state_dict().items()})
+    theirs = {f"module{name}": value for name, value in first.state_dict().items()}
+    again.load_state_dict(theirs, strict=False)
     with amanda.apply(again):
         model(x)
     assert again.result.waiting == ("module/linear/input0.scale", "module/linear/weight.scale")

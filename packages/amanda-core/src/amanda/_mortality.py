@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -12,6 +12,51 @@ from amanda._source import codes
 if TYPE_CHECKING:
     from amanda._layer import Layer
     from amanda.tool import Tool
+
+SlotOf = Callable[[Any, Any], Hashable]
+"""Gives the name of the slot in which an object holds another, and what fits there; None where none is."""
+
+
+class Slots:
+    """Slots of objects: what is put anew into one is the same parameter, though it is another tensor.
+
+    So libraries that load a module's parameters at each call of it leave the ops what they were.
+    """
+
+    def __init__(self) -> None:
+        self._finders: list[SlotOf] = []
+        self._ordinals: dict[int, dict[Hashable, int]] = {}  # by that of the owner, and by slot
+        self._held: set[int] = set()
+
+    def add_finder(self, slot_of: SlotOf) -> None:
+        """Let a framework say which slots its objects have."""
+        if slot_of not in self._finders:
+            self._finders.append(slot_of)
+
+    def ordinal(self, owner: Any, held: Any) -> int | None:
+        """The ordinal of what an object holds in a slot; None where no op has read that slot."""
+        slot = self._slot(owner, held)
+        return None if slot is None else self._ordinals.get(interceptor.ordinal(owner), {}).get(slot)
+
+    def adopt(self, owner: Any, held: Any, ordinal: int) -> tuple[int, bool]:
+        """The ordinal of what was met first in the slot where an object lies; whether it will not change."""
+        slot, number = self._slot(owner, held), interceptor.ordinal(owner)
+        if slot is None or not number:
+            return ordinal, not self._finders
+        found = self._ordinals.setdefault(number, {}).setdefault(slot, ordinal)
+        self._held.add(found)
+        if found != ordinal:
+            mortality.on_death(ordinal)
+        return found, True
+
+    def released(self, ordinal: int) -> Iterable[int]:
+        """The ordinals that nothing has any more when an object that has this one is gone."""
+        slots = self._ordinals.pop(ordinal, {}).values()
+        self._held.difference_update(slots)
+        return [*slots] if ordinal in self._held else [ordinal, *slots]
+
+    def _slot(self, owner: Any, held: Any) -> Hashable:
+        return next((found for find in self._finders if (found := find(owner, held)) is not None), None)
 
 
 class Mortality:
@@ -48,6 +93,10 @@ class Mortality:
 
     def on_death(self, ordinal: int) -> None:
         """Forget the plans that belonged to an object that died."""
+        for one in slots.released(ordinal):
+            self._forget(one)
+
+    def _forget(self, ordinal: int) -> None:
         for op_id in self.ops.pop(ordinal, ()):
             for other in self.subjects.pop(op_id, ()):
                 if other in self.ops:
@@ -59,8 +108,11 @@ class Mortality:
 
 
 mortality = Mortality()
+slots = Slots()
+add_slots = slots.add_finder
+"""`add_slots(slot_of)`: let a framework say what its objects hold parameters in."""
 bind_to_subjects = mortality.bind
 """`bind_to_subjects(op_id, subjects)`: let what is known of an op die with any of the subjects."""
 forget_all = mortality.forget_all
 forget_ops = mortality.forget_ops
-interceptor.configure(codes.describe, mortality.on_death)
+interceptor.configure(codes.describe, mortality.on_death, slots.adopt)

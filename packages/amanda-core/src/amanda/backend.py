@@ -24,7 +24,7 @@ from amanda._imports import when_imported
 from amanda._inlining import Inlining
 from amanda._interrupts import undo, uninterrupted
 from amanda._layer import Layer
-from amanda._mortality import bind_to_subjects
+from amanda._mortality import add_slots, bind_to_subjects
 from amanda._notes import explained
 from amanda._opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
 from amanda._plan import BackwardPlan, Combined
@@ -72,6 +72,7 @@ __all__ = [
     "Tie",
     "Trace",
     "Views",
+    "add_slots",
     "backward_id",
     "bind_to_subjects",
     "codes",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from amanda import interceptor
-from amanda._mortality import forget_all, forget_ops
+from amanda._mortality import forget_all, forget_ops, slots
 from amanda._scope import Scope, apply
 from amanda.action import Action, ActionType, InstrumentationPoint, Routine
 from amanda.context import OpContext
@@ -50,6 +51,7 @@ class _Registry:
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
         self.former: dict[str, Any] = {}
+        self.names_loaded: list[str] = []  # where what these lack is an error
         self.analysed: set[int] = set()  # the ops that `op_gone` will tell of
         self.gone: deque[int] = deque()  # those that it tells of before the next analysis
         self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
@@ -62,7 +64,7 @@ class _Registry:
             self.gone.append(op_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded")
+        kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded", "names_loaded")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,6 +194,16 @@ class Tool:
         a tool overrides it.
         """
 
+    @staticmethod
+    def identity_of(variable: Any, owner: Any = None) -> int:
+        """The number by which tools know a parameter or variable, the same as long as it lives.
+
+        owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
+        as accelerate does, has the number of the one that was there before.
+        """
+        known = None if owner is None else slots.ordinal(owner, variable)
+        return interceptor.ordinal(variable) if known is None else known
+
     # ---- state that outlives a run ----
 
     def keep(
@@ -212,6 +224,7 @@ class Tool:
         renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
         what was loaded: writes it there and returns the parameter, or returns another value to be kept.
         Call it in an analysis routine.
+        Raises ToolError where `load_state_dict` was given other state without this, unless not strict.
         """
         own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         path = None if variable is None else context.get_variable_path(variable)
@@ -220,6 +233,7 @@ class Tool:
         if key not in values:
             found = next((one for one in (key, own) if one in loaded), None)
             if found is None:
+                self._check_nothing_was_loaded(key)
                 values[key] = make()
             else:
                 value = loaded.pop(found)
@@ -227,6 +241,17 @@ class Tool:
                 former = self._amanda.former.pop(key, None)
                 values[key] = value if former is None or renew is None else renew(former, value)
         return values[key]
+
+    def _check_nothing_was_loaded(self, key: str) -> None:
+        """Raise ToolError where state was loaded without what is to be kept under a key."""
+        names = self._amanda.names_loaded
+        if names:
+            near = get_close_matches(key, names, n=3) or names[:3]
+            raise ToolError(
+                f"{type(self).__name__} has no {key} among the {len(names)} values that it was given to "
+                f"load, such as {', '.join(near)}: they are of another model, or of other options; "
+                "load_state_dict(state, strict=False) makes what is missing anew"
+            )
 
     def _path(self, path: str, variable: Any) -> str:
         """A variable's path, with ".1", ".2" for those of further models."""
@@ -260,9 +285,13 @@ class Tool:
         """Names of what was loaded and no op has asked for yet: of other modules, if all ops have run."""
         return sorted(self._amanda.loaded)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take state that `state_dict` gave, also of another process; ops are analysed anew."""
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take state that `state_dict` gave, also in another process; ops are analysed anew.
+
+        strict: whether `keep` raises ToolError for what the state, if it has anything at all, lacks.
+        """
         registry = self._amanda
+        registry.names_loaded = sorted(state) if strict else []
         registry.former.update(_trained(registry.state.get("values", {})))
         registry.state, registry.loaded = {}, dict(state)
         forget_all(self)

@@ -84,12 +84,15 @@ TRANSPARENT = 1
 """Flag of a site: ops called inside it are ops of their own."""
 IMPLEMENTATION = 2
 """Flag of a site: called inside another op, it is no op."""
+ONE_PLACE = 4
+"""Flag of a site: the parameters that it is given do not tell its calls apart."""
 
 __all__ = [
     "ACTIVATION",
     "IMPLEMENTATION",
     "NATIVE",
     "OCCURRENCE_CAP",
+    "ONE_PLACE",
     "REASON",
     "TRANSPARENT",
     "Activation",

@@ -10,6 +10,7 @@ from typing import Any
 from amanda._opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
 from amanda.interceptor._fallback._tables import Lock
 
+MOST_ASKS = 8
 OCCURRENCE_CAP = 64
 """How many ops at one place, as in the rounds of a loop, have ids of their own; others share the last."""
 
@@ -58,15 +59,36 @@ class Thread(threading.local):
         return self.top or self.root
 
 
+Adopt = Callable[[Any, Any, int], tuple[int, bool]]
+
+
+class Named:
+    """The ordinal of an object, and how often it is still asked whether it lies in a slot."""
+
+    def __init__(self, ordinal: int, reference: Any, asks: int) -> None:
+        self.ordinal, self.reference, self.asks = ordinal, reference, asks
+
+    def ask_for_slot(self, subject: Any) -> None:
+        """Have the ordinal of what lay first in the same slot of the object that encloses the call."""
+        owner = thread.top and thread.top.subject
+        if owner is None or house.adopt is None:
+            self.asks -= 1
+            return
+        with thread.suspension:
+            self.ordinal, settled = house.adopt(owner, subject, self.ordinal)
+        self.asks = 0 if settled else self.asks - 1
+
+
 class House:
     """What is known of the process: kinds of code, types that tell ops apart, ordinals."""
 
     def __init__(self) -> None:
         self.describe: Callable[[types.CodeType], tuple[int, int, bytes]]
         self.on_death: Callable[[int], None]
+        self.adopt: Adopt | None = None
         self.identity_types: tuple[type, ...] = ()
         self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
-        self.named: dict[int, tuple[int, Any]] = {}
+        self.named: dict[int, Named] = {}
         self.ordinals = 0
 
     def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
@@ -83,11 +105,18 @@ house = House()
 
 
 def configure(
-    describe: Callable[[types.CodeType], tuple[int, int, bytes]], on_death: Callable[[int], None]
+    describe: Callable[[types.CodeType], tuple[int, int, bytes]],
+    on_death: Callable[[int], None],
+    adopt: Adopt | None = None,
 ) -> None:
-    """Set who describes code and who hears of the death of an object that has an ordinal."""
+    """Set who describes code, and who hears of the death of an object that has an ordinal.
+
+    adopt: is given the object that encloses a call, an argument and its ordinal; returns the ordinal of what
+    lay in the same slot of the enclosing object first, and whether there is nothing more to ask.
+    """
     house.describe = describe
     house.on_death = on_death
+    house.adopt = adopt
     forget_code()
 
 
@@ -113,16 +142,19 @@ def ordinal(subject: Any) -> int:
     if address not in house.named:
 
         def forget(_: Any) -> None:
-            number, _reference = house.named.pop(address)
-            house.on_death(number)
+            house.on_death(house.named.pop(address).ordinal)
 
         try:
             reference = weakref.ref(subject, forget)
         except TypeError:
             return 0
         house.ordinals += 1
-        house.named[address] = house.ordinals, reference
-    return house.named[address][0]
+        asks = MOST_ASKS if isinstance(subject, house.identity_types) else 0
+        house.named[address] = Named(house.ordinals, reference, asks)
+    named = house.named[address]
+    if named.asks:
+        named.ask_for_slot(subject)
+    return named.ordinal
 
 
 def call_sites(region: Region, frame: types.FrameType | None) -> list[int]:

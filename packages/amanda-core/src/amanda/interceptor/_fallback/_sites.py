@@ -1,6 +1,7 @@
 """Callables that are intercepted, and what takes their place."""
 
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from amanda.interceptor._fallback._native_alone import Reader
 from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
 
-TRANSPARENT, IMPLEMENTATION = 1, 2
+TRANSPARENT, IMPLEMENTATION, ONE_PLACE = 1, 2, 4
 
 Handler = Callable[..., Any]
 
@@ -132,7 +133,7 @@ def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     place = mix(region.hash, site.hash)
     for call_site in call_sites(region, sys._getframe(3)):
         place = mix(place, call_site)
-    for value in (*args, *kwargs.values()):
+    for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
     return mix(place, region.occurrence(place)) or 1
 
@@ -158,10 +159,6 @@ class _Wrapped:
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.__wrapped__)
-
     def __eq__(self, other: Any) -> bool:
         own = other.__wrapped__ if isinstance(other, _Wrapped) else other
         return bool(self.__wrapped__ == own)
@@ -180,6 +177,9 @@ class _Wrapped:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+    # Not in Python, where it could be interrupted: CPython crashes if that happens as it changes a class.
+    __class__ = property(operator.attrgetter("__wrapped__.__class__"))
 
 
 class Detour(_Wrapped):

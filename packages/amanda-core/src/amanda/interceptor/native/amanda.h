@@ -59,6 +59,7 @@ typedef struct {
     Path path;  /* the first that was asked for; owner 0: none was */
     Path *more; /* the others */
     int more_count;
+    int asks;            /* how often it is still asked whether it has come to lie in a slot of an enclosing object */
     PyObject *reference; /* owned; weak */
 } Named;
 

@@ -4,6 +4,7 @@
 #define TYPE_LIMIT 16
 #define IDLE_REGIONS 32
 #define KEPT_COUNTS 64
+#define MOST_ASKS 8
 #define ROOT_HASH 0x416D616E6461ULL
 
 #if PY_VERSION_HEX >= 0x030C0000
@@ -28,7 +29,7 @@ typedef struct {
 static struct {
     Py_ssize_t index;
     unsigned epoch;
-    PyObject *describe, *on_death;
+    PyObject *describe, *on_death, *adopt;
     PyTypeObject *types[TYPE_LIMIT];
     int type_count;
     uint64_t ordinals;
@@ -266,6 +267,17 @@ int place_of(Thread *thread, uint64_t op_hash, uint64_t *place) {
 
 /* ---- ordinals ---- */
 
+/* Whether values of a type tell ops apart. */
+static inline int is_identity_type(PyTypeObject *type) {
+    KnownType *answer = known_type(type);
+    unsigned version = type_version(type, type->tp_flags);
+    if (version && answer->type == type && answer->version == version) return answer->identity;
+    int identity = 0;
+    for (int i = 0; !identity && i < house.type_count; i++) identity = PyType_IsSubtype(type, house.types[i]);
+    if (version) *answer = (KnownType){type, version, identity};
+    return identity;
+}
+
 static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
     uint64_t key = PyLong_AsUnsignedLongLong(address);
     Named *named = map_remove(&known.named, key);
@@ -279,6 +291,28 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
 }
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
+
+/* Ask whether an argument lies in a slot of the object that encloses the call: it has the ordinal of what lay
+   there first, then.  `adopt(owner, object, ordinal)` returns that, and whether it is settled. */
+static int ask_for_slot(PyObject *object, Named *named) {
+    Thread *thread = thread_state();
+    PyObject *owner = thread->top ? thread->top->subject : NULL;
+    if (thread->off) return 0;
+    if (!house.adopt || !owner) {
+        named->asks--;
+        return 0;
+    }
+    thread->off++;
+    PyObject *told = PyObject_CallFunction(house.adopt, "OOK", owner, object, named->ordinal);
+    thread->off--;
+    unsigned long long ordinal;
+    int settled, failed = !told || !PyArg_ParseTuple(told, "Kp", &ordinal, &settled);
+    Py_XDECREF(told);
+    if (failed) return -1;
+    named->ordinal = ordinal;
+    named->asks = settled ? 0 : named->asks - 1;
+    return 0;
+}
 
 static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
     PyObject *address = PyLong_FromUnsignedLongLong(key);
@@ -305,7 +339,8 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
         PyErr_NoMemory();
         return -1;
     }
-    *named = (Named){.ordinal = ++house.ordinals, .reference = reference};
+    int asks = house.adopt && is_identity_type(Py_TYPE(object)) ? MOST_ASKS : 0;
+    *named = (Named){.ordinal = ++house.ordinals, .reference = reference, .asks = asks};
     *ordinal = named->ordinal;
     return 0;
 }
@@ -313,25 +348,18 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
 int ordinal_of(PyObject *object, uint64_t *ordinal) {
     uint64_t key = (uint64_t)(uintptr_t)object;
     Named *named = map_get(&known.named, key);
-    if (named) {
+    if (named && !named->asks) {
         *ordinal = named->ordinal;
         return 0;
     }
     Py_INCREF(object); /* a collection may run, and drop it from the list it was found in */
-    int failed = keep_ordinal(object, key, ordinal);
+    int failed = named ? 0 : keep_ordinal(object, key, ordinal);
+    if (!failed && (named = map_get(&known.named, key))) {
+        if (named->asks) failed = ask_for_slot(object, named);
+        *ordinal = named->ordinal;
+    }
     Py_DECREF(object);
     return failed;
-}
-
-/* Whether values of a type tell ops apart. */
-static inline int is_identity_type(PyTypeObject *type) {
-    KnownType *answer = known_type(type);
-    unsigned version = type_version(type, type->tp_flags);
-    if (version && answer->type == type && answer->version == version) return answer->identity;
-    int identity = 0;
-    for (int i = 0; !identity && i < house.type_count; i++) identity = PyType_IsSubtype(type, house.types[i]);
-    if (version) *answer = (KnownType){type, version, identity};
-    return identity;
 }
 
 static int mix_identity(uint64_t *hash, PyObject *value) {
@@ -590,10 +618,11 @@ static PyObject *ordinal(PyObject *Py_UNUSED(module), PyObject *object) {
 }
 
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *describe, *on_death;
-    if (!PyArg_ParseTuple(args, "OO", &describe, &on_death)) return NULL;
+    PyObject *describe, *on_death, *adopt = NULL;
+    if (!PyArg_ParseTuple(args, "OO|O", &describe, &on_death, &adopt)) return NULL;
     Py_XSETREF(house.describe, Py_NewRef(describe));
     Py_XSETREF(house.on_death, Py_NewRef(on_death));
+    Py_XSETREF(house.adopt, Py_XNewRef(adopt));
     new_epoch();
     Py_RETURN_NONE;
 }
@@ -604,7 +633,7 @@ static PyObject *forget_code(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(no
 }
 
 static PyMethodDef functions[] = {
-    {"configure", configure, METH_VARARGS, "configure(describe, on_death)"},
+    {"configure", configure, METH_VARARGS, "configure(describe, on_death, adopt=None)"},
     {"forget_code", forget_code, METH_NOARGS, "Describe code again where its kind may have changed."},
     {"snapshot", take_snapshot, METH_NOARGS, "The present place, to be replayed."},
     {"reset_root", reset_root, METH_NOARGS, "Count repeats outside enclosing calls from zero."},

@@ -155,7 +155,7 @@ static inline int mix_known_identity(PyObject *value, PyTypeObject *type, unsign
     if (unlikely(answer->type != type || answer->version != type_version(type, flags))) return 0;
     if (!answer->identity) return 1;
     const Named *named = named_at(value);
-    if (unlikely(!named)) return 0;
+    if (unlikely(!named || named->asks)) return 0;
     *hash = mix(*hash, named->ordinal);
     return 1;
 }

@@ -5,6 +5,7 @@
 #define STUB_COUNT 3072
 #define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
 #define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
+#define ONE_PLACE 4      /* the parameters that it is given do not tell its calls apart */
 
 static Site *sites[STUB_COUNT]; /* owned: a stub may run at any time after it was placed */
 static int site_count;
@@ -172,6 +173,7 @@ static void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject 
 
 static int place_of_call(Thread *thread, const Site *site, const Arguments *given, uint64_t *place) {
     if (place_of(thread, site->hash, place)) return -1;
+    if (site->flags & ONE_PLACE) return 0;
     if (given->self && mix_identities(place, given->self)) return -1;
     Py_ssize_t named = given->names ? PyTuple_GET_SIZE(given->names) : 0;
     for (Py_ssize_t i = 0; i < given->count + named; i++)
@@ -306,6 +308,7 @@ static inline int mix_known_arguments(const Site *site, PyObject *self, PyObject
                                       uint64_t *hash) {
     PyObject *const *items = (PyObject *const *)a, *few[2];
     Py_ssize_t count = 0;
+    if (unlikely(site->flags & ONE_PLACE)) return 1;
     switch (site->kind) {
     case FUNCTION: case PYTHON:
         self = NULL;

@@ -17,16 +17,17 @@ from amanda.backend import (
     Namespace,
     State,
     Trace,
+    add_slots,
     codes,
     digest,
     replace_references,
 )
-from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Reader, Site
+from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
-from ._modules import Paths, enclose_modules, module_path
+from ._modules import Paths, enclose_modules, module_path, slot_of
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
 from ._requirements import check
@@ -106,6 +107,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         op = PropertyRead(target.callable) if target.kind == "getset" else target.callable
         # Inside another op it is how that op gives its result the class of a Tensor subclass.
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
+        flags |= ONE_PLACE if target.name in _MOVES else 0
         return Site(
             target.callable, op, target.canonical, digest("torch", target.canonical), self.handle, flags,
             self.reader,
@@ -150,6 +152,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         for kind in (torch.nn.Parameter, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
                      torch.autograd.function.FunctionMeta):  # fmt: skip
             interceptor.add_identity_type(kind)
+        add_slots(slot_of)
 
     # ---- calls ----
 
@@ -214,6 +217,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return "a graph by make_fx", RECORDED
         return None
 
+    def identities(self, call: Call) -> list[Any]:
+        """The parameters that tell the call from others; none of one that brings parameters elsewhere."""
+        return [] if getattr(call.op, "__name__", "") in _MOVES else super().identities(call)
+
     def variable_of(self, value: Any) -> Any:
         """The parameter, or the leaf, that a tensor is or is a view of."""
         if not isinstance(value, torch.Tensor):
@@ -236,6 +243,8 @@ TRANSFORM = "a torch.func transform (vmap, grad, ...)"
 WITHIN_TRANSFORM = "the ops inside run as they are"
 _GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
+_MOVES = frozenset({"to", "cpu", "cuda"})
+"""Names of ops by which libraries bring parameters anew for each call: it is the same op each time."""
 _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 """Sites whose first argument says what is called."""
 

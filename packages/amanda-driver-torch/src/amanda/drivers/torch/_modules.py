@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 from amanda.backend import BOUNDARY, Attributes, codes, digest
+from amanda.drivers.torch._overrides import Unseen
+from amanda.drivers.torch._wrappers import without_wrappers
 from amanda.interceptor import Enclosure
 
 _METHODS = ("_wrapped_call_impl", "_call_impl")
@@ -43,18 +45,28 @@ def plain_module_calls() -> Iterator[None]:
 _changing = threading.RLock()
 
 
+def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
+    """Name and shape of a parameter that a module holds; None of any other object."""
+    if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
+        for name, one in module._parameters.items():
+            if one is parameter and not torch.nn.parameter.is_lazy(parameter):
+                with Unseen():  # modes of the program hear of no read of ours
+                    return name, tuple(parameter.shape)
+    return None
+
+
 def module_path(subjects: Sequence[Any]) -> str:
     """Path of the last module from the first, as `named_modules` spells it: "layer1.0.conv1".
 
-    What torch.compile wraps around a model is no part of it.
+    What libraries wrap around a model, such as DDP, is no part of it.
     """
     modules = [one for one in subjects if isinstance(one, torch.nn.Module)]
-    parts = [_name_within(outer, inner) for outer, inner in pairwise(modules) if inner is not outer]
-    return _without_wrappers(".".join(part for part in parts if part))
-
-
-def _without_wrappers(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in ("", "_orig_mod"))
+    parts = [
+        without_wrappers(outer, _name_within(outer, inner))
+        for outer, inner in pairwise(modules)
+        if inner is not outer
+    ]
+    return ".".join(part for part in parts if part)
 
 
 class Paths:
@@ -76,7 +88,8 @@ class Paths:
         for count, module in enumerate(modules, 1):
             name = self._name(module, variable)
             if name is not None:
-                return _without_wrappers(f"{module_path(modules[:count])}.{name}")
+                parts = module_path(modules[:count]), without_wrappers(module, name)
+                return ".".join(part for part in parts if part)
         return None
 
     def _name(self, module: torch.nn.Module, variable: Any) -> str | None:

@@ -20,6 +20,7 @@ from amanda.tools.dump._entry import Entry, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, extents, summary
 from amanda.tools.dump._writer import Writer
+from amanda.tools.kit import packed_inputs
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 
 Keep = Literal["no", "summary", "full"]
@@ -75,6 +76,7 @@ class DumpTool(amanda.Tool):
         self._writer = Writer(_of_rank(Path(folder)), format, overwrite)
         self._places: dict[tuple[int, int | None], _Place] = {}
         self._order = self._bytes = 0
+        self._packed: dict[str, None] = {}  # what is not read
         self._dtype: Callable[[Any], str | None] | None = None
         weakref.finalize(self, self._writer.flush)
         self.depends_on(StandardMapping())
@@ -86,7 +88,9 @@ class DumpTool(amanda.Tool):
     def result(self) -> DumpResult:
         """What was dumped so far; all of it is written."""
         self._writer.flush()
-        return DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
+        result = DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
+        result.remarks = list(self._packed)
+        return result
 
     def clear(self) -> None:
         """Forget what was dumped, also in the folder, and start anew."""
@@ -109,6 +113,7 @@ class DumpTool(amanda.Tool):
 
     def _forward(self, context: amanda.OpContext) -> None:
         weight, dtype = context["weight_index"], context["dtype"]
+        self._packed.update(dict.fromkeys(packed_inputs(context)))
         place = self._place(context, Op(
             context["phase"], context["type"], context.get_scope(), context.get_source(),
             str(context.namespace), context.get_op_id(), None, context["layout"], context["weight_layout"],

@@ -62,7 +62,7 @@ class DynamicPruneTool(amanda.Tool):
     def _pruned(self) -> Iterable[Pruned]:
         return ()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take predictors that `state_dict` gave; parameters that were made before get their values.
 
         Where these are all there is, ops are not analysed anew.
@@ -71,7 +71,7 @@ class DynamicPruneTool(amanda.Tool):
         known = not self.waiting_state() and _shapes(own) == _shapes(state)
         if not (known and all(_renew(value, state[name]) for name, value in own.items())):
             self._forget()
-            super().load_state_dict(state)
+            super().load_state_dict(state, strict)
 
     def _forget(self) -> None:
         """Ops are about to be analysed anew."""

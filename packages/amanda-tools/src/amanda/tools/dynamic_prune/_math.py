@@ -8,9 +8,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from autoray import astype, do, get_dtype_name, infer_backend
+from autoray import astype, do, get_dtype_name
 
 from amanda.errors import AmandaError
+from amanda.tools.mapping import backend_of
 
 _MODULES = {"torch": "_pytorch", "tensorflow": "_tensorflow", "numpy": "_numpy"}
 
@@ -20,7 +21,7 @@ def framework(tensor: Any) -> ModuleType:
 
     Raises AmandaError for a framework that there is none for.
     """
-    name = infer_backend(tensor)
+    name = backend_of(tensor)
     if name not in _MODULES:
         raise AmandaError(f"dynamic pruning knows tensors of {', '.join(_MODULES)}; this is one of {name}")
     return import_module(f"amanda.tools.dynamic_prune.{_MODULES[name]}")

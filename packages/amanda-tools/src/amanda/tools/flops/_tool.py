@@ -15,6 +15,7 @@ from amanda.tools.flops._formulas import CONTRACTIONS, ELEMENTWISE, FORMULAS, MO
 from amanda.tools.flops._inside import COMPILED, Inside
 from amanda.tools.flops._result import FlopsResult, Place
 from amanda.tools.flops._traffic import copied, copies
+from amanda.tools.kit import packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
 
 _AT_EXECUTION: Any = object()
@@ -102,6 +103,8 @@ class FlopsTool(amanda.Tool):
                 place.macs, place.flops = within.forward
             if self._products > context["products"]:
                 place.estimate = 0  # a function in Python, whose own ops are counted
+                if any(packed_inputs(context)):
+                    place.macs = place.flops = 0
             self._products += bool(place.macs)
             place.bytes = self._moved(context, names, outputs)
             _divide(place, share(outputs))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from autoray import infer_backend
 from numpy.typing import NDArray
 
 from amanda.tools.inject._options import InjectError
 from amanda.tools.inject._pytorch import TorchElements
 from amanda.tools.inject._tensorflow import TensorFlowElements
+from amanda.tools.mapping import backend_of
 
 Compare = Callable[[Any, Any], bool]
 """Whether an output, given after the one without faults, is to be called corrupted; both are as `arrays`."""
@@ -33,7 +33,7 @@ def arrays(output: Any) -> Any:
         return output
     if isinstance(output, (bool, int, float, complex, np.generic, np.ndarray)):
         return np.array(output)
-    known = _ELEMENTS.get(infer_backend(output))
+    known = _ELEMENTS.get(backend_of(output))
     return copy.deepcopy(output) if known is None else known.as_array(output)
 
 

@@ -12,6 +12,7 @@ from amanda.tools.mapping._parts import (
     form_of,
     holder_of,
     in_memory_order,
+    is_adapter,
     makes_a_weight,
     may_vary,
 )
@@ -22,6 +23,6 @@ from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
 __all__ = [
     "MOVED", "SEVERAL_WEIGHTS", "UNINITIALISED", "VOCABULARY", "Form", "MappingTool", "Moved", "Origin",
     "Parts", "Rule", "RuleError", "StandardMapping", "backend_of", "form_of", "holder_of",
-    "in_memory_order", "is_partial", "itemsize", "local", "makes_a_weight", "may_vary", "share",
+    "in_memory_order", "is_adapter", "is_partial", "itemsize", "local", "makes_a_weight", "may_vary", "share",
     "weight_gradient",
 ]  # fmt: skip

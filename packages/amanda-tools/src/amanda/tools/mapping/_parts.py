@@ -45,6 +45,11 @@ def makes_a_weight(context: amanda.OpContext) -> bool:
     return ".parametrizations." in f".{context.get_scope()}."
 
 
+def is_adapter(context: amanda.OpContext) -> bool:
+    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
+    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))
+
+
 def in_memory_order(form: Form) -> tuple[int, ...]:
     """The axes of a part in the order in which they lie in memory, which is one for all of its forms."""
     extents, strides, _ = form

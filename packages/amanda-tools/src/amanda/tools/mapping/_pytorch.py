@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from amanda import OpContext
@@ -46,9 +47,23 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type; None for no tensor, such as a storage, which has a type as well."""
+    """Name of a tensor's element type; None for no tensor, such as a storage, which has a type as well.
+
+    A tensor that is packed into others, such as a quantised one of torchao, has the name of its class first.
+    """
     kind = None if isinstance(value, type) else getattr(value, "dtype", None)
-    return None if kind is None or not _has_shape(value) else str(kind).removeprefix("torch.")
+    if kind is None or not _has_shape(value):
+        return None
+    name = str(kind).removeprefix("torch.")
+    own: Any = type(value)
+    return f"{own.__name__}[{name}]" if _is_packed(own) else name
+
+
+@cache
+def _is_packed(kind: Any) -> bool:
+    """Return True for a class whose elements are kept in other tensors, and are not those of this process."""
+    is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
+    return hasattr(kind, "__tensor_flatten__") and not is_known
 
 
 def _has_shape(value: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools.kit import packed_inputs
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
 from amanda.tools.nan._result import Entered, Finding, NanResult
@@ -88,12 +89,15 @@ class NanTool(amanda.Tool):
         dropped = self._dropped + max(len(findings) - self._limit, 0)
         counts = self._executions, self._passed_on, dropped
         entered = [*self._entered.values(), *(one for one in pending if isinstance(one, Entered))]
-        return NanResult(findings[: self._limit], *counts, entered, self._scaled.skipped, self._inf)
+        result = NanResult(findings[: self._limit], *counts, entered, self._scaled.skipped, self._inf)
+        result.remarks = list(self._packed)
+        return result
 
     def clear(self) -> None:
         """Forget what was found; what was analysed stays."""
         self._findings: list[Finding] = []
         self._entered: dict[tuple[str, ...], Entered] = {}
+        self._packed: dict[str, None] = {}  # what is not read
         self._executions = self._passed_on = self._dropped = 0
         self._is_known = False  # an op gave NaN, which later ones are given
         self._scaled = Scaled()
@@ -111,6 +115,7 @@ class NanTool(amanda.Tool):
         if role == "scale":
             context.insert_after_op(self._begin_scaled, outputs=[])
         kind, dtype = context["type"], context["dtype"]
+        self._packed.update(dict.fromkeys(packed_inputs(context)))
         place = (context["phase"], kind, context.get_scope(), context.get_source())
         op = _Op(*place, _parameters(context), kind in _MOVES, context.get_op_type() in _READS)
         in_place = context["in_place"]

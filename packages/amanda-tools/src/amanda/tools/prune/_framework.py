@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any, Protocol, cast
 
-from autoray import infer_backend
-
+from amanda.tools.mapping import backend_of
 from amanda.tools.prune import _numpy, _other, _pytorch, _tensorflow
 
 Array = Any
@@ -48,7 +47,7 @@ _MODULES = {"torch": _pytorch, "tensorflow": _tensorflow, "numpy": _numpy, "buil
 
 def framework_of(tensor: Any) -> Framework:
     """The module for a tensor, or for an array that masks are computed with."""
-    return _module_of(infer_backend(tensor))
+    return _module_of(backend_of(tensor))
 
 
 def on_arrays(kept: Callable[..., Array]) -> Callable[..., Any]:

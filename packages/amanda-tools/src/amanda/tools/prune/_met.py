@@ -18,6 +18,7 @@ from amanda.tools.prune._selection import LOOKUPS, Selection
 from amanda.tools.prune._weight import Weight
 
 LOOKED_UP = "an embedding reads it too"
+ADAPTER = "it is an adapter's, which is masked if `module` selects it"
 
 
 class Met:
@@ -66,6 +67,8 @@ class Met:
         """
         if context["type"] in SEVERAL_WEIGHTS and self._selects(context):
             self.leave(context, "it multiplies by several weights in one op")
+        if self._selects.leaves_adapter(context):
+            self.reasons[_named(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
         if holder is None:
             return set()
@@ -197,9 +200,13 @@ class Met:
 
     def leave(self, context: amanda.OpContext, reason: str) -> None:
         """Note why the weight of an op is left as it is."""
-        self.reasons[f"{context['type']} of {context.get_scope() or context.get_source()}"] = reason
+        self.reasons[_named(context)] = reason
         self.left.update(elements_left(context))
 
     def selects(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is one to prune."""
         return self._selects(context)
+
+
+def _named(context: amanda.OpContext) -> str:
+    return f"{context['type']} of {context.get_scope() or context.get_source()}"

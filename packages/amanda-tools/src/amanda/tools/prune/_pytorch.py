@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
+from amanda.tools.kit import Held, parameters
 from amanda.tools.mapping import Form, form_of
-from amanda.tools.prune._errors import PruneError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,10 @@ Change = Callable[[Form | None, Callable[[Any], Any]], None]
 
 def plain(weight: Tensor) -> Tensor:
     """A weight as a tensor that masks are computed with: outside autograd, in float32 at least."""
+    import torch
+
     weight = weight.detach()
+    weight = weight if type(weight) is torch.Tensor else weight.as_subclass(torch.Tensor)
     return weight if weight.element_size() >= 4 else weight.float()
 
 
@@ -137,23 +141,11 @@ def _extent(form: Form) -> int:
 def variables(model: Any) -> Iterator[tuple[int, Change]]:
     """The identities of a module's or a list's parameters, each with what changes its value.
 
-    Raises PruneError where there are none.
+    Raises HeldError where there are none.
     """
-    import torch
-
-    found: Iterable[Any] = model.parameters() if isinstance(model, torch.nn.Module) else model
-    if isinstance(found, torch.Tensor) or not isinstance(found, Iterable):
-        raise PruneError(f"{type(model).__name__} has no parameters; give a module, or a list of parameters")
-    for parameter in found:
-        yield identity(parameter), _changing(parameter)
+    for held in parameters(model):
+        yield held.identity, partial(_change, held)
 
 
-def _changing(parameter: Tensor) -> Change:
-    def change(part: Form | None, changed: Callable[[Any], Any]) -> None:
-        import torch
-
-        with torch.no_grad():
-            values = parameter if part is None else parameter.as_strided(*part)
-            values.copy_(changed(values.detach()))
-
-    return change
+def _change(held: Held, part: Form | None, changed: Callable[[Any], Any]) -> None:
+    held.change(changed, part)

@@ -54,7 +54,7 @@ def misfit(context: amanda.OpContext, value: Any, layout: str | None, pattern: P
         return f"its shape is {extents}"
     if 0 in extents:
         return "it has no elements"
-    if "float" not in str(context["dtype"](value)):
+    if not str(context["dtype"](value)).startswith(("float", "bfloat")):
         return f"its type is {context['dtype'](value)}"
     if context.is_static() and not _is_in_file(context, context["weight_index"]):
         return "it is computed when the model runs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import amanda
-from amanda.tools.mapping import SEVERAL_WEIGHTS, makes_a_weight
+from amanda.tools.mapping import SEVERAL_WEIGHTS, is_adapter, makes_a_weight
 from amanda.tools.prune._errors import PruneError
 from amanda.tools.select import Patterns, unmatched
 
@@ -24,7 +24,8 @@ Globs = list[str] | str | None
 class Selection:
     """Ops by globs of their words or the framework's names, and of module paths.
 
-    A path selects what lies in the module too.  Raises PruneError for what is no list of names.
+    A path selects what lies in the module too.  Without paths, adapters are left.
+    Raises PruneError for what is no list of names.
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs) -> None:
@@ -35,8 +36,15 @@ class Selection:
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is pruned."""
-        if self._modules.patterns is None and makes_a_weight(context):
+        if self._modules.patterns is None and (makes_a_weight(context) or is_adapter(context)):
             return False
+        return self._fits(context)
+
+    def leaves_adapter(self, context: amanda.OpContext) -> bool:
+        """Whether the op is left because it is of an adapter, and no path asks for that."""
+        return self._modules.patterns is None and is_adapter(context) and self._fits(context)
+
+    def _fits(self, context: amanda.OpContext) -> bool:
         if self._types.patterns is None:
             typed = context["type"] in TYPES | SEVERAL_WEIGHTS
         else:

@@ -122,7 +122,7 @@ class PruneTool(amanda.Tool):
         model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
         of a session's graph within `with session.as_default()`.
         Raises PruneError where a weight is computed, so that nothing holds it, and where the model has no
-        weight that the tool has met.
+        weight that the tool has met; `amanda.tools.kit.HeldError` for what has no parameters.
         """
         finalize(model, [one for one in self._met.weights.values() if one.is_masked], self._met.passed)
         return self.result
@@ -142,11 +142,11 @@ class PruneTool(amanda.Tool):
         kept = {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
         return {**kept, "step": self._making.next_step}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take what `state_dict` gave, also in another process; the steps go on."""
         kept = dict(state)
         self._making.begin_at(int(kept.pop("step", 0)))
-        super().load_state_dict(kept)
+        super().load_state_dict(kept, strict)
         self._met.clear()
         self._steps.restart()
 

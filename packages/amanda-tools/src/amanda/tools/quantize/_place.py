@@ -102,6 +102,8 @@ class Place:
         inputs, weight = context.get_inputs(), self._weight
         for position in context["operands"]:
             value = inputs[position]
+            if position == weight.position and str(context["dtype"](value)).endswith("]"):
+                self.left = f"it is packed, {context['dtype'](value)}"
             if position == weight.position and weight.varies and self._is_learned:
                 self.left = "its scale is learned, and an index selects what it reads of a parameter"
                 continue

@@ -138,10 +138,10 @@ class QuantizeTool(amanda.Tool):
         self._calibrating = self._frozen = False
         self.load_state_dict({})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
         self._places, self._parts, self._several = {}, PartQuantizers(), {}
-        super().load_state_dict(state)
+        super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
         """Write scales, zero points and offsets, by "module/op/tensor", as .json or .safetensors.

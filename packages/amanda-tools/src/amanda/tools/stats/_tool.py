@@ -9,6 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools.kit import packed_inputs
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, is_partial, weight_gradient
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
@@ -78,6 +79,7 @@ class StatsTool(amanda.Tool):
         self._places: dict[tuple[int, int | None], _Place] = {}  # by ids of the op and of the backward op
         self._backward_ids: dict[int, list[int | None]] = {}  # the latter by the former
         self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
+        self._packed: dict[str, None] = {}  # what is not read
         self.depends_on(StandardMapping())
         if weights or activations:
             self.add_inst_for_op(self._forward)
@@ -87,11 +89,14 @@ class StatsTool(amanda.Tool):
     @property
     def result(self) -> StatsResult:
         """What was measured so far; waits for the devices."""
-        return StatsResult(self._read(), self._quantiles)
+        result = StatsResult(self._read(), self._quantiles)
+        result.remarks = list(self._packed)
+        return result
 
     def clear(self) -> None:
         """Forget what was measured; what was analysed stays."""
         self._gone.clear()
+        self._packed.clear()
         for place in self._places.values():
             place.seen.clear()
             place.measured.clear()
@@ -113,6 +118,7 @@ class StatsTool(amanda.Tool):
     def _forward(self, context: amanda.OpContext) -> None:
         place, dtype = self._place(context, context["phase"], context["type"]), context["dtype"]
         weight = context["weight_index"]
+        self._packed.update(dict.fromkeys(packed_inputs(context)))
         if self._weights and weight is not None:
             context.insert_before_op(self._see, inputs=[weight], place=place, name="weight", dtype=dtype)
         if self._activations and context["type"] not in UNINITIALISED:

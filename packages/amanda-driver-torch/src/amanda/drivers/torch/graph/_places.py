@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from amanda.drivers.torch._wrappers import stack_without_wrappers
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -15,7 +16,7 @@ _FRAMEWORK = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[[^\]]*\]\.?")
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
-_CONTAINERS = {"_modules", "_orig_mod", ""}
+_CONTAINERS = {"_modules", ""}
 
 
 def source_of(node: Node) -> str:
@@ -27,9 +28,9 @@ def source_of(node: Node) -> str:
 
 def scope_of(node: Node, prefix: str = "") -> str:
     """Path of the module whose call a node is of, from the outermost module: "layer1.0.conv1"."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return ".".join(part for part in (prefix, _path(paths[-1]) if paths else "") if part)
+    calls = [(_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    path = stack_without_wrappers(calls[-1][0], calls) if calls else ""
+    return ".".join(part for part in (prefix, path) if part)
 
 
 def _path(path: str) -> str:
