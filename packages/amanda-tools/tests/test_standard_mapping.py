@@ -407,3 +407,48 @@ def test_sizes_of_elements_are_those_of_torch() -> None:
         one: one.itemsize for one in dtypes
     }
     assert itemsize("resource") is itemsize(None) is None
+
+
+def test_one_mapping_serves_all_tools_of_a_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[StandardMapping] = []
+    own = StandardMapping._map
+
+    def counted(self: StandardMapping, context: amanda.OpContext) -> None:
+        calls.append(self)
+        own(self, context)
+
+    monkeypatch.setattr(StandardMapping, "_map", counted)
+
+    class Reading(amanda.Tool):
+        def __init__(self, backward: bool = False) -> None:
+            self.types: list[str] = []
+            self.depends_on(StandardMapping())
+            self.add_inst_for_op(lambda context: self.types.append(context["type"]), backward=backward)
+
+    tools = Reading(), Reading(), Reading(backward=True)
+    x = torch.ones(2, requires_grad=True)
+    with amanda.apply(*tools):
+        (x * 2).sum().backward()
+    assert tools[0].types == tools[1].types == ["mul", "sum", "ones_like"]
+    assert set(tools[2].types) == {"mul", "sum"}
+    assert len(set(calls)) == 1
+    assert len(calls) == len(tools[0].types) + len(tools[2].types)
+
+
+def test_a_mapping_with_rules_of_its_own_is_no_other() -> None:
+    def rename(context: amanda.OpContext) -> None:
+        context["type"] = "mine"
+
+    class Reading(amanda.Tool):
+        def __init__(self, mapping: StandardMapping) -> None:
+            self.types: list[str] = []
+            self.depends_on(mapping)
+            self.add_inst_for_op(lambda context: self.types.append(context["type"]))
+
+    added = StandardMapping()
+    added.add_inst_for_op(rename)
+    for mapping in (StandardMapping([["*", rename]]), added):
+        plain, tool = Reading(StandardMapping()), Reading(mapping)
+        with amanda.apply(plain, tool):
+            torch.ones(2) * 2
+        assert tool.types == ["mine", "mine"]

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 def in_order(tools: Iterable[Tool]) -> list[Tool]:
     """The tools and all that they depend on, each once, dependencies first.
 
+    Of those that stand for each other the first is taken.
     Raises DependencyCycleError, which prints the cycle.
     """
     ordered: list[Tool] = []
     path: list[Tool] = []
 
     def visit(tool: Tool) -> None:
-        if any(tool is done for done in ordered):
+        if any(same(tool, done) for done in ordered):
             return
         if any(tool is above for above in path):
             start = next(i for i, above in enumerate(path) if above is tool)
@@ -40,9 +41,14 @@ def in_order(tools: Iterable[Tool]) -> list[Tool]:
     return ordered
 
 
+def same(tool: Tool, other: Tool) -> bool:
+    """Return True for one tool, and for two of which either may stand for the other."""
+    return tool is other or (tool.stands_for() is not None and tool.stands_for() == other.stands_for())
+
+
 def depends(tool: Tool, on: Tool) -> bool:
-    """Whether `tool` depends on `on`, at any distance."""
-    return any(one is on or depends(one, on) for one in tool._amanda.dependencies)
+    """Return True if `tool` depends on `on`, at any distance."""
+    return any(same(one, on) or depends(one, on) for one in tool._amanda.dependencies)
 
 
 def routines_at(

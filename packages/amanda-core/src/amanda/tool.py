@@ -138,6 +138,14 @@ class Tool:
         self._amanda.dependencies.extend(tools)
         self._amanda.version += 1
 
+    def stands_for(self) -> Hashable:
+        """Name the tools of which any one may stand for all, where several are applied together.
+
+        Tools whose names are equal do the same for those that depend on them, so that the first alone runs.
+        None, which is the default, is for a tool that nothing stands for.
+        """
+        return None
+
     def restrict(self, admits: Admission) -> None:
         """Let this tool's analysis routines be called only for ops whose context `admits` accepts.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
@@ -46,3 +46,9 @@ class StandardMapping(MappingTool):
             ["onnxruntime", _onnxruntime.standard],
         ]
         super().__init__([*own, *installed_rules(), ["*", drop_unmade], *rules])
+        self._plain_version = None if rules else self._amanda.version
+
+    def stands_for(self) -> Hashable:
+        """One StandardMapping to which nothing was added does for all the tools of a scope."""
+        plain = type(self) is StandardMapping and self._amanda.version == self._plain_version
+        return StandardMapping if plain else None
