@@ -321,7 +321,7 @@ def test_a_permanent_fault_is_the_same_at_every_execution() -> None:
     _, tool = injected(lambda: [layer(x) for _ in range(5)], permanent=True)
     assert len({(one.element, one.bits) for one in tool.result.injections}) == 1
     _, tool = injected(lambda: [layer(x) for _ in range(5)])
-    assert len({(one.element, one.bits) for one in tool.result.injections}) == 5
+    assert len({(one.element, one.bits) for one in tool.result.injections}) > 2  # two may be equal by chance
 
 
 # ---- the same again ----

@@ -382,3 +382,26 @@ def test_a_phase_selects_its_ops_alone(phase: Phase) -> None:
         weight.exp().sum().backward()
         optimizer.step()
     assert {op.phase for op in tool.result.graph.ops} == {phase}
+
+
+def test_a_path_selects_what_lies_in_it_in_every_tool() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer1 = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.layer1(x))
+
+    model, x = Model(), torch.rand(2, 4)
+    tools: list[Any] = [
+        InjectTool(module="layer1", count=1),
+        InjectTool(module="layer1", target="grad_outputs", count=1),
+        PruneTool(module="layer1"),
+        select(FlopsTool(), module="layer1", phase="forward"),
+    ]
+    for tool in tools:
+        with amanda.apply(tool):
+            model(x).sum().backward()
+        assert {row[2] for row in tool.result.rows()} == {"layer1.0", "layer1.1"}, tool

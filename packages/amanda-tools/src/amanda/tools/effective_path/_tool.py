@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from numbers import Real
 from operator import index, itemgetter
 from typing import Any
@@ -25,6 +24,7 @@ from amanda.tools.effective_path._rules import FIRST, PASSING, RULES
 from amanda.tools.effective_path._tensorflow import TensorFlowReading
 from amanda.tools.effective_path._terms import Mode, Rule, Step, Where
 from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, Op, Tensor, TraceTool
 
 _NO_NUMBERS = ("resource", "variant", "string", "complex")
@@ -202,7 +202,7 @@ class EffectivePathTool(amanda.Tool):
         return max(found, key=lambda step: step.op.index)
 
     def _may_end(self, module: str) -> bool:
-        return self._output is None or fnmatchcase(module.replace("/", "."), self._output.replace("/", "."))
+        return Paths("output", self._output)(module)
 
 
 def _read_by(framework: type[Reading], word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:

@@ -73,11 +73,6 @@ class Options:
         return after >= 0 and (self.end is None or execution < self.end) and after % self.frequency == 0
 
 
-def globs(option: str, given: Sequence[str] | str | None) -> Patterns:
-    """An option that is a glob or several; None for all."""
-    return Patterns(option, [given] if isinstance(given, str) else given)
-
-
 def _check_known(option: str, given: Any, known: Sequence[str]) -> None:
     if given not in known:
         raise InjectError(f"{option} is {given!r}; it is one of {', '.join(known)}")

@@ -12,11 +12,11 @@ import amanda
 from amanda.tools.inject import _numpy, _pytorch, _tensorflow
 from amanda.tools.inject._faults import Fault, Kind
 from amanda.tools.inject._formats import Field
-from amanda.tools.inject._options import TARGETS, Options, Target, globs
+from amanda.tools.inject._options import TARGETS, Options, Target
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import Fits, Place, Site, Tensor, always, tensors_of
 from amanda.tools.mapping import MappingTool, StandardMapping, weight_gradient
-from amanda.tools.select import as_remarks, unmatched
+from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
 
 
 class InjectTool(amanda.Tool):
@@ -69,7 +69,7 @@ class InjectTool(amanda.Tool):
         super().__init__()
         self._options = Options(
             Fault(fault, bits, field, flips, value, scale), target,
-            globs("type", type), globs("module", module), index, probability, count, seed, permanent,
+            Patterns("type", type), Paths("module", module), index, probability, count, seed, permanent,
             start, end, frequency,
         )  # fmt: skip
         self._limit = limit
@@ -187,7 +187,7 @@ class InjectTool(amanda.Tool):
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
         """Return True for the one backward op that the word of its forward op selects."""
         forward = (context["type"], context.get_op_type())
-        if kind == "accumulate_grad" or not self._options.selects(context.get_scope(), *forward):
+        if kind == "accumulate_grad" or not self._options.selects(context.get_scopes(), *forward):
             return False
         if self._options.target == "weight_grads" and context["weight_grad_index"] is None:
             return False

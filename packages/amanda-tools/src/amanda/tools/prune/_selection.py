@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import amanda
 from amanda.tools.mapping import SEVERAL_WEIGHTS, is_adapter, makes_a_weight
 from amanda.tools.prune._errors import PruneError
-from amanda.tools.select import Patterns, unmatched
+from amanda.tools.select import Paths, Patterns, unmatched
 
 TYPES = frozenset(
     {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -31,8 +31,8 @@ class Selection:
     def __init__(self, type: Globs, module: Globs, exclude: Globs) -> None:
         self._told = {"type": type, "module": module, "exclude": exclude}
         self._types = Patterns("type", _listed("type", type))
-        self._modules = Patterns("module", _listed("module", module), within=True)
-        self._exclude = Patterns("exclude", _listed("exclude", exclude) or (), within=True)
+        self._modules = Paths("module", _listed("module", module))
+        self._exclude = Paths("exclude", _listed("exclude", exclude) or ())
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Whether the weight of an op is pruned."""
@@ -49,7 +49,7 @@ class Selection:
             typed = context["type"] in TYPES | SEVERAL_WEIGHTS
         else:
             typed = self._types(context["type"], context.get_op_type())
-        paths = [one.replace("/", ".") for one in context.get_scopes()]
+        paths = context.get_scopes()
         return typed and self._modules(*paths) and not self._exclude(*paths)
 
     def unmatched(self) -> list[str]:
@@ -70,4 +70,4 @@ def _listed(option: str, given: Globs) -> Sequence[str] | None:
     for one in listed:
         if not isinstance(one, str) or not one:
             raise PruneError(f"{option} has {one!r}; give names, or patterns with * and ?")
-    return [one.replace("/", ".") for one in listed]
+    return listed

@@ -4,10 +4,11 @@ with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear
     model(x)
 """
 
-from amanda.tools.select._patterns import Patterns, as_remarks, unmatched
+from amanda.tools.select._patterns import Paths, Patterns, as_remarks, unmatched
 from amanda.tools.select._select import Phase, Selection, SelectionError, leave_construction, select
 
 __all__ = [
+    "Paths",
     "Patterns",
     "Phase",
     "Selection",

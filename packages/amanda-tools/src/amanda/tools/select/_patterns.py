@@ -12,33 +12,47 @@ _SEEN = 10_000
 class Patterns:
     """One option that selects ops by name: an op is selected if a pattern fits; None selects every op.
 
-    option: how the user calls it.  within: a path selects what lies in it, too.
+    option: how the user calls it.  patterns: names, in which `*` and `?` stand for letters; or a single one.
     matched: whether a name was selected.  met: the names that were not.
     """
 
-    def __init__(self, option: str, patterns: Sequence[str] | None, within: bool = False) -> None:
+    def __init__(self, option: str, patterns: Sequence[str] | str | None) -> None:
+        listed = [patterns] if isinstance(patterns, str) else patterns
         self.option = option
-        self.patterns = None if patterns is None else tuple(patterns)
+        self.patterns = None if listed is None else tuple(map(self._spelt, listed))
         self.matched = False
         self.met: set[str] = set()
-        self._within = within
 
     def __call__(self, *names: str) -> bool:
         """Return whether an op that has these names is selected."""
         if self.patterns is None:
             return True
-        if any(self._fits(name, pattern) for name in names for pattern in self.patterns):
+        spelt = [self._spelt(name) for name in names]
+        if any(self._fits(name, pattern) for name in spelt for pattern in self.patterns):
             self.matched = True
             return True
         if len(self.met) < _SEEN:
-            self.met.update(names)
+            self.met.update(spelt)
         return False
 
+    def _spelt(self, name: str) -> str:
+        return name
+
     def _fits(self, name: str, pattern: str) -> bool:
-        return fnmatchcase(name, pattern) or (self._within and fnmatchcase(name, f"{pattern}.*"))
+        return fnmatchcase(name, pattern)
 
     def __str__(self) -> str:
         return f"{self.option}={'+'.join(self.patterns or ())}"
+
+
+class Paths(Patterns):
+    """The same for paths of modules or name scopes: a path selects what lies in it; "/" is read as a dot."""
+
+    def _spelt(self, name: str) -> str:
+        return name.replace("/", ".")
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def unmatched(options: Iterable[Patterns], verb: str = "selected") -> list[str]:

@@ -9,7 +9,7 @@ import amanda
 from amanda.action import Routine
 from amanda.errors import AmandaError
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.select._patterns import Patterns, unmatched
+from amanda.tools.select._patterns import Paths, Patterns, unmatched
 from amanda.tools.steps import Steps, Window
 
 Phase = Literal["forward", "backward", "optimizer", "construction"]
@@ -41,9 +41,8 @@ class Selection:
         module: str | Sequence[str] = (),
         phase: Phase | None = None,
     ) -> None:
-        paths = [_path(one) for one in _listed("module", module)]
         self._types = Patterns("type", _listed("type", type) or None)
-        self._modules = Patterns("module", paths or None, within=True)
+        self._modules = Paths("module", _listed("module", module) or None)
         if phase not in (None, *get_args(Phase)):
             raise SelectionError(f"phase is {phase!r}; it is one of {', '.join(get_args(Phase))}")
         self._phase = phase
@@ -63,7 +62,7 @@ class Selection:
         if not self._has_phase(context):
             return False
         typed = self._types.patterns is None or self._types(*_names(context))
-        placed = self._modules(*map(_path, context.get_scopes()))
+        placed = self._modules(*context.get_scopes())
         self._matched = self._matched or (typed and placed)
         return typed and placed
 
@@ -132,8 +131,3 @@ def _listed(name: str, value: str | Sequence[str]) -> list[str]:
         if not isinstance(one, str) or not one:
             raise SelectionError(f"{name} has {one!r}; give names, or patterns with * and ?")
     return values
-
-
-def _path(scope: str) -> str:
-    """A path of modules or name scopes, with one way to separate them."""
-    return scope.replace("/", ".")
