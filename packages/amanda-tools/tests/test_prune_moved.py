@@ -408,3 +408,14 @@ def test_quantize_notes_grouped_experts(transformers: Any) -> None:
     (place,) = tool.result.left
     assert place == "grouped_mm of layers.0.mlp.experts"
     assert "grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(tool.result)
+
+
+def test_an_index_of_the_program_is_freed_after_the_scope() -> None:
+    experts, x = nn.Parameter(torch.randn(4, 3, 3)), torch.randn(2, 1, 3)
+    index = torch.tensor([2, 0])
+    gone = weakref.ref(index)
+    with amanda.apply(PruneTool()):
+        torch.bmm(x, experts[index])
+    del index
+    gc.collect()
+    assert gone() is None

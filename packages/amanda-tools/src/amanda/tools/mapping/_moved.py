@@ -32,6 +32,10 @@ class Moved(amanda.Tool):
         self.add_inst_for_op(self._follow)
         self.add_inst_for_op(self.origins.follow_symbols, require_outputs=True)
 
+    def scope_left(self) -> None:
+        """Forget what is freed."""
+        self.origins.sweep()
+
     def _follow(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward":
             return

@@ -111,15 +111,19 @@ class Origins:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         if len(self._made) >= self._most:
-            for key, one in list(self._made.items()):  # other threads may write meanwhile
-                if one.storage.expired() and self._made.get(key) is one:
-                    self._made.pop(key, None)
-            self._most = max(_MOST, 2 * len(self._made))
+            self.sweep()
         storage, of, form = made.untyped_storage(), source.of, source.form
         if compute is not None:
             of, form = partial(_selected, compute, of, inputs[1:]), None
         lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._made[storage._cdata] = _Made(lives, form_of(made), weakref.ref(source.holder), of, form)
+
+    def sweep(self) -> None:
+        """Forget what is freed, and with it the indices that selected it."""
+        for key, one in list(self._made.items()):  # other threads may write meanwhile
+            if one.storage.expired() and self._made.get(key) is one:
+                self._made.pop(key, None)
+        self._most = max(_MOST, 2 * len(self._made))
 
     def source(self, value: Any) -> Origin | None:
         """Where an input comes from: a view of a parameter, or what was made of one."""
