@@ -113,3 +113,36 @@ def test_paths_keep_no_model_alive() -> None:
         del model
         gc.collect()
         assert reference() is None
+
+
+class Masks(amanda.Tool):
+    """Masks the smaller half of each weight, once."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "linear":
+            weight = context.get_value("weight")
+            variable = context.get_variable("weight")
+            mask = self.keep(context, "mask", lambda: weight.abs() > weight.abs().median(), variable=variable)
+            context.insert_before_op(lambda weight, mask: weight * mask, inputs=["weight"], mask=mask)
+
+
+def test_parts_of_a_parameter_have_state_of_their_own() -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    query, key = torch.randn(1, 3, 8), torch.randn(1, 4, 8)
+    tool = Masks()
+    with amanda.apply(tool):
+        attention(query, key, key)
+    names = [name for name in tool.state_dict() if name.startswith("in_proj_weight")]
+    assert len(names) == 2  # of q, and of k and v, which are projected together
+    held = {name: mask for name, mask in tool.state_dict().items() if name in names}
+    shapes = {tuple(mask.shape) for mask in held.values()}
+    assert shapes == {(8, 8), (16, 8)}
+    again = Masks()
+    again.load_state_dict(tool.state_dict())
+    with amanda.apply(again):
+        attention(query, key, key)
+    assert again.state_dict().keys() == tool.state_dict().keys()

@@ -127,6 +127,10 @@ class EagerOps(TensorOps):
         """What holds an input's value from one execution to the next; None where nothing does."""
         return None
 
+    def part_of(self, value: Any, variable: Any) -> str:
+        """Name the part of a variable that an input is a view of; "" for all of it, in any form."""
+        return ""
+
     def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
         """What tells the path of a variable in the outermost of the enclosing calls' objects.
 

@@ -17,7 +17,8 @@ class OpFacts:
     graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
     variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
     of a graph, which keeps nothing of the graph.  variable_of: what holds an input's value; path_of: where in
-    the model that is.  aliases: other paths of the module of `scope`.
+    the model that is; part_of: names the part of a variable that a value is, "" for all of it.
+    aliases: other paths of the module of `scope`.
     """
 
     op: Any
@@ -43,6 +44,7 @@ class OpFacts:
     original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
     variable_of: Callable[[Any], Any] = field(default=lambda value: None)
     path_of: Callable[[Any], str | None] = field(default=lambda variable: None)
+    part_of: Callable[[Any, Any], str] = field(default=lambda value, variable: "")
     compute: Callable[[Sequence[Any]], Any] | None = None
     backward_order: int = 0
     aliases: Sequence[str] = ()
@@ -58,6 +60,11 @@ class OpFacts:
         held = map(self.variable_of, spread(self.inputs or ()))
         return next((path for path in (self.path_of(one) for one in held if one is not None) if path), None)
 
+    def part_read(self, variable: Any) -> str:
+        """Name the part of a variable that the op reads; "" for all of it, and where it reads several."""
+        read = [one for one in spread(self.inputs or ()) if self.variable_of(one) is variable]
+        return self.part_of(read[0], variable) if len(read) == 1 else ""
+
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Facts of a backward op of this op."""
         return OpFacts(
@@ -65,7 +72,7 @@ class OpFacts:
             self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
             read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
             read_variables=self.read_variables, variable_of=self.variable_of, path_of=self.path_of,
-            compute=self.compute, backward_order=order, aliases=self.aliases,
+            part_of=self.part_of, compute=self.compute, backward_order=order, aliases=self.aliases,
         )  # fmt: skip
 
     @property

@@ -229,13 +229,16 @@ class Tool:
         taken instead of `make()`, or what `load` makes of it: a variable of an array that a file held.
         variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
         it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
+        Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
         renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
         what was loaded: writes it there and returns the parameter, or returns another value to be kept.
         Call it in an analysis routine.
         Raises ToolError where `load_state_dict` was given other state without this, unless not strict.
         """
-        own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         path = None if variable is None else context.get_variable_path(variable)
+        if variable is not None and "@" not in name:
+            name += context._facts.part_read(variable)
+        own = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = own if path is None else f"{self._path(path, variable)}/{name}"
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:

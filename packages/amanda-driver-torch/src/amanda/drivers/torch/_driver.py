@@ -27,7 +27,7 @@ from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, M
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait
-from ._modules import Paths, enclose_modules, module_path, slot_of
+from ._modules import Paths, enclose_modules, module_path, part_of, slot_of
 from ._overrides import Unseen, UnseenTensors, is_recorded, overridden
 from ._reader import reader
 from ._requirements import check
@@ -228,6 +228,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         base = value if value._base is None else value._base
         is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
         return base if is_held else None
+
+    def part_of(self, value: Any, variable: Any) -> str:
+        """The part of a parameter that a view of it is."""
+        with Unseen():
+            return part_of(value, variable)
 
     def path_of(self, subjects: Any) -> Paths:
         """What tells the paths of parameters in the enclosing modules."""

@@ -69,6 +69,13 @@ def module_path(subjects: Sequence[Any]) -> str:
     return ".".join(part for part in parts if part)
 
 
+def part_of(value: Any, variable: Any) -> str:
+    """Name the part of a parameter that a view of it is by its offset, "@16"; "" for all elements."""
+    if value is variable or value.layout is not torch.strided or value.numel() >= variable.numel():
+        return ""
+    return f"@{value.storage_offset()}"
+
+
 class Paths:
     """Paths of parameters in the outermost of the modules that enclose an op: "layer1.0.conv1.weight".
 

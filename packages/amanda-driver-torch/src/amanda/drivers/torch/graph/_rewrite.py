@@ -11,7 +11,7 @@ from amanda.backend import BackwardPlan, GraphAnalysis, Namespace, OpFacts, back
 from amanda.errors import ActionError
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
-from .._modules import Paths
+from .._modules import Paths, part_of
 from ._instrumented import BackwardSite, Inlet, Instrumented, Leaf, Step
 from ._making import Making
 from ._memory import check_views
@@ -127,7 +127,7 @@ class Rewriting:
             list(native.inputs), attributes=native.attributes(), scope=scope, source=source,
             op_type=native.op_type(), parameters=native.parameters(), graph=("graph", self.program.number),
             read_variables=lambda: ordinals, read_value=self.symbols.value, variable_of=self.symbols.variable,
-            path_of=self._path_of, compute=native.computation(),
+            path_of=self._path_of, part_of=part_of, compute=native.computation(),
         )  # fmt: skip
 
     def _read(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
