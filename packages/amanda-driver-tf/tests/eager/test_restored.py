@@ -132,4 +132,4 @@ def test_many_scopes_keep_no_more_than_tensorflow_does(module: tf.Module | None)
 
     kept(tool)
     plain = kept()
-    assert kept(tool) < plain + 400
+    assert any(kept(tool) < plain + 400 for _ in range(3))  # other threads may make objects meanwhile
