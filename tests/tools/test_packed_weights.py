@@ -65,6 +65,16 @@ def test_a_program_computes_what_it_does_alone(model: nn.Module, name: str, tmp_
         assert "linear of 0" in told[0]
 
 
+@pytest.mark.parametrize("kind", [NanTool, StatsTool])
+def test_what_is_left_is_said_again_after_clear(model: nn.Module, kind: Callable[[], Any]) -> None:
+    tool = kind()
+    with amanda.apply(tool):
+        model(X)
+        tool.clear()
+        model(X)
+    assert str(tool.result).count("Int8Tensor") == 2
+
+
 def test_each_product_is_counted_once(model: nn.Module) -> None:
     tool = FlopsTool()
     with amanda.apply(tool):

@@ -29,7 +29,7 @@ class Slots:
         self._held: set[int] = set()
 
     def add_finder(self, slot_of: SlotOf) -> None:
-        """Let a framework say which slots its objects have."""
+        """Add a function that finds the slots of a framework's objects."""
         if slot_of not in self._finders:
             self._finders.append(slot_of)
 

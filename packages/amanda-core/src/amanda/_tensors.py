@@ -63,7 +63,7 @@ class TensorOps(ABC):
         """Copy a value into the user's tensor, straight through where isolated."""
 
     def written_later(self, values: Sequence[Any]) -> Saved | None:
-        """What an op is to run under after which these values may be written once more.
+        """Return the context to run an op in, after which these values may be written once more.
 
         None where `saved_of` finds all that it will have saved.
         """

@@ -11,6 +11,7 @@ from amanda._opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPE
 from amanda.interceptor._fallback._tables import Lock
 
 MOST_ASKS = 8
+"""How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
 OCCURRENCE_CAP = 64
 """How many ops at one place, as in the rounds of a loop, have ids of their own; others share the last."""
 
@@ -41,7 +42,7 @@ class Region:
 
 
 class Thread(threading.local):
-    """What is under way on a thread.
+    """State of one thread: its region, its suspension, the op that runs.
 
     suspension: which this thread holds while it intercepts nothing; left in C, so always left.
     """

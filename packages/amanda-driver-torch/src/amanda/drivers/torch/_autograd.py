@@ -219,7 +219,7 @@ class _Backward:
             self.under_way[:] = others
 
     def _is_done(self, trace: Trace) -> None:
-        """Let go of what an op was given and gave as soon as the last of its backward ops has run."""
+        """Drop the inputs and outputs of an op as soon as the last of its backward ops has run."""
         self._expected[id(trace)] -= 1
         if self._is_last and not self._expected[id(trace)] and trace.facts is not None:
             trace.facts.drop_values()

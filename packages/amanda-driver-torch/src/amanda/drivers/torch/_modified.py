@@ -32,7 +32,7 @@ class Making:
 
 
 class _Form(NamedTuple):
-    """What is left of a tensor without its data."""
+    """A tensor's shape, element type and need of a gradient, without its data."""
 
     shape: Any
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _text(tensor: torch.Tensor, version: int) -> str:
-    """Let torch save the tensor as if at that version, and find that it was written since."""
+    """Make torch save the tensor as of that version, so that it finds that the tensor was written since."""
     now = tensor._version
     try:
         _set_versions((tensor,), (version,))

@@ -77,7 +77,7 @@ class EffectivePathTool(amanda.Tool):
                 f"EffectivePathTool was given theta={theta!r} and mode={mode!r}; a cumulative theta is in "
                 "(0, 1], an absolute one above 0"
             )
-        self.theta, self._mode, self._output = theta, mode, output
+        self.theta, self._mode, self._output = theta, mode, Paths("output", output)
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
         self._trace = TraceTool(executions=1, backward=False)
@@ -194,7 +194,7 @@ class EffectivePathTool(amanda.Tool):
             if step.varying and _is_scores(step.outputs) and self._may_end(step.op.module)
         ]  # fmt: skip
         if not found:
-            where = f" in a module like {self._output!r}" if self._output else ""
+            where = f" in a module like {self._output.patterns[0]!r}" if self._output.patterns else ""
             raise PathError(
                 f"no op{where} has given floating-point numbers of (samples, classes); {len(steps)} ops of a "
                 "pass were seen: run the model in the tool's scope first"
@@ -202,7 +202,7 @@ class EffectivePathTool(amanda.Tool):
         return max(found, key=lambda step: step.op.index)
 
     def _may_end(self, module: str) -> bool:
-        return Paths("output", self._output)(module)
+        return self._output(module)
 
 
 def _read_by(framework: type[Reading], word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:

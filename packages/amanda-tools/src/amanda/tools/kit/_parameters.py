@@ -32,7 +32,11 @@ class Held:
         self._parameter, self._module, self._name = parameter, module, name
 
     def read(self) -> Tensor:
-        """The values of the whole parameter, without autograd; writing into them may not change it."""
+        """Return the values of the whole parameter, in its own shape and type, without autograd.
+
+        Writing into them may not change the parameter.  Of a distributed one every rank has to call this.
+        Raises HeldError for one that has no values.
+        """
         if self._parameter.is_meta:
             values, key = _offloaded(self._module, self._name)
             found: Tensor = values[key]

@@ -76,6 +76,7 @@ class NanTool(amanda.Tool):
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
         self.clear()
+        self._packed: dict[str, None] = {}  # what is not read
         self.depends_on(StandardMapping(), MappingTool([["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._forward)
         if backward:
@@ -97,7 +98,6 @@ class NanTool(amanda.Tool):
         """Forget what was found; what was analysed stays."""
         self._findings: list[Finding] = []
         self._entered: dict[tuple[str, ...], Entered] = {}
-        self._packed: dict[str, None] = {}  # what is not read
         self._executions = self._passed_on = self._dropped = 0
         self._is_known = False  # an op gave NaN, which later ones are given
         self._scaled = Scaled()

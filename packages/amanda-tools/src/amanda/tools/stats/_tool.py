@@ -96,7 +96,6 @@ class StatsTool(amanda.Tool):
     def clear(self) -> None:
         """Forget what was measured; what was analysed stays."""
         self._gone.clear()
-        self._packed.clear()
         for place in self._places.values():
             place.seen.clear()
             place.measured.clear()

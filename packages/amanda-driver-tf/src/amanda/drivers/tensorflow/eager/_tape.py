@@ -45,7 +45,7 @@ class Tape:
 
     @staticmethod
     def register() -> None:
-        """Let native code call the functions that are in place now, unless the program has deleted them."""
+        """Make native code call the functions that are in place now, unless the program has deleted them."""
         for register, module, name in (
             (pywrap_tfe.TFE_Py_RegisterGradientFunction, backprop, "_gradient_function"),
             (pywrap_tfe.TFE_Py_RegisterJVPFunction, forwardprop, "_jvp_dispatch"),

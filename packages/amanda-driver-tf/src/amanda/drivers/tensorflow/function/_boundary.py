@@ -42,7 +42,7 @@ class Trace:
 
 
 class _Thread(threading.local):
-    """What is under way on a thread.
+    """State of one thread: the call that is under way, and the traces of the last and the forward call.
 
     pending: the call whose function is to be exchanged.  last: the trace of the call that ended last.
     trace: that of the forward call whose backward function runs.

@@ -52,7 +52,7 @@ def record_gradients(attributes: Attributes) -> None:
 
 
 def forget_gradient_function() -> None:
-    """Let tapes use the function that is in place now, unless the program has deleted it."""
+    """Make tapes use the function that is in place now, unless the program has deleted it."""
     if hasattr(backprop, "_gradient_function"):
         pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
