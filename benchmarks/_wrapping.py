@@ -7,17 +7,12 @@ from typing import Any
 import amanda
 from amanda._order import in_order
 from amanda.action import Routine, has_run, marks
-from amanda.tools.mapping import MOVED
 
 
 def wrap(tool: amanda.Tool, instead: Callable[[Routine], Routine]) -> None:
-    """Let a tool and those that it depends on record `instead(routine)` for each of their routines.
-
-    What all tools of the process share stays as it is.
-    """
+    """Record `instead(routine)` for each routine of a tool and of those that it depends on."""
     for one in in_order([tool]):
-        if one is not MOVED:
-            one.wrap_routines(lambda context, type, routine: in_place_of(routine, instead(routine)))
+        one.wrap_routines(lambda context, type, routine: in_place_of(routine, instead(routine)))
 
 
 def in_place_of(routine: Routine, call: Routine) -> Routine:

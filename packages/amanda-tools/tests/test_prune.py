@@ -223,7 +223,7 @@ def test_what_comes_back_begins_at_nothing_and_the_sparsity_stays(regrow: Any) -
         assert read[4][came].any()
     tool.finalize(model)
     assert torch.allclose(
-        model[5].weight, tool._met.weights[list(tool._met.weights)[2]].masked(model[5].weight)
+        model[5].weight, [*tool.weights][2].transformed(tool, model[5].weight)
     )
 
 

@@ -64,7 +64,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def masks(tool: PruneTool) -> list[Array]:
     """Masks with outputs and inputs first."""
-    return [np.asarray(one.kept_like(one.kept)) for one in tool._met.weights.values()]
+    return [np.asarray(one.kept_like(one.mask)) for one in tool.weights]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

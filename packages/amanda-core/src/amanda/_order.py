@@ -43,7 +43,12 @@ def in_order(tools: Iterable[Tool]) -> list[Tool]:
 
 def same(tool: Tool, other: Tool) -> bool:
     """Return True for one tool, and for two of which either may stand for the other."""
-    return tool is other or (tool.stands_for() is not None and tool.stands_for() == other.stands_for())
+    if tool is other:
+        return True
+    name, one, two = tool.stands_for(), tool._amanda, other._amanda
+    if name is None or name != other.stands_for() or len(one.analyses) != len(two.analyses):
+        return False
+    return not (one.admissions or one.wrappers or two.admissions or two.wrappers)
 
 
 def depends(tool: Tool, on: Tool) -> bool:

@@ -141,7 +141,8 @@ class Tool:
     def stands_for(self) -> Hashable:
         """Name the tools of which any one may stand for all, where several are applied together.
 
-        Tools whose names are equal do the same for those that depend on them, so that the first alone runs.
+        Tools whose names are equal do the same for those that depend on them, so that the first alone runs;
+        one that was restricted, or whose routines are wrapped, stands for none.
         None, which is the default, is for a tool that nothing stands for.
         """
         return None

@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.tools.kit._holders import HeldError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-
-
-class HeldError(AmandaError, ValueError):
-    """A model without parameters, or a parameter that cannot be written."""
 
 
 class Held:

@@ -46,9 +46,8 @@ class StandardMapping(MappingTool):
             ["onnxruntime", _onnxruntime.standard],
         ]
         super().__init__([*own, *installed_rules(), ["*", drop_unmade], *rules])
-        self._plain_version = None if rules else self._amanda.version
+        self._is_plain = not rules
 
     def stands_for(self) -> Hashable:
-        """One StandardMapping to which nothing was added does for all the tools of a scope."""
-        plain = type(self) is StandardMapping and self._amanda.version == self._plain_version
-        return StandardMapping if plain else None
+        """One StandardMapping without rules of its own does for all the tools of a scope."""
+        return StandardMapping if type(self) is StandardMapping and self._is_plain else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any, Protocol, cast
 
@@ -26,26 +26,15 @@ class Arrays(Protocol):
     def stored(self, array: Any) -> Array: ...
 
 
-class Framework(Arrays, Protocol):
-    """The same, and what holds weights."""
-
-    def identity(self, holder: Any) -> Any: ...
-    def held(self, holder: Any, weight: Any) -> tuple[Any, Any] | None: ...
-    def overlaps(self, part: Any, other: Any, whole: Any) -> bool: ...
-    def covers(self, part: Any, other: Any, whole: Any) -> bool: ...
-    def carried(self, pieces: Sequence[tuple[Array, Any]], part: Any, whole: Any, fill: Any) -> Array: ...
-    def variables(self, model: Any) -> Iterator[tuple[Any, Callable[[Any, Callable[[Any], Any]], None]]]: ...
-
-
 @cache
-def _module_of(backend: str) -> Framework:
-    return cast(Framework, _MODULES.get(backend, _other))
+def _module_of(backend: str) -> Arrays:
+    return cast(Arrays, _MODULES.get(backend, _other))
 
 
 _MODULES = {"torch": _pytorch, "tensorflow": _tensorflow, "numpy": _numpy, "builtins": _numpy}
 
 
-def framework_of(tensor: Any) -> Framework:
+def framework_of(tensor: Any) -> Arrays:
     """The module for a tensor, or for an array that masks are computed with."""
     return _module_of(backend_of(tensor))
 

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.prune._errors import PruneError
-
 Array = NDArray[Any]
-
-
-def identity(holder: Any) -> Any:
-    """What names an initializer of an ONNX model: its graph and its name."""
-    return holder
-
-
-def held(holder: Any, weight: Any) -> tuple[Any, None]:
-    """The same, for a weight that is that initializer, or it in another form."""
-    return holder, None
-
-
-def variables(model: Any) -> Iterator[Any]:
-    """Raises PruneError: a session of ONNX Runtime holds its weights for itself."""
-    raise PruneError(
-        f"{type(model).__name__} holds its weights for itself; amanda.drivers.onnxruntime.instrument writes "
-        "a pruned model"
-    )
 
 
 def plain(weight: Any) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.prune._weight import Weight
+from amanda.tools.prune._weight import PrunedWeight
 from amanda.tools.results import Column, Result, not_met, shortened
 
 
@@ -29,7 +29,7 @@ class PruneResult(Result):
 
     def __init__(
         self,
-        weights: Iterable[Weight],
+        weights: Iterable[PrunedWeight],
         pattern: str,
         left: Mapping[str, str],
         passed: str = "",
@@ -37,7 +37,7 @@ class PruneResult(Result):
         elements_left: int = 0,
     ) -> None:
         self._rows = [
-            ("forward", one.type, one.module, one.source, "x".join(map(str, one.extents)), one.layout or "",
+            ("forward", one.type, one.module, one.source, "x".join(map(str, one.shape)), one.layout or "",
              one.size, one.zeros, one.zeros / max(one.size, 1), pattern)
             for one in weights
         ]  # fmt: skip

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
 from typing import Any
 
+import numpy as np
+
 import amanda
-from amanda.tools.mapping import MOVED, StandardMapping, weight_gradient
-from amanda.tools.prune._finalizing import finalize
+from amanda.tools.kit import Present, WeightTool
+from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._making import Making
-from amanda.tools.prune._met import Met
-from amanda.tools.prune._moved import Find, MovedWeights
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
-from amanda.tools.prune._reading import Reading
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
-from amanda.tools.prune._selection import Selection
-from amanda.tools.prune._weight import Weight, masked_for_good
+from amanda.tools.prune._weight import PrunedWeight
 from amanda.tools.select import as_remarks
 from amanda.tools.steps import Steps
 
-_numbers = count()
 
-
-class PruneTool(amanda.Tool):
+class PruneTool(WeightTool[PrunedWeight]):
     """Prunes the weights of convolutions and products; `result` tells which, `finalize` writes it into them.
 
     sparsity: the share that is dropped, of each weight (scope "op") or of all together ("global").
@@ -44,6 +38,10 @@ class PruneTool(amanda.Tool):
 
     Raises PruneError for options that do not go together.
     """
+
+    elementwise = True
+    error = PruneError
+    weight_type = PrunedWeight
 
     def __init__(
         self,
@@ -66,42 +64,32 @@ class PruneTool(amanda.Tool):
         mask_gradients: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__()
         steps = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
         self._options = Options(
             steps, pattern_of(pattern, granularity, norm), pattern, scope, regrow, regrow_fraction, permute,
             mask_gradients, seed,
         )  # fmt: skip
-        self._selection = Selection(type, module, exclude)
-        self._met = Met(self._options, self._selection, self.keep, self.place)
-        self._moved = MovedWeights(self._met)
-        self._key = f"pruned by {next(_numbers)}"
-        self._mask_key = f"{self._key}, for good"
-        self._making = Making(self._options, self._met)
+        self.wants_gradients = regrow == "gradient"
+        if self.wants_gradients:
+            self.leaves_rows = "regrow of gradients does not follow rows that an index selects"
+        super().__init__(type, module, exclude)
+        self._making = Making(self._options, self.weights, self._masked)
         self._steps = Steps()
         self._steps.on_step(self._making.turn)
-        self.depends_on(StandardMapping(), MOVED)
         if self._options.needs_steps:
             self.depends_on(self._steps)
-        self.add_inst_for_op(self._forward)
-        if mask_gradients or regrow == "gradient":
-            self.add_inst_for_op(self._backward, backward=True)
 
     # ---- for the user ----
 
     @property
     def result(self) -> PruneResult:
         """The weights that were met, and what is dropped of them."""
-        met = self._met
-        waiting = [name for name in self.waiting_state() if "/mask" in name] if met.weights else []
-        left = sum(met.left.values())
-        result = PruneResult(met.weights.values(), self._options.name, met.reasons, met.passed, waiting, left)
+        weights = self.weights
+        waiting = [name for name in self.waiting_state() if "/mask" in name] if weights.found else []
+        left = sum(weights.left.values())
+        result = PruneResult(weights, self._options.name, self.left, weights.passed, waiting, left)
         result.remarks = as_remarks(self.unmatched())
         return result
-
-    def unmatched(self) -> list[str]:
-        """Say which options no op fitted."""
-        return [*super().unmatched(), *self._selection.unmatched()]
 
     def clear(self) -> None:
         """Forget masks and steps: the next step is the first."""
@@ -117,14 +105,11 @@ class PruneTool(amanda.Tool):
         self._steps.step()
 
     def finalize(self, model: Any) -> PruneResult:
-        """Write the masks into the weights of a model, which then computes alone what it did with the tool.
+        """Write the masks into the weights of a model; see `WeightTool.finalize`.
 
-        model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
-        of a session's graph within `with session.as_default()`.
-        Raises PruneError where a weight is computed, so that nothing holds it, and where the model has no
-        weight that the tool has met; `amanda.tools.kit.HeldError` for what has no parameters.
+        Raises PruneError.
         """
-        finalize(model, [one for one in self._met.weights.values() if one.is_masked], self._met.passed)
+        super().finalize(model)
         return self.result
 
     @contextmanager
@@ -137,132 +122,69 @@ class PruneTool(amanda.Tool):
             self._steps.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks by "module path/op/name", what else belongs to them, and "step", the next one."""
-        retracted = {id(array) for one in self._met.retracted for array in one.state}
-        kept = {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
-        return {**kept, "step": self._making.next_step}
+        """Masks by "path of the weight/mask", what else belongs to them, and "step", the next one."""
+        return {**super().state_dict(), "step": self._making.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take what `state_dict` gave, also in another process; the steps go on."""
         kept = dict(state)
         self._making.begin_at(int(kept.pop("step", 0)))
         super().load_state_dict(kept, strict)
-        self._met.clear()
         self._steps.restart()
 
-    # ---- analysis ----
+    # ---- weights ----
 
-    def _forward(self, context: amanda.OpContext) -> None:
-        again = self._met.look_at(context)
-        if again:
-            self.analyse_again(again)
-        if context["phase"] != "forward":
-            return
-        index = self._moved.weight_index(context)
-        if index is None or self._moved.leaves(context, index):
-            return
-        value = context.get_inputs()[index]
-        find = self._moved.finder(context, index)
-        if find is None:
-            found: Any = self._weight(context, value, context.get_variable(index))
-        else:
-            found = find(value, MOVED.origins.source(value))
-        if found is None and find is None:
-            return
-        if context.is_static():
-            self._inline(context, index, found)
-            return
-        context[self._key] = found if isinstance(found, Weight | Reading) else None  # else it holds tensors
-        mask = context[self._mask_key] = self._final_mask(context, index, found)
-        within = self._is_differentiated(context)
-        if mask is not None:
-            context.insert_before_op(_times, inputs=[index], mask=mask)
-        elif find is not None:
-            routine = self._mask_part_within_autograd if within else self._mask_part
-            context.insert_before_op(routine, inputs=[index], find=find)
-        else:
-            of_weight = self._mask_within_autograd if within else self._mask
-            context.insert_before_op(of_weight, inputs=[index], weight=found)
+    @property
+    def transforms_gradients(self) -> bool:
+        """True if weights' gradients are masked."""
+        return self._options.mask_gradients
 
-    def _inline(self, context: amanda.OpContext, index: int, weight: Any) -> None:
-        """Mask a weight of a file for good; what it holds is asked for once, when the tool is prepared."""
-        if isinstance(weight, Weight) and not weight.is_masked and weight.magnitudes is None:
-            weight.magnitudes = weight.gathered(context.get_value(index), revive=False)
-        if weight.is_masked:
-            context.insert_before_op(masked_for_good, inputs=[index], **weight.inlined())
-        else:
-            self._making.await_last_masks()
+    @property
+    def is_settled(self) -> bool:
+        """True if masks that are made stay."""
+        options = self._options
+        return not (self._making.is_preparing or options.schedule.goes_on or options.exchanges)
 
-    def _backward(self, context: amanda.OpContext) -> None:
-        index = context["weight_grad_index"]
-        if self._key not in context or index is None:
-            return
-        weight, mask = context[self._key], context[self._mask_key]
-        within = self._is_differentiated(context)
-        if mask is None and (self._options.regrow == "gradient" or not within):
-            context.insert_after_backward_op(
-                self._mask_gradient, grad_inputs=[index], first=weight,
-                is_weights=partial(weight_gradient(context), index),
-                masks=self._options.mask_gradients and not within,
-            )  # fmt: skip
-        elif mask is not None and self._options.mask_gradients:
-            context.insert_after_backward_op(_times, grad_inputs=[index], mask=mask)
+    def on_weight(self, weight: PrunedWeight) -> str | None:
+        """Make the mask of a weight, unless the pattern does not fit."""
+        options = self._options
+        misfit = options.pattern.misfit(weight.canonical_shape, weight.layout is not None)
+        if misfit is None:
+            weight.keep_elements("mask", True, "bool")
+            if options.exchanges:
+                weight.keep_elements("grown", 0, "float64" if weight.dtype == "float64" else "float32")
+            if options.permute:
+                weight.keep("permutation", np.arange(weight.canonical_shape[1]))
+        return misfit
 
-    def _weight(self, context: amanda.OpContext, value: Any, holder: Any) -> Weight | Reading | None:
-        return self._met(context, value, holder, context["weight_layout"])
+    def on_read(self, weight: PrunedWeight, present: Present) -> None:
+        """Make the mask that is due, or gather what it is made of."""
+        self._making.look_at(weight, present)
+        weight.start_grown(present)
 
-    def _final_mask(self, context: amanda.OpContext, index: int, weight: Any) -> Any:
-        """The mask as a tensor, where a compiler shall have it: no other will be made. None elsewhere."""
-        compiles = context.namespace.matches("pytorch/*/graph")
-        if (
-            weight is None
-            or not compiles
-            or self._making.is_preparing
-            or self._options.schedule.goes_on
-            or weight.grown is not None
-        ):
-            return None
-        try:
-            value = context.get_value(index)
-        except amanda.AmandaError:  # it is computed
-            return None
-        if not weight.is_masked and isinstance(weight, Weight) and self._making.is_made_at_once(weight):
-            self._making.masked(value, weight)
-        return weight.mask_like(value) if weight.is_masked else None
+    def on_file(self, weight: PrunedWeight, present: Present) -> None:
+        """Gather what the mask of a weight in a file is made of."""
+        self._making.gather_for_good(weight, present)
 
-    # ---- execution ----
+    def on_gradient(self, weight: PrunedWeight, gradient: Any) -> None:
+        """Gather what decides what comes back."""
+        weight.gather_gradient(gradient)
 
-    def _mask(self, value: Any, weight: Weight | Reading) -> Any:
-        return self._making.masked(value, weight)
+    @amanda.traceable
+    def transform(self, value: Any, mask: Any, grown: Any = None) -> Any:
+        """Return the weight with 0 where it is dropped, and less what elements had when they came back."""
+        return value * mask if grown is None else (value - grown) * mask
 
-    @amanda.differentiable
-    def _mask_within_autograd(self, value: Any, weight: Weight | Reading) -> Any:
-        return self._making.masked(value, weight)
+    def transform_gradient(self, gradient: Any, mask: Any, grown: Any = None) -> Any:
+        """Return the gradient with 0 where the weight is dropped."""
+        return gradient * mask
 
-    def _mask_part(self, value: Any, find: Find, run: Any) -> Any:
-        weight: Any = find(value, MOVED.origin(run))
-        run[self._key] = weight
-        return None if weight is None else self._making.masked(value, weight)
+    def finalized(self, weight: PrunedWeight, value: Any) -> Any:
+        """Return the masked weight; elements that had come back are counted from 0 from now on."""
+        made = super().finalized(weight, value)
+        if weight.grown is not None:
+            weight["grown"] = 0
+        return made
 
-    @amanda.differentiable
-    def _mask_part_within_autograd(self, value: Any, find: Find, run: Any) -> Any:
-        return self._mask_part(value, find, run)
-
-    def _is_differentiated(self, context: amanda.OpContext) -> bool:
-        """Whether autograd masks gradients, those of gradients too; in graphs it would cost a call each."""
-        return self._options.mask_gradients and context.namespace.matches("pytorch/*/eager")
-
-    def _mask_gradient(
-        self, gradient: Any, first: Weight | Reading, is_weights: Callable[[Any], bool], masks: bool, run: Any
-    ) -> Any:
-        weight = run.get(self._key, first)
-        if weight is None or not is_weights(gradient):
-            return None
-        if self._options.regrow == "gradient":
-            weight.gather_gradient(gradient)
-        return weight.masked_gradient(gradient) if masks else None
-
-
-@amanda.traceable
-def _times(value: Any, mask: Any) -> Any:
-    return None if value is None else value * mask
+    def _masked(self, weight: PrunedWeight, value: Any) -> Any:
+        return weight.transformed(self, value)

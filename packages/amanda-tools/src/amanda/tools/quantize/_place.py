@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda import interceptor
-from amanda.tools.mapping import Moved, Origin, Parts, form_of
+from amanda.tools.kit import Origin, source, weight_input
+from amanda.tools.kit._parts import Parts, form_of
+from amanda.tools.kit._weight_input import is_part_in_graph
+from amanda.tools.kit._weights import ELSEWHERE
 from amanda.tools.quantize._fake import FixedScale
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._options import Options
 from amanda.tools.quantize._quantizer import Quantizer, make_quantizer
 from amanda.tools.quantize._result import Quantized
-
-ELSEWHERE = "it was of no part of a parameter once, or a tool that was applied before has changed it"
 
 Keep = Callable[..., Any]
 Make = Callable[..., "Quantizer | None"]
@@ -52,11 +53,13 @@ class Weight(NamedTuple):
     axes: of what has scales of its own: its output channels, rows of an embedding, and each in a batch of
     weights that were selected.
     varies: whether the data may choose the elements of the parameter that it has each time.
+    is_followed: whether each execution tells which part of a parameter it is.
     """
 
     position: int | None
     axes: tuple[int, ...]
     varies: bool
+    is_followed: bool
 
 
 class Place:
@@ -69,7 +72,7 @@ class Place:
     """
 
     def __init__(
-        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers, moved: Moved
+        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers
     ) -> None:
         self.phase, self.type = context["phase"], context["type"]
         self.module, self.source = context.get_scope(), context.get_source()
@@ -79,25 +82,25 @@ class Place:
         self.calibrated = self.executions = 0
         self.output = Noise()
         self.made: list[Quantizer] = []
-        self.left, self._weight = "", _weight_of(context, options, moved)
+        self.left, self._weight = "", _weight_of(context, options)
         make = partial(_quantizer, context, options, keep, self._weight)
-        self._part = self._find_part(context, make, parts, moved)
-        self.quantizers = dict(self._quantizers(context, make, moved))
+        self._part = self._find_part(context, make, parts)
+        self.quantizers = dict(self._quantizers(context, make))
         self.positions = sorted({position for position, _ in self.quantizers})
 
     def _find_part(
-        self, context: amanda.OpContext, make: Make, parts: PartQuantizers, moved: Moved
+        self, context: amanda.OpContext, make: Make, parts: PartQuantizers
     ) -> Callable[[Any, Origin | None], Quantizer | None] | None:
         """What gives the quantizer of the weight that is read now; None where it is always the same."""
         index = self._weight.position
         if index is None or self._weight.varies:
             return None
-        if not moved.is_told(context, index) and not moved.is_part_in_graph(context, index):
+        if not self._weight.is_followed and not is_part_in_graph(context, index):
             return None
         return partial(parts.of, context, partial(make, index, None), self.made)
 
     def _quantizers(
-        self, context: amanda.OpContext, make: Make, moved: Moved
+        self, context: amanda.OpContext, make: Make
     ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         inputs, weight = context.get_inputs(), self._weight
         for position in context["operands"]:
@@ -110,7 +113,7 @@ class Place:
             parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
             for item, one in parts:
                 if self._part is not None and (position, item) == (weight.position, None):
-                    quantizer = self._part(one, moved.source(context, position))
+                    quantizer = self._part(one, source(context, position))
                 else:
                     quantizer = make(position, item, one, context, "")
                     self.made += [] if quantizer is None else [quantizer]
@@ -245,17 +248,15 @@ def _quantizer(
     return quantizer
 
 
-def _weight_of(context: amanda.OpContext, options: Options, moved: Moved) -> Weight:
-    index = context["weight_index"] if context.is_static() else moved.weight_index(context)
-    if index is None:
-        return Weight(None, (), False)
-    is_moved = context.get_variable(index) is None and moved.is_moved(context, index)
-    varies = is_moved and not context.is_static() and moved.varies(context, index)
-    layout = "OI" if context["type"] == "embedding" else moved.weight_layout(context, index)
-    rank = len(context["shape"](context.get_inputs()[index]) or ())
-    batch = rank - len(layout or "") if varies else 0
+def _weight_of(context: amanda.OpContext, options: Options) -> Weight:
+    read = weight_input(context)
+    if read is None or (read.is_lost and context.is_static()):
+        return Weight(None, (), False, False)
+    layout = "OI" if context["type"] == "embedding" else read.layout
+    rank = len(context["shape"](context.get_inputs()[read.index]) or ())
+    batch = rank - len(layout or "") if read.varies else 0
     axes = _channel_axes(layout) if options.per_channel else ()
-    return Weight(index, (*range(batch), *(batch + axis for axis in axes)), varies)
+    return Weight(read.index, (*range(batch), *(batch + axis for axis in axes)), read.varies, read.is_followed)
 
 
 def _channel_axes(layout: str | None) -> tuple[int, ...]:

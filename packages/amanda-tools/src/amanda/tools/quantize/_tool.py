@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import (
-    MOVED,
-    SEVERAL_WEIGHTS,
-    MappingTool,
-    Origin,
-    StandardMapping,
-    makes_a_weight,
-)
+from amanda.tools.kit import Origin, WeightReads, origin
+from amanda.tools.kit._parts import makes_a_weight
+from amanda.tools.mapping import SEVERAL_WEIGHTS, MappingTool, StandardMapping
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
@@ -85,7 +80,7 @@ class QuantizeTool(amanda.Tool):
         self._parts = PartQuantizers()
         frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
         rules = [[name, framework.describe] for name, framework in frameworks]
-        self.depends_on(StandardMapping(), MappingTool(rules), MOVED)
+        self.depends_on(StandardMapping(), MappingTool(rules), WeightReads())
         self.add_inst_for_op(self._analyse)
 
     # ---- phases ----
@@ -199,7 +194,7 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self.options, self.keep, self._parts, MOVED)
+            self._places[name] = Place(context, self.options, self.keep, self._parts)
         place = self._places[name]
         if not place.positions:
             return
@@ -242,11 +237,11 @@ class QuantizeTool(amanda.Tool):
         return self._quantized(values, place, None)
 
     def _quantize_part(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantized(values, place, MOVED.origin(run))
+        return self._quantized(values, place, origin(run))
 
     @amanda.differentiable
     def _quantize_part_trained(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantized(values, place, MOVED.origin(run))
+        return self._quantized(values, place, origin(run))
 
     def _quantized(self, values: Sequence[Any], place: Place, origin: Origin | None) -> Any:
         if self._calibrating:

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
-from amanda.tools.mapping._parts import Form, form_of, holder_of
+from amanda.tools.kit._parts import Form, form_of, holder_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,120 @@
+"""What holds weights from one execution to the next, of any framework: its identity, its parts, its values.
+
+A part of a holder is what `Holders.held` says beside the identity; None for all of it, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from autoray import do, to_numpy
+
+from amanda import interceptor
+from amanda.errors import AmandaError
+from amanda.tools.mapping import backend_of
+
+Changed = Callable[[Any], Any]
+Change = Callable[[Any, Changed], None]
+"""`change(part, changed)`: give a part of a holder the values that `changed` makes of its present ones."""
+
+
+class HeldError(AmandaError, ValueError):
+    """A model without parameters, or a parameter that cannot be written."""
+
+
+class Holders:
+    """Parameters of a library whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
+
+    A parameter is read as a whole and as it is there: no part of one is a weight.
+    """
+
+    def identity(self, holder: Any) -> Any:
+        """Return what tells the holder from others as long as it lives."""
+        return interceptor.ordinal(holder)
+
+    def held(self, holder: Any, weight: Any) -> tuple[Any, Any] | None:
+        """Return the identity of the holder and the part of it that a weight is; None where that is unknown."""
+        return (self.identity(holder), None) if holder is weight else None
+
+    def whole(self, holder: Any) -> Any:
+        """Return the part that is all of a holder, where parts overlap; None where they do not."""
+        return None
+
+    def value(self, holder: Any, part: Any) -> Any:
+        """Return the present value of a part."""
+        return holder
+
+    def overlaps(self, part: Any, other: Any, whole: Any) -> bool:
+        """Return True if two parts have elements in common."""
+        return True
+
+    def covers(self, part: Any, other: Any, whole: Any) -> bool:
+        """Return True if a part has every element of another."""
+        return True
+
+    def carried(self, pieces: Sequence[tuple[Any, Any]], part: Any, whole: Any, fill: Any) -> Any:
+        """Return what a part has of values at other parts, `fill` elsewhere; the last of several counts."""
+        return pieces[-1][0]
+
+    def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
+        """Yield the identity of each parameter of a model or a list, and what changes its values.
+
+        Raises HeldError where there are none.
+        """
+        names = ("get_parameters", "parameters")
+        listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
+        try:
+            found = list(model if listed is None else listed())
+        except TypeError as error:
+            raise HeldError(
+                f"{type(model).__name__} has no parameters; give a model or a list of parameters"
+            ) from error
+        for parameter in found:
+            yield self.identity(parameter), _changing(parameter)
+
+
+def _changing(parameter: Any) -> Change:
+    def change(part: Any, changed: Changed) -> None:
+        do("assign", parameter, changed(np.array(to_numpy(parameter))), like=parameter)
+
+    return change
+
+
+class Initializers(Holders):
+    """Initializers of an ONNX model, which are told by its graph and their names."""
+
+    def identity(self, holder: Any) -> Any:
+        """Return the graph and the name."""
+        return holder
+
+    def held(self, holder: Any, weight: Any) -> tuple[Any, Any]:
+        """Return the initializer, of which a weight is all, if in another form."""
+        return holder, None
+
+    def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
+        """Raise HeldError: a session of ONNX Runtime keeps its weights to itself."""
+        raise HeldError(
+            f"{type(model).__name__} holds its weights for itself; amanda.drivers.onnxruntime.instrument "
+            "writes a changed model"
+        )
+
+
+def holders_of(tensor: Any) -> Holders:
+    """Return what knows the parameters of a tensor's framework."""
+    return _holders(backend_of(tensor))
+
+
+@cache
+def _holders(backend: str) -> Holders:
+    if backend == "torch":
+        from amanda.tools.kit._holders_torch import Parameters
+
+        return Parameters()
+    if backend == "tensorflow":
+        from amanda.tools.kit._holders_tensorflow import Variables
+
+        return Variables()
+    return Initializers() if backend in ("numpy", "builtins") else Holders()

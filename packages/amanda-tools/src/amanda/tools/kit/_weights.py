@@ -1,0 +1,316 @@
+"""The weights that a tool has met at the ops that read them, and those that it leaves, with the reasons."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.kit._forms import Find, OtherForm, SelectedRows, order_of_axes, row_layout
+from amanda.tools.kit._holders import Holders, holders_of
+from amanda.tools.kit._origins import Origin
+from amanda.tools.kit._parts import Parts, holder_of
+from amanda.tools.kit._weight import Form, Weight
+from amanda.tools.kit._weight_input import WeightInput, source
+from amanda.tools.kit._weight_selection import LOOKUPS
+from amanda.tools.mapping import SEVERAL_WEIGHTS, backend_of
+from amanda.tools.kit._tensors_tmp import tensors_of
+
+if TYPE_CHECKING:
+    from amanda.tools.kit._weight_tool import WeightTool
+
+W = TypeVar("W", bound=Weight)
+
+LOOKED_UP = "an embedding reads it too"
+ADAPTER = "it is an adapter's, which is changed if `module` selects it"
+SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
+ELSEWHERE = (
+    "the op once read something that is no part of a parameter, or a tool that was applied before has changed "
+    "it"
+)
+SEVERAL = "it multiplies by several weights in one op"
+INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
+
+
+class Weights(Generic[W]):
+    """The weights of one tool, by parameter and part, or by the op that reads a computed one.
+
+    found: in the order in which they were met.  reasons: why others were left, by their op.
+    left: number of elements of others, by what holds them.
+    retracted: weights that were changed until an embedding turned out to read them.
+    """
+
+    def __init__(self, tool: WeightTool[W]) -> None:
+        self._tool = tool
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all weights."""
+        self.found: dict[Hashable, W] = {}
+        self.reasons: dict[str, str] = {}
+        self.left: dict[Hashable, int] = {}
+        self.retracted: list[W] = []
+        self._left: set[Hashable] = set()
+        self._passed = 0
+        self._forms: dict[Hashable, OtherForm] = {}
+        self._of: dict[Hashable, list[W]] = {}
+        self._parts = Parts()
+
+    def __iter__(self) -> Iterator[W]:
+        return iter(self.found.values())
+
+    @property
+    def passed(self) -> str:
+        """A sentence for the case that weights were met, and none of them was selected."""
+        if self.found or self.reasons or not self._passed:
+            return ""
+        selection = str(self._tool.selection) or "the default of type"
+        return f"{self._passed} weights were met, of which {selection} selects none"
+
+    # ---- analysis ----
+
+    def look_at(self, context: amanda.OpContext) -> set[int]:
+        """Record the weights of an op that are left: it looks rows up, or has several weights, or is an adapter's.
+
+        Returns the ids of ops that read a weight which has been taken back for that.
+        """
+        if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
+            self.leave(context, SEVERAL)
+        if self._tool.selection.leaves_adapter(context):
+            self.reasons[_named(context)] = ADAPTER
+        holder = context.get_variable(0) if context["type"] in LOOKUPS else None
+        if holder is None:
+            return set()
+        identity = holders_of(holder).identity(holder)
+        self._left.add(identity)
+        return self._retract(context, self._of.pop(identity, []))
+
+    def at(self, context: amanda.OpContext, read: WeightInput) -> tuple[Form | None, Find | None]:
+        """Return what an op reads as its weight, None for what is left; and what finds it at each execution.
+
+        The second is None for an op that always reads the same.
+        """
+        value = context.get_inputs()[read.index]
+        if read.is_lost:
+            if self._tool.selection(context):
+                self.leave(context, SELECTED)
+            return None, None
+        if not read.is_followed:
+            return self._form(context, value, read.holder, read.layout), None
+        find = partial(self._find, context, read.layout)
+        return find(value, source(context, read.index)), find
+
+    def _find(
+        self, context: amanda.OpContext, layout: str | None, value: Any, origin: Origin | None
+    ) -> Form | None:
+        if origin is None:
+            self.leave(context, ELSEWHERE)
+            return None
+        if origin.form is None:
+            rows = self._rows(context, origin, value, layout)
+            return None if rows is None else SelectedRows(rows, origin)
+        return self._form(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
+
+    def _form(self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None) -> Form | None:
+        """Return the weight, or another form of a parameter with weights; None for what is left."""
+        if getattr(value, "is_meta", False):  # it has no numbers yet
+            return None
+        holders = holders_of(value)
+        held = None if holder is None else holders.held(holder, value)
+        key: Hashable = self._tool.place(context) if held is None else held
+        if held is not None and held[0] in self._left:
+            if self._tool.selection(context):
+                self.leave(context, LOOKED_UP)
+        elif key not in self.found and key not in self._forms and key not in self._left:
+            self._meet(context, holders, key, _Read(value, holder, held, layout))
+        found = self.found.get(key) or self._forms.get(key)
+        if isinstance(found, Weight):
+            found.readers.add(context.get_op_id())
+        return found
+
+    def _meet(self, context: amanda.OpContext, holders: Holders, key: Hashable, read: _Read) -> None:
+        whole = None if read.held is None else holders.whole(read.holder)
+        others = [] if read.held is None else self._of.setdefault(read.held[0], [])
+        if read.held is not None and any(holders.overlaps(read.held[1], one.part, whole) for one in others):
+            self._forms[key] = OtherForm(holders, read.held[1], whole, others)
+        elif not self._tool.selection(context):
+            self._left.add(key)
+            self._passed += 1
+        elif not self._take(context, holders, key, read, whole):
+            self._left.add(key)
+
+    def _rows(
+        self, context: amanda.OpContext, origin: Origin, value: Any, layout: str | None
+    ) -> OtherForm | None:
+        """Return all rows of a parameter, of which an op reads some; None for rows that are left."""
+        holder, holders = origin.holder, holders_of(value)
+        if not value.numel() or holder.is_meta:
+            return None
+        identity = holders.identity(holder)
+        key: Hashable = (identity, "rows")
+        if identity in self._left:
+            if self._tool.selection(context):
+                self.leave(context, LOOKED_UP)
+        elif key not in self._forms and key not in self._left:
+            self._left.add(key)
+            if self._tool.selection(context):
+                self._meet_rows(context, holders, key, origin, value, layout)
+            else:
+                self._passed += 1
+        return self._forms.get(key)
+
+    def _meet_rows(
+        self, context: amanda.OpContext, holders: Holders, key: Any, origin: Origin, value: Any, layout: Any
+    ) -> None:
+        holder = origin.holder
+        axes = order_of_axes(origin, value) if holder.dim() > 2 else None
+        if axes is None or self._tool.leaves_rows:
+            self.leave(context, INDEXED if axes is None else self._tool.leaves_rows)
+            return
+        layout, whole, others = row_layout(layout, axes), holders.whole(holder), self._of.setdefault(key[0], [])
+        for row in holder.detach().unbind():
+            read = _Read(row, holder, holders.held(holder, row), layout)
+            if any(holders.overlaps(read.held[1], one.part, whole) for one in others):
+                continue
+            if not self._take(context, holders, read.held, read, whole):
+                return
+        for one in others:
+            one.readers.add(context.get_op_id())
+        self._left.discard(key)
+        self._forms[key] = OtherForm(holders, None, whole, others)
+
+    def _take(
+        self, context: amanda.OpContext, holders: Holders, key: Hashable, read: _Read, whole: Any
+    ) -> bool:
+        """Add a weight, with its state, unless the tool leaves it: then record why."""
+        reason = _misfit(context, read.value)
+        if reason is None:
+            weight = self._made(context, holders, read, whole)
+            reason = self._tool.on_weight(weight)
+        if reason is not None:
+            self.leave(context, reason)
+            return False
+        weight.close()
+        self.found[key] = weight
+        if read.held is not None:
+            self._of.setdefault(read.held[0], []).append(weight)
+        return True
+
+    def _made(self, context: amanda.OpContext, holders: Holders, read: _Read, whole: Any) -> W:
+        path = None if read.held is None else context.get_variable_path(read.holder)
+        variable = None if read.held is None else read.holder
+        reader, suffix = context, ""
+        if whole is not None and read.held is not None:
+            identity, part = read.held
+            reader, suffix = self._parts.place(context, identity, part, whole, path is not None)
+
+        stored = tensors_of(read.value).stored
+
+        def keep(name: str, make: Callable[[], Any]) -> Any:
+            return self._tool.keep(reader, name + suffix, make, stored, variable)
+
+        return self._tool.weight_type(
+            context, read.value, read.layout, holders, read.held, whole, len(self.found), keep,
+            self._tool.error, path or "", _weakly(variable),
+        )  # fmt: skip
+
+    # ---- weights that are left ----
+
+    def leave(self, context: amanda.OpContext, reason: str) -> None:
+        """Record why the weight of an op is left as it is, and how many elements it has."""
+        self.reasons[_named(context)] = reason
+        self.left.update(_elements(context))
+
+    def _retract(self, context: amanda.OpContext, weights: list[W]) -> set[int]:
+        """Leave weights that were changed until an embedding turned out to read them."""
+        found: set[int] = set()
+        for one in weights:
+            if context.is_static() and one.is_ready:
+                raise self._tool.error(
+                    f"{context['type']} of {context.get_scope() or context.get_source()} looks up rows of a "
+                    f"weight that {one.type} of {one.module or one.source} reads changed; exclude that"
+                )
+            one.is_left = True
+            self.left[id(one)] = one.size
+            self.reasons[f"{one.type} of {one.module or one.source}"] = LOOKED_UP
+            found |= one.readers
+        self.retracted += weights
+        ours = {id(one) for one in weights}
+        self.found = {key: one for key, one in self.found.items() if id(one) not in ours}
+        self._forms = {key: one for key, one in self._forms.items() if not one.is_of(ours)}
+        return found
+
+
+class _Read:
+    """What an op reads as its weight: the value, the parameter, its identity and part, and the layout."""
+
+    def __init__(self, value: Any, holder: Any, held: Any, layout: str | None) -> None:
+        self.value, self.holder, self.held, self.layout = value, holder, held, layout
+
+
+def _misfit(context: amanda.OpContext, value: Any) -> str | None:
+    """Return why nothing can be kept for what an op reads; None where it can."""
+    extents = context["shape"](value)
+    if extents is None or None in extents or len(extents) < 2:
+        return f"its shape is {extents}"
+    if 0 in extents:
+        return "it has no elements"
+    if not str(context["dtype"](value)).startswith(("float", "bfloat")):
+        return f"its type is {context['dtype'](value)}"
+    if context.is_static() and not _is_in_file(context, context["weight_index"]):
+        return "it is computed when the model runs"
+    return None
+
+
+def _is_in_file(context: amanda.OpContext, index: int) -> bool:
+    """Return True if an input of an op of a file is known before the model runs."""
+    try:
+        return context.get_value(index) is not context.get_inputs()[index]
+    except AmandaError:
+        return False
+
+
+def _elements(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
+    """Yield the numbers of elements of the weights that an op reads, by holder; nothing for computed ones."""
+    try:
+        inputs = context.get_inputs()
+    except AmandaError:  # the values of its first execution are gone
+        return
+    weight = context["weight_index"]
+    positions = range(len(inputs)) if context["type"] in SEVERAL_WEIGHTS else [weight]
+    for position in positions:
+        if position is None or position >= len(inputs):
+            continue
+        value = inputs[position]
+        if isinstance(value, (list, tuple)):
+            holders = [holder_of(one) for one in value if backend_of(one) == "torch"]
+        else:
+            holders = [context.get_variable(position)]
+        for holder in holders:
+            size = None if holder is None else _size(context, holder, value)
+            if size is not None:
+                yield holders_of(holder).identity(holder), size
+
+
+def _size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
+    """Return the number of elements of a holder, or of the value where the holder is a handle."""
+    for one in (holder, value):
+        extents: Sequence[int] | None = None if isinstance(one, (list, tuple)) else context["shape"](one)
+        if extents and None not in extents:
+            return prod(extents)
+    return None
+
+
+def _weakly(holder: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(holder)
+    except TypeError:
+        return lambda: None
+
+
+def _named(context: amanda.OpContext) -> str:
+    return f"{context['type']} of {context.get_scope() or context.get_source()}"
