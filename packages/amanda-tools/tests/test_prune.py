@@ -222,9 +222,7 @@ def test_what_comes_back_begins_at_nothing_and_the_sparsity_stays(regrow: Any) -
         assert not read[3][came].any()
         assert read[4][came].any()
     tool.finalize(model)
-    assert torch.allclose(
-        model[5].weight, [*tool.weights][2].transformed(tool, model[5].weight)
-    )
+    assert torch.allclose(model[5].weight, [*tool.weights][2].transformed(tool, model[5].weight))
 
 
 def test_gradients_decide_what_comes_back() -> None:

@@ -1,11 +1,11 @@
 """What a tool needs beyond the context of an op: weights, and a base for tools that change them."""
 
-from amanda.tools.kit._forms import Form, OtherForm, SelectedRows
+from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
-from amanda.tools.kit._weight import Present, Weight, WeightError
+from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, source, weight_input
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool

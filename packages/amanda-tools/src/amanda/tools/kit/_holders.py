@@ -36,7 +36,7 @@ class Holders:
         return interceptor.ordinal(holder)
 
     def held(self, holder: Any, weight: Any) -> tuple[Any, Any] | None:
-        """Return the identity of the holder and the part of it that a weight is; None where that is unknown."""
+        """Return the identity of the holder and the part that a weight is; None where that is unknown."""
         return (self.identity(holder), None) if holder is weight else None
 
     def whole(self, holder: Any) -> Any:

@@ -45,7 +45,9 @@ class Variables(Holders):
 
     def parameters(self, model: Any) -> Iterator[tuple[Any, Change]]:
         """Yield the identity of each variable of a model or a list, and what changes its value."""
-        found = next((getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model)
+        found = next(
+            (getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model
+        )
         try:
             listed = [_variable(one) for one in found]
         except (TypeError, AttributeError) as error:

@@ -65,6 +65,7 @@ class Form:
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the value from that of what was read instead; None for no change."""
+        assert tool.transform_gradient is not None
         return tool.transform_gradient(gradient, **self.tensors_like(gradient, tool.state_names))
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
@@ -108,7 +109,8 @@ class Weight(Form):
         self.source, self.layout, self.number = context.get_source(), layout, number
         self.shape = tuple(context["shape"](value))
         self.dtype: str = context["dtype"](value)
-        self.holder, self.part = held or (None, None)
+        self.holder: Any = None if held is None else held[0]
+        self.part: Any = None if held is None else held[1]
         self.readers: set[int] = set()
         self.is_left = False
         self.changes = 0

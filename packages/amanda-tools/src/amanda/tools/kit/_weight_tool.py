@@ -6,19 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, cast
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, ToolError
 from amanda.tools.kit._forms import Find, SelectedRows
 from amanda.tools.kit._holders import HeldError
 from amanda.tools.kit._layout import canonical, restored
+from amanda.tools.kit._tensors_tmp import tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, weight_input
 from amanda.tools.kit._weight_selection import Globs, WeightSelection
 from amanda.tools.kit._weights import W, Weights
 from amanda.tools.mapping import StandardMapping, weight_gradient
-from amanda.tools.kit._tensors_tmp import tensors_of
 
 _numbers = count()
 
@@ -68,6 +68,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         number = next(_numbers)
         self._key, self._state_key = f"weight of {number}", f"state of {number}"
         self.depends_on(StandardMapping(), WeightReads())
+        if not callable(getattr(self, "transform", None)):
+            raise ToolError(f"{self.__class__.__name__} has no method transform(self, value, ...)")
         self.add_inst_for_op(self._forward)
         if self.transforms_gradients or self.wants_gradients:
             self.add_inst_for_op(self._backward, backward=True)
@@ -98,13 +100,12 @@ class WeightTool(amanda.Tool, Generic[W]):
         outputs, inputs, window.
         """
 
-    def transform(self, value: Any, **state: Any) -> Any:
-        """Return what ops read instead of a value; None for no change.
+    transform: Callable[..., Any]
+    """`transform(value, ...)`: return what ops read instead of a value; None for no change.
 
-        state: what is kept of the weight under the names of the parameters, in the type of the value.
-        Decorate it with `@amanda.traceable` for compiled graphs and files.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no method transform(value, ...)")
+    Its other parameters are names of state, which it is given in the type of the value.
+    Decorate it with `@amanda.traceable` for compiled graphs and files.
+    """
 
     transform_gradient: Callable[..., Any] | None = None
     """`transform_gradient(gradient, ...)`: the gradient of the weight, from that of what was read instead.
@@ -148,7 +149,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return [*super().unmatched(), *self.selection.unmatched()]
 
     def finalize(self, model: Any) -> Any:
-        """Write what ops read into the weights of a model, which then computes alone what it did with the tool.
+        """Write what ops read into the weights of a model, which then computes the same without the tool.
 
         model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
         of a session's graph within `with session.as_default()`.
@@ -240,7 +241,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, form: Form | None) -> None:
         if isinstance(form, Weight):
-            self.on_file(form, partial(context.get_value, read.index))
+            self.on_file(cast(W, form), partial(context.get_value, read.index))
         if form is None or not form.is_ready:
             return
         if not self.elementwise and not isinstance(form, Weight):
@@ -263,7 +264,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             return None
         for weight, present in form.within(value):
             if not weight.is_ready:
-                self.on_read(weight, present)
+                self.on_read(cast(W, weight), present)
         return form.tensors_like(value, self.state_names) if form.is_ready else None
 
     def _applied(self, function: Callable[..., Any], form: Form | None) -> Callable[..., Any]:
@@ -292,7 +293,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     def _read(self, value: Any, form: Form) -> Any:
         for weight, present in form.within(value):
-            self.on_read(weight, present)
+            self.on_read(cast(W, weight), present)
         return form.transformed(self, value) if form.is_ready else None
 
     @amanda.differentiable

@@ -14,11 +14,11 @@ from amanda.tools.kit._forms import Find, OtherForm, SelectedRows, order_of_axes
 from amanda.tools.kit._holders import Holders, holders_of
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._parts import Parts, holder_of
+from amanda.tools.kit._tensors_tmp import tensors_of
 from amanda.tools.kit._weight import Form, Weight
 from amanda.tools.kit._weight_input import WeightInput, source
 from amanda.tools.kit._weight_selection import LOOKUPS
 from amanda.tools.mapping import SEVERAL_WEIGHTS, backend_of
-from amanda.tools.kit._tensors_tmp import tensors_of
 
 if TYPE_CHECKING:
     from amanda.tools.kit._weight_tool import WeightTool
@@ -29,8 +29,8 @@ LOOKED_UP = "an embedding reads it too"
 ADAPTER = "it is an adapter's, which is changed if `module` selects it"
 SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
 ELSEWHERE = (
-    "the op once read something that is no part of a parameter, or a tool that was applied before has changed "
-    "it"
+    "the op once read something that is no part of a parameter, or a tool that was applied before has "
+    "changed it"
 )
 SEVERAL = "it multiplies by several weights in one op"
 INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
@@ -74,7 +74,7 @@ class Weights(Generic[W]):
     # ---- analysis ----
 
     def look_at(self, context: amanda.OpContext) -> set[int]:
-        """Record the weights of an op that are left: it looks rows up, or has several weights, or is an adapter's.
+        """Record that an op leaves its weights: it looks rows up, has several weights, or is an adapter's.
 
         Returns the ids of ops that read a weight which has been taken back for that.
         """
@@ -171,7 +171,8 @@ class Weights(Generic[W]):
         if axes is None or self._tool.leaves_rows:
             self.leave(context, INDEXED if axes is None else self._tool.leaves_rows)
             return
-        layout, whole, others = row_layout(layout, axes), holders.whole(holder), self._of.setdefault(key[0], [])
+        layout, whole = row_layout(layout, axes), holders.whole(holder)
+        others = self._of.setdefault(key[0], [])
         for row in holder.detach().unbind():
             read = _Read(row, holder, holders.held(holder, row), layout)
             if any(holders.overlaps(read.held[1], one.part, whole) for one in others):

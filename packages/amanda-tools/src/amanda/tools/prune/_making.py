@@ -145,7 +145,7 @@ class Making:
         if self._options.regrow == "gradient":
             gradient: Any = weight.gradient
             return abs(gradient)
-        # By the weight's place and the step alone, so that it is the same in every framework and after a restart.
+        # By the weight's place and the step alone: the same in every framework, and after a restart.
         random = np.random.Generator(np.random.Philox([self._options.seed, weight.number, update]))
         return weight.like(random.random(tuple(magnitudes.shape), np.float32), magnitudes)
 

@@ -256,7 +256,8 @@ def _weight_of(context: amanda.OpContext, options: Options) -> Weight:
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     batch = rank - len(layout or "") if read.varies else 0
     axes = _channel_axes(layout) if options.per_channel else ()
-    return Weight(read.index, (*range(batch), *(batch + axis for axis in axes)), read.varies, read.is_followed)
+    axes = (*range(batch), *(batch + axis for axis in axes))
+    return Weight(read.index, axes, read.varies, read.is_followed)
 
 
 def _channel_axes(layout: str | None) -> tuple[int, ...]:
