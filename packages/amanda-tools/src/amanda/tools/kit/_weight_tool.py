@@ -89,7 +89,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         present: returns the value that the op is given.
         """
         if not weight.is_ready:
-            self.update(weight, weight.canonical(weight.plain(present())))
+            value = weight.plain(present())
+            self.update(weight, value if self.elementwise else weight.canonical(value))
             weight.updated = 0
 
     def update(self, weight: W, value: Any) -> None:
@@ -97,7 +98,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
         It is called when a weight is read first, and again after `renew`.
         value: an array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order of
-        outputs, inputs, window.
+        outputs, inputs, window; of an elementwise tool as ops read it.
         """
 
     transform: Callable[..., Any]
