@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 import nox
@@ -25,6 +26,7 @@ DISTRIBUTIONS = [
     ROOT / "packages" / f"amanda-{name}"
     for name in ("core", "driver-torch", "driver-tf", "driver-onnxruntime", "driver-mindspore", "tools")
 ]
+EXAMPLE = ROOT / "examples" / "low_rank"
 BIN = "Scripts" if os.name == "nt" else "bin"
 
 BUILD = ("hatchling", "editables", "cffi", "setuptools", "pluggy")
@@ -520,6 +522,23 @@ def templates(session: nox.Session) -> None:
             "python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(dist), str(path)
         )
     installed(environment, dist, "tests/packaging/test_templates.py")
+
+
+@nox.session(venv_backend="none")
+def third_party(session: nox.Session) -> None:
+    """Install wheels of Amanda and of examples/low_rank, and run the example's tests without the repository."""
+    dist, builder = ROOT / "dist", development(session)
+    shutil.rmtree(dist, ignore_errors=True)
+    pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(dist))
+    builder.run("python", *pip, *map(str, DISTRIBUTIONS), str(EXAMPLE))
+    shutil.rmtree(ROOT / ".nox" / "third-party", ignore_errors=True)
+    environment = Environment(session, "third-party")
+    environment.install("--no-deps", *map(str, dist.glob("*.whl")))
+    share(session, environment)
+    with TemporaryDirectory() as folder:
+        shutil.copytree(EXAMPLE / "tests", Path(folder) / "tests")
+        with session.chdir(folder):
+            environment.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *session.posargs)
 
 
 def packaged(session: nox.Session) -> tuple[Environment, Path]:

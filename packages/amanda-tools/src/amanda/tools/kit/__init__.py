@@ -7,12 +7,13 @@ from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, source, weight_input
+from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
     "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Weight",
-    "WeightError", "WeightInput", "WeightReads", "WeightSelection", "WeightTool", "Weights", "holders_of",
-    "origin", "packed_inputs", "parameters", "source", "weight_input",
+    "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights",
+    "holders_of", "origin", "packed_inputs", "parameters", "source", "weight_input",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from amanda.tools.kit._layout import canonical, restored
 from amanda.tools.kit._tensors_tmp import tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, weight_input
+from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import Globs, WeightSelection
 from amanda.tools.kit._weights import W, Weights
 from amanda.tools.mapping import StandardMapping, weight_gradient
@@ -140,6 +141,15 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Weights that were selected and are not changed, by type and module of the op, and why."""
         return self.weights.reasons
 
+    @property
+    def result(self) -> WeightResult:
+        """The weights that were met, and those that are left."""
+        return WeightResult(self)
+
+    def clear(self) -> None:
+        """Forget all state: weights are met anew."""
+        self.load_state_dict({})
+
     def renew(self) -> None:
         """Call `update` again for each weight when it is read next."""
         for weight in self.weights:
@@ -154,7 +164,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
         model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
         of a session's graph within `with session.as_default()`.
-        Returns `result`, if the tool has one.  Raises the tool's error where a weight is computed, so that
+        Returns `result`.  Raises the tool's error where a weight is computed, so that
         nothing holds it, and where the model has no weight that the tool has met.
         """
         weights = [one for one in self.weights if one.is_ready]
@@ -177,7 +187,7 @@ class WeightTool(amanda.Tool, Generic[W]):
                 f"{type(model).__name__}{passed}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )
-        return getattr(self, "result", None)
+        return self.result
 
     def _write(self, model: Any, weights: Sequence[W]) -> int:
         written = 0

@@ -17,7 +17,6 @@ from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import Kind, Schedule
 from amanda.tools.prune._weight import PrunedWeight
-from amanda.tools.select import as_remarks
 from amanda.tools.steps import Steps
 
 
@@ -69,7 +68,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             steps, pattern_of(pattern, granularity, norm), pattern, scope, regrow, regrow_fraction, permute,
             mask_gradients, seed,
         )  # fmt: skip
-        self.wants_gradients = regrow == "gradient"
+        self.pattern, self.wants_gradients = pattern, regrow == "gradient"
         if self.wants_gradients:
             self.leaves_rows = "regrow of gradients does not follow rows that an index selects"
         super().__init__(type, module, exclude)
@@ -83,34 +82,17 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     @property
     def result(self) -> PruneResult:
-        """The weights that were met, and what is dropped of them."""
-        weights = self.weights
-        waiting = [name for name in self.waiting_state() if "/mask" in name] if weights.found else []
-        left = sum(weights.left.values())
-        result = PruneResult(weights, self._options.name, self.left, weights.passed, waiting, left)
-        result.remarks = as_remarks(self.unmatched())
-        return result
-
-    def clear(self) -> None:
-        """Forget masks and steps: the next step is the first."""
-        self.load_state_dict({})
+        """The weights that were met, and how many elements of each are dropped."""
+        return PruneResult(self)
 
     @property
     def step_number(self) -> int:
-        """Which step is under way; 0 is the first."""
+        """Number of the present step; 0 is the first."""
         return self._making.step
 
     def step(self) -> None:
         """Begin a step here, and at no call of a model any more."""
         self._steps.step()
-
-    def finalize(self, model: Any) -> PruneResult:
-        """Write the masks into the weights of a model; see `WeightTool.finalize`.
-
-        Raises PruneError.
-        """
-        super().finalize(model)
-        return self.result
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
