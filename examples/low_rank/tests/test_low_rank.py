@@ -112,6 +112,7 @@ def onnx_model(place: Path) -> tuple[Path, Any]:
 def test_onnx_runtime_runs_and_a_file_is_written(tmp_path: Path) -> None:
     path, wanted = onnx_model(tmp_path)
     import onnxruntime
+
     from amanda.drivers.onnxruntime import instrument, session_options
 
     with amanda.apply(LowRankTool(RANK)):

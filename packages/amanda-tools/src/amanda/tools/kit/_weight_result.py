@@ -36,8 +36,9 @@ class WeightResult(Result):
     def __init__(self, tool: WeightTool[Any]) -> None:
         weights = tool.weights
         self._rows = [self.row(one) for one in weights]
-        self.elements = sum(one.size for one in weights)
-        self.left, self.elements_left = dict(weights.reasons), sum(weights.left.values())
+        self.elements: int = sum(one.size for one in weights)
+        self.left = dict(weights.reasons)
+        self.elements_left: int = sum(weights.left.values())
         waiting = tool.waiting_state() if self._rows else []
         self.waiting = tuple(name for name in waiting if self.state[1] in name)
         self.remarks = as_remarks(tool.unmatched())
