@@ -526,7 +526,7 @@ def templates(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def third_party(session: nox.Session) -> None:
-    """Install wheels of Amanda and of examples/low_rank, and run the tests of that away from the repository."""
+    """Install wheels of Amanda and of examples/low_rank, and run its tests away from the repository."""
     dist, builder = ROOT / "dist", development(session)
     shutil.rmtree(dist, ignore_errors=True)
     pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(dist))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.tools.kit._holders import Holders
 from amanda.tools.kit._origins import Origin
-from amanda.tools.kit._weight import Array, Form, Present, Weight
+from amanda.tools.kit._tensors import Array
+from amanda.tools.kit._weight import Form, Present, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,13 +14,11 @@ from amanda.errors import AmandaError
 from amanda.tools.kit._holders import Holders
 from amanda.tools.kit._layout import canonical, canonical_extents, restored
 from amanda.tools.kit._parts import in_memory_order
-from amanda.tools.kit._tensors_tmp import tensors_of
+from amanda.tools.kit._tensors import Array, tensors_of
 
 if TYPE_CHECKING:
     from amanda.tools.kit._weight_tool import WeightTool
 
-Array = Any
-"""An array of NumPy, or a tensor of PyTorch: what state is kept in."""
 Present = Callable[[], Any]
 """Returns the present value of a weight."""
 
@@ -49,7 +47,7 @@ class Form:
 
     def numbers(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the same as arrays of NumPy."""
-        return {name: tensors_of(one).numbers(one) for name, one in self.arrays(names).items()}
+        return {name: tensors_of(one).to_numpy(one) for name, one in self.arrays(names).items()}
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weights that the form has as a whole, each with a function that gives its value."""
@@ -72,9 +70,7 @@ class Form:
         """Return state by name in the element type of a tensor, on its device."""
         key = tensors_of(value), get_dtype_name(value), str(getattr(value, "device", ""))
         if key not in self._tensors:
-            self._tensors[key] = {
-                name: key[0].as_mask(one, value) for name, one in self.arrays(names).items()
-            }
+            self._tensors[key] = {name: key[0].cast(one, value) for name, one in self.arrays(names).items()}
         return self._tensors[key]
 
 
@@ -153,11 +149,11 @@ class Weight(Form):
 
     def like(self, array: Any, other: Array) -> Array:
         """Return an array where another one is, in its own element type."""
-        return self._xp.like(array, other)
+        return self._xp.beside(array, other)
 
     def to_numpy(self, array: Array) -> Any:
         """Return an array of NumPy."""
-        return self._xp.numbers(array)
+        return tensors_of(array).to_numpy(array)
 
     def read(self) -> Any:
         """Return the present value of the parameter's part.
@@ -177,7 +173,7 @@ class Weight(Form):
 
         For `WeightTool.on_weight`, and only there.
         """
-        self._arrays[name] = found = self._keep(name, lambda: self._xp.stored(start))
+        self._arrays[name] = found = self._keep(name, lambda: self._xp.copy(start))
         self.state.append(found)
         return found
 
@@ -222,7 +218,7 @@ class Weight(Form):
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._arrays[name][...] = self._xp.like(value, self._arrays[name])
+        self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
         self._tensors.clear()
         self.changes += 1
 

@@ -13,7 +13,7 @@ from amanda.errors import AmandaError, ToolError
 from amanda.tools.kit._forms import Find, SelectedRows
 from amanda.tools.kit._holders import HeldError
 from amanda.tools.kit._layout import canonical, restored
-from amanda.tools.kit._tensors_tmp import tensors_of
+from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, weight_input
 from amanda.tools.kit._weight_result import WeightResult
@@ -340,7 +340,7 @@ def _transformed(value: Any, apply: Callable[..., Any], **state: Any) -> Any:
 @amanda.traceable
 def _transformed_in_file(value: Any, apply: Callable[..., Any], **arrays: Any) -> Any:
     tensors = tensors_of(value)
-    return apply(value, **{name: tensors.as_mask(one, value) for name, one in arrays.items()})
+    return apply(value, **{name: tensors.cast(one, value) for name, one in arrays.items()})
 
 
 def _canonically(

@@ -14,7 +14,7 @@ from amanda.tools.kit._forms import Find, OtherForm, SelectedRows, order_of_axes
 from amanda.tools.kit._holders import Holders, holders_of
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._parts import Parts, holder_of
-from amanda.tools.kit._tensors_tmp import tensors_of
+from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.kit._weight import Form, Weight
 from amanda.tools.kit._weight_input import WeightInput, source
 from amanda.tools.kit._weight_selection import LOOKUPS
@@ -209,10 +209,10 @@ class Weights(Generic[W]):
             identity, part = read.held
             reader, suffix = self._parts.place(context, identity, part, whole, path is not None)
 
-        stored = tensors_of(read.value).stored
+        copy = tensors_of(read.value).copy
 
         def keep(name: str, make: Callable[[], Any]) -> Any:
-            return self._tool.keep(reader, name + suffix, make, stored, variable)
+            return self._tool.keep(reader, name + suffix, make, copy, variable)
 
         return self._tool.weight_type(
             context, read.value, read.layout, holders, read.held, whole, len(self.found), keep,

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from amanda import OpContext
+from amanda.errors import AmandaError
 from amanda.tools.mapping._rules import RuleError
 
 GROUP = "amanda.mappings"
@@ -16,18 +17,8 @@ GROUP = "amanda.mappings"
 
 
 def installed_rules() -> list[list[Any]]:
-    """A rule for each entry, by name; its function is imported when it meets the first op."""
-    return [[name, deferred] for name, deferred in sorted(_entries().items())]
-
-
-@cache
-def _entries() -> dict[str, Callable[[OpContext], None]]:
-    found: dict[str, dict[str, EntryPoint]] = {}
-    for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, {})[entry.value] = entry
-    return {
-        name: _Deferred(tuple(one for _, one in sorted(entries.items()))) for name, entries in found.items()
-    }
+    """Return a rule for each entry, by name; its function is imported when it meets the first op."""
+    return [[name, _Deferred(entries)] for name, entries in sorted(installed(GROUP).items())]
 
 
 @dataclass(frozen=True)
@@ -41,27 +32,41 @@ class _Deferred:
 
     @cached_property
     def _function(self) -> Callable[[OpContext], None]:
-        return _loaded(self.entries)
+        found: Callable[[OpContext], None] = loaded(self.entries, "mapping rule", RuleError)
+        if not callable(found):
+            raise RuleError(f"{said(self.entries[0], 'mapping rule')} is {found!r}; it has to be a function "
+                            "of one context")  # fmt: skip
+        return found
 
 
-def _loaded(entries: tuple[EntryPoint, ...]) -> Callable[[OpContext], None]:
-    """Raises RuleError, which says which distribution to upgrade or uninstall."""
+@cache
+def installed(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name: several where distributions have one name."""
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for entry in entry_points(group=group):
+        found.setdefault(entry.name, {})[entry.value] = entry
+    return {name: tuple(one for _, one in sorted(entries.items())) for name, entries in found.items()}
+
+
+def loaded(entries: tuple[EntryPoint, ...], what: str, error: type[AmandaError]) -> Any:
+    """Return the object of the one entry.
+
+    what: for messages, what the entry is.  Raises `error`, which says which distribution to upgrade or
+    uninstall, where there are several entries or the one cannot be imported.
+    """
     entry, *others = entries
     if others:
-        rivals = " and ".join(_said(one) for one in entries)
-        raise RuleError(f"{rivals} both map the ops of {entry.name}; uninstall one of them")
+        rivals = " and ".join(said(one, what) for one in entries)
+        raise error(f"{rivals} both serve {entry.name}; uninstall one of them")
     try:
-        function = entry.load()
-    except Exception as error:
-        raise RuleError(
-            f"{_said(entry)} cannot be imported: {error!r}; upgrade or uninstall that distribution"
-        ) from error
-    if not callable(function):
-        raise RuleError(f"{_said(entry)} is {function!r}; it has to be a function of one context")
-    found: Callable[[OpContext], None] = function
-    return found
+        return entry.load()
+    except Exception as reason:
+        raise error(
+            f"{said(entry, what)} cannot be imported: {reason!r}; upgrade or uninstall that distribution"
+        ) from reason
 
 
-def _said(entry: EntryPoint) -> str:
+def said(entry: EntryPoint, what: str) -> str:
+    """Return an entry in words, with its distribution."""
     of = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
-    return f"the mapping rule {entry.value}{of}"
+    return f"the {what} {entry.value}{of}"

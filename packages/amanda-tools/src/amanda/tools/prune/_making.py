@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from amanda.tools.kit import Present, Weights
+from amanda.tools.kit._tensors import Array
 from amanda.tools.prune._errors import PruneError
-from amanda.tools.prune._framework import Array
 from amanda.tools.prune._options import Options
 from amanda.tools.prune._patterns import Vectors
 from amanda.tools.prune._permutation import input_permutation

@@ -6,7 +6,8 @@ kind, shape and type, 1 where it is kept and 0 elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod, sqrt
 from numbers import Real
 from typing import Any
@@ -14,11 +15,23 @@ from typing import Any
 import numpy as np
 from autoray import do, shape
 
+from amanda.tools.kit import tensors_of
+from amanda.tools.kit._tensors import Array
 from amanda.tools.prune._errors import PruneError, ShapeError
-from amanda.tools.prune._framework import Array, framework_of, on_arrays
 
 
-@on_arrays
+def _of_any(kept: Callable[..., Array]) -> Callable[..., Any]:
+    """Return the mask of a weight of any framework, by a function of arrays that says what is kept."""
+
+    @wraps(kept)
+    def mask(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_of(weight)
+        return tensors.cast(kept(tensors.plain(weight), *args, **kwargs), weight)
+
+    return mask
+
+
+@_of_any
 def element_mask(weight: Any, sparsity: float = 0.5) -> Any:
     """Drop the round(sparsity * elements) smallest magnitudes.
 
@@ -30,7 +43,7 @@ def element_mask(weight: Any, sparsity: float = 0.5) -> Any:
     return kept
 
 
-@on_arrays
+@_of_any
 def n_m_mask(weight: Any, n: int = 2, m: int = 4) -> Any:
     """Keep the n largest magnitudes of every m consecutive values along the last axis.
 
@@ -40,7 +53,7 @@ def n_m_mask(weight: Any, n: int = 2, m: int = 4) -> Any:
     return n_m_kept(abs(weight), n, m)
 
 
-@on_arrays
+@_of_any
 def tile_mask(weight: Any, sparsity: float = 0.5, granularity: int = 128) -> Any:
     """Drop columns, and of each tile of `granularity` columns that are left rows.
 
@@ -53,7 +66,7 @@ def tile_mask(weight: Any, sparsity: float = 0.5, granularity: int = 128) -> Any
     return kept
 
 
-@on_arrays
+@_of_any
 def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 0) -> Any:
     """Drop the round(sparsity * channels) channels of the smallest norm.
 
@@ -71,9 +84,9 @@ def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 
 def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """What is kept of weights of any shapes when the smallest of all their elements are dropped."""
     check_sparsity(sparsity)
-    framework = framework_of(magnitudes[0])
-    row = framework.row(magnitudes)
-    return split(framework.lowest_dropped(row, round(sparsity * size(row))), magnitudes)
+    tensors = tensors_of(magnitudes[0])
+    row = tensors.flat(magnitudes)
+    return split(tensors.drop_lowest(row, round(sparsity * size(row))), magnitudes)
 
 
 def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
@@ -82,7 +95,7 @@ def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
     if not 0 < n <= m or k % m:
         raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
     groups = do("reshape", magnitudes, (*outer, k // m, m))
-    return do("reshape", framework_of(groups).ranks(groups) >= m - n, (*outer, k))
+    return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer, k))
 
 
 def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
@@ -94,8 +107,8 @@ def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 
         if len(shape(one)) != 2:
             raise ShapeError(f"tiles are of a matrix (k, n), not of a weight of shape {shape(one)}")
     share = 1 - sqrt(1 - sparsity)
-    framework = framework_of(magnitudes[0])
-    squares = [np.square(np.maximum(framework.numbers(one), 0)) for one in magnitudes]
+    tensors = tensors_of(magnitudes[0])
+    squares = [np.square(np.maximum(tensors.to_numpy(one), 0)) for one in magnitudes]
     columns = lowest_units_dropped([(_scores(one, 0), len(one)) for one in squares], share)
     tiles = [_tiles(kept, granularity) for kept in columns]
     segments = [
@@ -108,7 +121,7 @@ def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 
         for tile in own:
             kept[:, tile] = next(rows)[:, None]
         found.append(kept)
-    return [framework.like(kept, one) for kept, one in zip(found, magnitudes, strict=True)]
+    return [tensors.beside(kept, one) for kept, one in zip(found, magnitudes, strict=True)]
 
 
 def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -> list[Array]:
@@ -120,19 +133,19 @@ def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -
     check_sparsity(sparsity)
     if norm not in (1, 2):
         raise PruneError(f"norm is {norm!r}; channels are told by their norm 1 or 2")
-    framework = framework_of(magnitudes[0])
+    tensors = tensors_of(magnitudes[0])
     units = []
     for one in magnitudes:
         rows = do("reshape", one, (shape(one)[0], -1))
-        alive = framework.numbers((rows >= 0).sum(1)) > 0
-        powers = framework.numbers(((rows * (rows >= 0)) ** norm).sum(1))
+        alive = tensors.to_numpy((rows >= 0).sum(1)) > 0
+        powers = tensors.to_numpy(((rows * (rows >= 0)) ** norm).sum(1))
         length = shape(rows)[1]
         units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
     if len(units) > 1 and sparsity < 1:
         for scores, _ in units:
             scores[scores.argmax()] = np.inf
     kept = lowest_units_dropped(units, sparsity)
-    return [_spread(framework.like(unit, one), one) for unit, one in zip(kept, magnitudes, strict=True)]
+    return [_spread(tensors.beside(unit, one), one) for unit, one in zip(kept, magnitudes, strict=True)]
 
 
 def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> list[Any]:
@@ -147,7 +160,7 @@ def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> l
     else:
         dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
         count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
-    kept = framework_of(scores).lowest_dropped(scores, count)
+    kept = tensors_of(scores).drop_lowest(scores, count)
     return np.split(kept, np.cumsum([len(one) for one, _ in units])[:-1])
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from autoray import do, shape
 
+from amanda.tools.kit._tensors import Array
 from amanda.tools.prune._errors import PruneError
-from amanda.tools.prune._framework import Array
 from amanda.tools.prune._masks import channels_kept, elements_kept, n_m_kept, tiles_kept
 
 

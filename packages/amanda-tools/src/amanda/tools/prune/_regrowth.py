@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from autoray import do
 
-from amanda.tools.prune._framework import Array, framework_of
+from amanda.tools.kit import tensors_of
+from amanda.tools.kit._tensors import Array
 from amanda.tools.prune._masks import size, split
 
 
@@ -19,12 +20,12 @@ def regrown_kept(
     numbers (SET), not negative.  Of what the sparsity lets be kept, the share `fraction` is exchanged.
     Source: Mocanu et al. 2018 (SET); Evci et al. 2020 (RigL), algorithm 1.
     """
-    framework = framework_of(magnitudes[0])
-    row, scores = framework.row(magnitudes), framework.row(growth)
+    tensors = tensors_of(magnitudes[0])
+    row, scores = tensors.flat(magnitudes), tensors.flat(growth)
     total = size(row)
     kept = total - round(sparsity * total)
     stay = min(kept - round(fraction * kept), int((row >= 0).sum()))
-    staying = framework.lowest_dropped(row, total - stay)
+    staying = tensors.drop_lowest(row, total - stay)
     candidates = do("where", staying, -do("ones_like", scores), scores)
-    grown = framework.lowest_dropped(candidates, total - (kept - stay))
+    grown = tensors.drop_lowest(candidates, total - (kept - stay))
     return split(staying | grown, magnitudes)

@@ -7,7 +7,7 @@ from typing import Any
 from autoray import do
 
 from amanda.tools.kit import Present, Weight
-from amanda.tools.prune._framework import Array
+from amanda.tools.kit._tensors import Array
 
 
 class PrunedWeight(Weight):

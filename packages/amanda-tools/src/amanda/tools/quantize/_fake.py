@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools.quantize._arithmetic import arithmetic, spread
+from amanda.tools.kit import tensors_of
+from amanda.tools.quantize._arithmetic import spread
 from amanda.tools.quantize._grid import Grid, Rounding
+from amanda.tools.quantize._kernels import kernel_for
 
 
 class FixedScale(NamedTuple):
@@ -38,19 +40,20 @@ def fake_quantize(
     rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
     C's round does.  kernel: whether one of the framework's may compute it, to the same bits.
     """
-    xp = arithmetic(x)
-    if kernel and rounding == "half_even" and xp.has_kernel(x, axes):
-        return xp.kernel(x, scale, zero_point, grid.low, grid.high, axes)
+    xp = tensors_of(x)
+    fused = kernel_for(x, axes) if kernel and rounding == "half_even" else None
+    if fused is not None:
+        return fused(x, scale, zero_point, grid.low, grid.high, axes)
     wide, s, z = _spread(x, scale, zero_point, axes)
     if rounding == "half_up":
         least, most = (grid.low - z) * s, (grid.high - z) * s
         # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
-        inverse = xp.like(s, grid.high - grid.low) / (most - least)
+        inverse = xp.cast(grid.high - grid.low, s) / (most - least)
         shifted = xp.maximum(xp.minimum(wide, most), least) - least
         steps = shifted * inverse if axes else shifted / s
-        return xp.like(x, xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s)
+        return xp.cast(xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s, x)
     integers = _rounded(wide * (1 / s), rounding) + z
-    return xp.like(x, (xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s)
+    return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
 
 
 @amanda.traceable
@@ -87,18 +90,18 @@ def fake_quantize_gradient(
     else:
         integers = _rounded(wide * (1 / s), rounding) + z
         passes = (integers >= grid.low) & (integers <= grid.high)
-    return arithmetic(gradient).where(passes, gradient, gradient * 0)
+    return tensors_of(gradient).where(passes, gradient, gradient * 0)
 
 
 def _spread(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
     """All three in float32 or wider, in shapes that broadcast."""
-    wide = arithmetic(x).wide(x)
-    return wide, *(arithmetic(x).like(wide, spread(one, x, axes)) for one in (scale, zero_point))
+    wide = tensors_of(x).wide(x)
+    return wide, *(tensors_of(x).cast(spread(one, x, axes), wide) for one in (scale, zero_point))
 
 
 def _rounded(x: Any, rounding: Rounding) -> Any:
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     if rounding == "half_even":
-        return xp.rint(x)
+        return xp.round(x)
     magnitude = xp.floor(xp.absolute(x) + 0.5)
     return xp.where(x < 0, -magnitude, magnitude)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from amanda.errors import AmandaError
-from amanda.tools.quantize._arithmetic import arithmetic
+from amanda.tools.kit import tensors_of
 
 Rounding = Literal["half_even", "half_up", "half_away"]
 """The direction in which a value half way between two integers is rounded: to even, up, or away from 0."""
@@ -60,14 +60,14 @@ def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half
     Sources: torch.ao.quantization.observer.UniformQuantizationObserverBase of PyTorch 2.13; Nudge in
     fake_quant_ops_functor.h of TensorFlow 2.21; Jacob et al. 2018, sec. 2.1.
     """
-    xp = arithmetic(least)
-    zero, levels = least - least, xp.like(least, grid.high - grid.low)
+    xp = tensors_of(least)
+    zero, levels = least - least, xp.cast(grid.high - grid.low, least)
     least, most = xp.minimum(least, zero), xp.maximum(most, zero)
     if grid.symmetric:
-        return xp.maximum(xp.maximum(-least, most) / (levels / 2), xp.like(zero, EPSILON)), zero
-    scale = xp.maximum((most - least) / levels, xp.like(zero, EPSILON))
+        return xp.maximum(xp.maximum(-least, most) / (levels / 2), xp.cast(EPSILON, zero)), zero
+    scale = xp.maximum((most - least) / levels, xp.cast(EPSILON, zero))
     if rounding == "half_even":
-        zero_point = grid.low - xp.rint(least / scale)
+        zero_point = grid.low - xp.round(least / scale)
     else:
-        zero_point = xp.floor(grid.low - least / scale + xp.like(zero, 0.5))
+        zero_point = xp.floor(grid.low - least / scale + xp.cast(0.5, zero))
     return scale, xp.minimum(xp.maximum(zero_point, zero + grid.low), zero + grid.high)

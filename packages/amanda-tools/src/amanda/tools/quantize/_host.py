@@ -15,8 +15,6 @@ Floats = NDArray[np.float32]
 
 _PIECE = 65_536
 """Elements."""
-_ALIGNED = 16
-"""To so many elements: where it is, frameworks take memory as it is, without a check."""
 
 
 def on_grid(
@@ -45,16 +43,6 @@ def on_grid(
         np.subtract(inside, z[own], out=inside)
         np.multiply(inside, s[own], out=out)
     return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
-
-
-def aligned_copy(array: Floats) -> Floats:
-    """A copy whose memory a framework takes as it is."""
-    count = prod(array.shape)
-    memory = np.empty(count + _ALIGNED, np.float32)
-    first = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
-    made = memory[first : first + count].reshape(array.shape)
-    np.copyto(made, array)
-    return made
 
 
 def _rows(x: Floats, axes: Sequence[int]) -> Floats:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
-from amanda.tools.quantize._arithmetic import arithmetic, flattened, group_size, other_axes, spread
+from amanda.tools.kit import tensors_of
+from amanda.tools.quantize._arithmetic import flattened, group_size, other_axes, spread
 from amanda.tools.quantize._grid import EPSILON, Grid
 
 
@@ -15,9 +16,9 @@ def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
 
     Source: Esser et al. 2020, sec. 2.1.
     """
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     wide = xp.wide(x)
-    mean = xp.total(xp.absolute(wide), other_axes(x, axes)) / group_size(x, axes)
+    mean = xp.sum(xp.absolute(wide), other_axes(x, axes)) / group_size(x, axes)
     return flattened(xp.maximum(2 * mean / sqrt(grid.high), EPSILON), axes)
 
 
@@ -26,10 +27,10 @@ def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
 
     Source: Bhalgat et al. 2020, eq. 10.
     """
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     wide, sums, count = xp.wide(x), other_axes(x, axes), group_size(x, axes)
-    mean = flattened(xp.total(wide, sums) / count, axes)
-    std = flattened(xp.total((wide - spread(mean, x, axes)) ** 2, sums) / count, axes) ** 0.5
+    mean = flattened(xp.sum(wide, sums) / count, axes)
+    std = flattened(xp.sum((wide - spread(mean, x, axes)) ** 2, sums) / count, axes) ** 0.5
     return xp.maximum((xp.absolute(mean) + 3 * std) / (1 << (grid.bits - 1)), EPSILON)
 
 
@@ -39,10 +40,10 @@ def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Seque
     scale, offset: scalars, or (channels,) with `axes` of the channels in x; without an offset it is LSQ's.
     Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
     """
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     s, shift, v = _scaled(x, scale, offset, axes)
-    result = xp.rint(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s
-    return xp.like(x, result if shift is None else result + shift)
+    result = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s
+    return xp.cast(result if shift is None else result + shift, x)
 
 
 def lsq_gradients(
@@ -61,16 +62,16 @@ def lsq_gradients(
     elsewhere.  factor: `gradient_scale`, by which those two are multiplied.
     Sources: Esser et al. 2020, eqs. 3 and 5; Bhalgat et al. 2020, eqs. 3 to 5.
     """
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     wide, sums = xp.wide(gradient), other_axes(x, axes)
     _, _, v = _scaled(x, scale, offset, axes)
-    integers = xp.rint(xp.minimum(xp.maximum(v, grid.low), grid.high))
+    integers = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high))
     inside = xp.within(wide, v, grid.low, grid.high)
     by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
-    found = [xp.like(gradient, inside)]
-    found.append(xp.like(scale, flattened(xp.total(by_scale, sums), axes) * factor))
+    found = [xp.cast(inside, gradient)]
+    found.append(xp.cast(flattened(xp.sum(by_scale, sums), axes) * factor, scale))
     if offset is not None:
-        found.append(xp.like(offset, flattened(xp.total(wide - inside, sums), axes) * factor))
+        found.append(xp.cast(flattened(xp.sum(wide - inside, sums), axes) * factor, offset))
     return tuple(found)
 
 
@@ -84,10 +85,10 @@ def gradient_scale(count: int, grid: Grid) -> float:
 
 
 def _scaled(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     wide = xp.wide(x)
-    s = xp.like(wide, spread(scale, x, axes))
+    s = xp.cast(spread(scale, x, axes), wide)
     if offset is None:
         return s, None, wide / s
-    shift = xp.like(wide, spread(offset, x, axes))
+    shift = xp.cast(spread(offset, x, axes), wide)
     return s, shift, (wide - shift) / s

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from amanda.tools.quantize._arithmetic import arithmetic
+from amanda.tools.quantize._arithmetic import as_array
 
 
 class Noise:
@@ -18,7 +18,7 @@ class Noise:
 
     def add(self, x: Any, quantised: Any) -> None:
         """Take in a tensor and what took its place."""
-        wanted, found = (arithmetic(one).as_array(one).astype(np.float64) for one in (x, quantised))
+        wanted, found = (as_array(one).astype(np.float64) for one in (x, quantised))
         self.signal += float(np.square(wanted).sum())
         self.noise += float(np.square(found - wanted).sum())
 

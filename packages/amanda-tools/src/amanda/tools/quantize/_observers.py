@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.quantize._arithmetic import arithmetic, flattened, other_axes
+from amanda.tools.kit import tensors_of
+from amanda.tools.quantize._arithmetic import as_array, flattened, other_axes
 from amanda.tools.quantize._fake import fake_quantize
 from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding, choose_qparams
 from amanda.tools.quantize._histogram import Histogram
@@ -21,7 +22,7 @@ _SHRUNK = np.linspace(1.0, 0.2, 81)
 
 def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
     """The least and the largest number of a tensor in float32: scalars, or (channels,)."""
-    xp = arithmetic(x)
+    xp = tensors_of(x)
     least, most = xp.extent(xp.wide(x), other_axes(x, axes))
     return flattened(least, axes), flattened(most, axes)
 
@@ -36,7 +37,7 @@ class Observer(ABC):
 
         Raises QuantizeError where it has numbers that are not finite.
         """
-        array = arithmetic(x).as_array(x)
+        array = as_array(x)
         if not array.size:
             return
         if not np.isfinite(array).all():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import Origin, source, weight_input
+from amanda.tools.kit import Origin, source, tensors_of, weight_input
 from amanda.tools.kit._parts import Parts, form_of
 from amanda.tools.kit._weight_input import is_part_in_graph
 from amanda.tools.kit._weights import ELSEWHERE
@@ -170,7 +170,7 @@ class Place:
                     self.left = ELSEWHERE
                     continue
                 quantizer = part
-            if quantizer.xp.is_plain(value):
+            if quantizer.xp.is_dense(value):
                 yield quantizer, index, item, value
 
     def fixed(self, position: int, value: Callable[[], Any]) -> list[FixedScale]:
@@ -183,7 +183,7 @@ class Place:
             if where != position:
                 continue
             if quantizer.is_weight and not quantizer.settled:
-                quantizer.observe(quantizer.xp.constant(value()))
+                quantizer.observe(quantizer.xp.detach(value()))
                 quantizer.settle()
             qparams = quantizer.qparams()
             if qparams is None:
@@ -235,14 +235,14 @@ def _quantizer(
         f"weight{suffix}" if weight else f"input {position}" if item is None else f"input {position}.{item}"
     )
     quantizer = make_quantizer(
-        name, weight, axes, channels, options, context["arithmetic"], weight and weight_of.varies
+        name, weight, axes, channels, options, tensors_of(value), weight and weight_of.varies
     )
 
     def kept(part: str, start: Any, trained: bool) -> Any:
         def make(loaded: Any = start) -> Any:
-            return quantizer.xp.made(loaded, value, trained)
+            return quantizer.xp.state(loaded, value, trained)
 
-        return keep(reader, part.replace(" ", ""), make, load=make, renew=quantizer.xp.renewed)
+        return keep(reader, part.replace(" ", ""), make, load=make, renew=quantizer.xp.update)
 
     quantizer.keep(kept)
     return quantizer

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from amanda.tools.quantize._arithmetic import arithmetic, group_size
+from amanda.tools.kit import tensors_of
+from amanda.tools.quantize._arithmetic import as_array, group_size
 from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
 from amanda.tools.quantize._grid import Grid, QuantizeError, choose_qparams
+from amanda.tools.quantize._kernels import kernel_for
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._observers import MseObserver, Observer, extremes
@@ -55,7 +57,7 @@ class Quantizer(ABC):
         self.settled = bool(self.state) and bool(np.isfinite(self._read("scale")).all())
 
     def _read(self, part: str) -> Any:
-        return self.xp.as_array(self.xp.read(self.state[part]))
+        return as_array(self.xp.read(self.state[part]))
 
     def observe(self, x: Any) -> None:
         """See a value in calibration."""
@@ -138,12 +140,12 @@ class Anew(Quantizer):
     def __call__(self, x: Any, frozen: bool) -> Any:
         """The value on a grid of its own, whose gradient passes where it was not clipped."""
         if self.options.weight_observer == "minmax":
-            extent = extremes(self.xp.constant(x), self.axes)
+            extent = extremes(self.xp.detach(x), self.axes)
         else:
             observer = self.options.make_observer(self.is_weight, self.axes)
-            observer.observe(self.xp.constant(x))
+            observer.observe(self.xp.detach(x))
             extent = observer.range()
-        scale, zero_point = (self.xp.like(self.xp.wide(x), one) for one in self._qparams(*extent))
+        scale, zero_point = (self.xp.cast(one, self.xp.wide(x)) for one in self._qparams(*extent))
         grid, axes, rounding = self.grid, self.axes, self.options.rounding
 
         def forward(x: Any) -> Any:
@@ -180,7 +182,7 @@ class Trained(Quantizer):
             scale, zero_point = (self.xp.read(self.state[part]) for part in ("scale", "zero_point"))
         else:
             scale, zero_point = self._follow(x)
-        if rounding == "half_even" and self.xp.has_kernel(x, axes):
+        if rounding == "half_even" and kernel_for(x, axes) is not None:
             return fake_quantize(x, scale, zero_point, grid, axes)
 
         def forward(x: Any) -> Any:
@@ -207,7 +209,7 @@ class Trained(Quantizer):
         return scale, zero_point
 
     def _averaged(self, part: str, new: Any) -> Any:
-        old = arithmetic(new).like(new, self.xp.read(self.state[part]))
+        old = tensors_of(new).cast(self.xp.read(self.state[part]), new)
         return old + (new - old) * np.float32(self.options.averaging)
 
 
@@ -255,9 +257,9 @@ class Learned(Quantizer):
         self.observer = None
 
     def _start(self, x: Any) -> None:
-        x = self.xp.constant(x)
+        x = self.xp.detach(x)
         if "low" in self.state:
-            signed = bool(self.xp.as_array(x).min(initial=0) < 0)
+            signed = bool(as_array(x).min(initial=0) < 0)
             self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
             self.xp.assign(self.state["low"], self.grid.low)
         start = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale

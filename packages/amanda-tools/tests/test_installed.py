@@ -1,15 +1,19 @@
-"""Rules of StandardMapping that a distribution brings, for a framework that the tools do not know."""
+"""Rules of mapping and classes of tensors that distributions bring for frameworks that the tools lack."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import amanda
 from amanda.testing import FakeDriver, attached, fake
+from amanda.tools.kit import TensorsError, _tensors, tensors_of
 from amanda.tools.mapping import RuleError, StandardMapping, _installed
 
 RULE = """
@@ -17,25 +21,39 @@ def standard(context):
     context["type"] = "rectifier" if context.get_op().__name__ == "relu" else context.get_op().__name__
 """
 
-Install = Callable[[str, str, str], None]
+TENSORS = """
+from amanda.tools.kit import Tensors
+
+class Array:
+    def __init__(self, values): self.values = values
+
+class ArrayTensors(Tensors):
+    def to_numpy(self, x): return x.values
+"""
+
+Install = Callable[..., None]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a distribution on the path: its name, the entry's value, and the source of `mapping_of_<name>`."""
 
-    def put(name: str, value: str, source: str) -> None:
+    def clear() -> None:
+        _installed.installed.cache_clear()
+        _tensors._tensors.cache_clear()
+
+    def put(name: str, value: str, source: str, group: str = "amanda.mappings", entry: str = "fake") -> None:
         metadata = tmp_path / f"{name}-1.0.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[amanda.mappings]\nfake = {value}\n")
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry} = {value}\n")
         (tmp_path / f"mapping_of_{name}.py").write_text(source)
-        _installed._entries.cache_clear()
+        clear()
 
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield put
-    _installed._entries.cache_clear()
+    clear()
     for module in set(sys.modules) - before:
         if module.startswith("mapping_of_"):
             del sys.modules[module]
@@ -83,5 +101,44 @@ def test_a_rule_that_is_no_function_is_an_error(install: Install) -> None:
 def test_two_rules_for_one_framework_are_an_error_that_names_both(install: Install) -> None:
     install("first", "mapping_of_first:standard", RULE)
     install("second", "mapping_of_second:standard", RULE)
-    with pytest.raises(RuleError, match=r"of first 1\.0 and .*of second 1\.0 both map the ops of fake"):
+    with pytest.raises(RuleError, match=r"of first 1\.0 and .*of second 1\.0 both serve fake"):
         seen()
+
+
+def array_of_first() -> Any:
+    return importlib.import_module("mapping_of_first").Array([1.0, 2.0])
+
+
+def test_a_distribution_brings_arithmetic_for_its_tensors(install: Install) -> None:
+    install("first", "mapping_of_first:ArrayTensors", TENSORS, "amanda.tensors", "mapping_of_first")
+    array = array_of_first()
+    assert tensors_of(array).to_numpy(array) == [1.0, 2.0]  # type: ignore[comparison-overlap]
+
+
+def test_tensors_of_a_library_that_nobody_brings_are_converted_by_autoray() -> None:
+    assert type(tensors_of(Fraction(1))) is _tensors.Tensors
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (
+            "mapping_of_first:Array",
+            r"tensors mapping_of_first:Array of first 1\.0 is .*subclass",
+        ),
+        ("mapping_of_first:Nothing", r"of first 1\.0 cannot be imported.*upgrade or uninstall"),
+    ],
+)
+def test_a_broken_class_of_tensors_is_an_error_that_names_its_distribution(
+    value: str, told: str, install: Install
+) -> None:
+    install("first", value, TENSORS, "amanda.tensors", "mapping_of_first")
+    with pytest.raises(TensorsError, match=told):
+        tensors_of(array_of_first())
+
+
+def test_two_classes_of_tensors_for_one_library_are_an_error_that_names_both(install: Install) -> None:
+    install("first", "mapping_of_first:ArrayTensors", TENSORS, "amanda.tensors", "mapping_of_first")
+    install("second", "mapping_of_second:ArrayTensors", TENSORS, "amanda.tensors", "mapping_of_first")
+    with pytest.raises(TensorsError, match=r"of first 1\.0 and .*of second 1\.0 both serve mapping_of_first"):
+        tensors_of(array_of_first())

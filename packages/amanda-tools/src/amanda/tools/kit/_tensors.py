@@ -1,0 +1,202 @@
+"""Arithmetic on tensors, and state in them, in the same words for every library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from autoray import do, to_numpy
+from numpy.typing import NDArray
+
+from amanda.errors import AmandaError
+from amanda.tools.mapping import backend_of
+from amanda.tools.mapping._installed import installed, loaded, said
+
+GROUP = "amanda.tensors"
+"""Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`."""
+
+Array = Any
+"""An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""
+
+
+class TensorsError(AmandaError):
+    """An entry point of `amanda.tensors` is not a class of tensors, or two have one name."""
+
+
+class Tensors:
+    """Operations on tensors of one library; this class serves every library that autoray converts.
+
+    What is computed here is an array of NumPy: a tensor becomes one by `plain`, and `cast` makes a tensor.
+    """
+
+    # ---- between libraries ----
+
+    def plain(self, x: Any) -> Array:
+        """Return a tensor as an array to compute with: without autograd, in float32 or wider."""
+        array = np.asarray(to_numpy(x))
+        return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+    def to_numpy(self, x: Any) -> NDArray[Any]:
+        """Return an array of NumPy with the same values; in float32 where NumPy lacks the element type."""
+        return np.asarray(to_numpy(x))
+
+    def copy(self, array: Any) -> Array:
+        """Return a copy to be written into later."""
+        return np.array(to_numpy(array))
+
+    def cast(self, value: Any, like: Any) -> Any:
+        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
+        return do("asarray", np.asarray(value, np.float32), like=like).astype(like.dtype)
+
+    def beside(self, array: Any, other: Array) -> Array:
+        """Return an array where another one is, in its own element type."""
+        return np.asarray(array)
+
+    # ---- ranking ----
+
+    def flat(self, arrays: Sequence[Array]) -> Array:
+        """Return the elements of arrays one after another, where the first array is."""
+        return np.concatenate([array.reshape(-1) for array in arrays])
+
+    def drop_lowest(self, scores: Array, count: int) -> Array:
+        """Return False for the `count` lowest of scores in one row, True for others; equal ones in order."""
+        kept = np.ones(len(scores), bool)
+        if count:
+            highest = np.partition(scores, count - 1)[count - 1]
+            below = scores < highest
+            kept[below] = False
+            kept[np.flatnonzero(scores == highest)[: count - int(below.sum())]] = False
+        return kept
+
+    def ranks(self, values: Array) -> Array:
+        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
+        return np.argsort(np.argsort(values, -1, kind="stable"), -1)
+
+    # ---- arithmetic ----
+
+    def detach(self, x: Any) -> Any:
+        """Return a tensor through which no gradient goes."""
+        return x
+
+    def wide(self, x: Any) -> Any:
+        """Return a tensor in float32, or in its own type if that is wider."""
+        array = x if hasattr(x, "astype") else np.asarray(x)  # or one that records what is computed of it
+        return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+    def round(self, x: Any) -> Any:
+        """Return the nearest integers, half to even."""
+        return np.rint(x)
+
+    def floor(self, x: Any) -> Any:
+        """Return the integers below."""
+        return np.floor(x)
+
+    def absolute(self, x: Any) -> Any:
+        """Return magnitudes."""
+        return np.abs(x)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Return elements of x where the condition holds, else of y."""
+        return np.where(condition, x, y)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        """Return the smaller of each pair; y may be a number."""
+        return np.minimum(x, y)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """Return the larger of each pair; y may be a number."""
+        return np.maximum(x, y)
+
+    def within(self, value: Any, x: Any, low: float, high: float) -> Any:
+        """Return a value, and 0 where x is not between two bounds."""
+        return np.where((x <= low) | (x >= high), value * 0, value)
+
+    def sum(self, x: Any, axes: Sequence[int]) -> Any:
+        """Return the sum over axes."""
+        return np.sum(x, axis=tuple(axes))
+
+    def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
+        """Return the least and the largest elements over axes, without autograd."""
+        return np.min(x, axis=tuple(axes)), np.max(x, axis=tuple(axes))
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        """Return the same elements in another shape."""
+        return np.reshape(x, shape)
+
+    def is_dense(self, x: Any) -> bool:
+        """Return True for a tensor that has elements and stores each of them."""
+        return bool(np.asarray(x).size)
+
+    def with_gradient(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
+        collect: Callable[..., None] | None = None,
+    ) -> Any:  # fmt: skip
+        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`.
+
+        collect: is given the gradients of all tensors but the first, where no tape of a graph leads to them.
+        """
+        return forward(*tensors)
+
+    # ---- state ----
+
+    def state(self, value: Any, like: Any, trained: bool) -> Any:
+        """Return a number or an array as state of a tool in float32, on the device of a tensor.
+
+        trained: whether an optimizer may train it.
+        """
+        return np.array(value, np.float32)
+
+    def update(self, former: Any, value: Any) -> Any:
+        """Return former state, which an optimizer holds, with other values; these where they do not fit."""
+        return value
+
+    def assign(self, state: Any, value: Any) -> None:
+        """Write new values into state."""
+        state[...] = np.asarray(value, np.float32).reshape(state.shape)
+
+    def read(self, state: Any) -> Any:
+        """Return state as a tensor to compute with."""
+        return state
+
+
+class NumpyTensors(Tensors):
+    """Arrays of NumPy, which routines are given in ONNX Runtime."""
+
+    def cast(self, value: Any, like: Any) -> Any:
+        """Return a number or an array in the element type of an array."""
+        dtype = like.dtype if hasattr(like, "dtype") else np.asarray(like).dtype
+        return value.astype(dtype) if hasattr(value, "astype") else np.asarray(value, dtype)
+
+
+def tensors_of(x: Any) -> Tensors:
+    """Return the operations on tensors of a value's library; on NumPy's for numbers.
+
+    Raises TensorsError for a library whose entry point is broken.
+    """
+    return _tensors(backend_of(x))
+
+
+@cache
+def _tensors(backend: str) -> Tensors:
+    if backend == "torch":
+        from amanda.tools.kit._tensors_torch import TorchTensors
+
+        return TorchTensors()
+    if backend == "tensorflow":
+        from amanda.tools.kit._tensors_tensorflow import TensorFlowTensors
+
+        return TensorFlowTensors()
+    if backend in ("numpy", "builtins"):
+        return NumpyTensors()
+    entries = installed(GROUP).get(backend)
+    if entries is None:
+        return Tensors()
+    found = loaded(entries, "class of tensors", TensorsError)
+    if not isinstance(found, type) or not issubclass(found, Tensors):
+        raise TensorsError(
+            f"{said(entries[0], 'class of tensors')} is {found!r}; it has to be a subclass of "
+            "amanda.tools.kit.Tensors"
+        )
+    return found()

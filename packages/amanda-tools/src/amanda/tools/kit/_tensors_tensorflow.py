@@ -1,0 +1,186 @@
+"""Tensors of TensorFlow: eager ones, and symbols of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import amanda
+from amanda.tools.kit._tensors import Array, Tensors
+
+_ALIGNED = 16
+"""Alignment, in elements, of memory that frameworks take as it is, without a check."""
+
+
+class TensorFlowTensors(Tensors):
+    """Tensors of TensorFlow; arrays to compute with share the memory of tensors on the host."""
+
+    def plain(self, x: Any) -> Array:
+        """Return a tensor as an array of NumPy, in float32 or wider."""
+        array = np.asarray(x)
+        return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+    def to_numpy(self, x: Any) -> NDArray[Any]:
+        """Return an array of NumPy with the same values; in float32 where NumPy lacks the element type."""
+        return np.asarray((self.wide(x) if x.dtype.is_floating else x).numpy())
+
+    def copy(self, array: Any) -> Array:
+        """Return a copy to be written into later, an array of NumPy."""
+        return np.array(array)
+
+    def cast(self, value: Any, like: Any) -> Any:
+        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
+        tf = _tf()
+        if tf.is_tensor(value):
+            return tf.cast(value, like.dtype)
+        array = np.asarray(value)
+        with tf.device(like.device):
+            return tf.cast(tf.constant(array), like.dtype)
+
+    # ---- arithmetic ----
+
+    def detach(self, x: Any) -> Any:
+        """Return a tensor outside of every tape."""
+        return _tf().stop_gradient(x)
+
+    def wide(self, x: Any) -> Any:
+        """Return a tensor in float32, or in its own type if that is wider."""
+        return _tf().cast(x, "float32") if x.dtype.size < 4 else x
+
+    def round(self, x: Any) -> Any:
+        """Return the nearest integers, half to even."""
+        return _tf().math.rint(x)
+
+    def floor(self, x: Any) -> Any:
+        """Return the integers below."""
+        return _tf().floor(x)
+
+    def absolute(self, x: Any) -> Any:
+        """Return magnitudes."""
+        return _tf().abs(x)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Return elements of x where the condition holds, else of y."""
+        return _tf().where(condition, x, y)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        """Return the smaller of each pair; y may be a number."""
+        return _tf().minimum(x, y)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """Return the larger of each pair; y may be a number."""
+        return _tf().maximum(x, y)
+
+    def within(self, value: Any, x: Any, low: float, high: float) -> Any:
+        """Return a value, and 0 where x is not between two bounds."""
+        return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
+
+    def sum(self, x: Any, axes: Sequence[int]) -> Any:
+        """Return the sum over axes."""
+        return _tf().reduce_sum(x, axis=list(axes))
+
+    def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
+        """Return the least and the largest elements over axes; arrays of a tensor in host memory."""
+        if is_in_host_memory(x):
+            return super().extent(np.asarray(x), axes)
+        x = self.detach(x)
+        return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        """Return the same elements in another shape."""
+        return _tf().reshape(x, list(shape))
+
+    def is_dense(self, x: Any) -> bool:
+        """Return True for a tensor that has elements."""
+        return all(x.shape)
+
+    def with_gradient(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
+        collect: Callable[..., None] | None = None,
+    ) -> Any:  # fmt: skip
+        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
+        from tensorflow.python.eager import record
+
+        @_tf().custom_gradient  # type: ignore[untyped-decorator]
+        def computed(*given: Any) -> Any:
+            def gradients(entering: Any) -> Any:
+                with amanda.disabled():
+                    found = backward(entering, *given)
+                if collect is not None:
+                    collect(*found[1:])
+                return found
+
+            with record.stop_recording():
+                return forward(*given), gradients
+
+        return computed(*tensors)
+
+    # ---- state ----
+
+    def state(self, value: Any, like: Any, trained: bool) -> Any:
+        """Return a number or an array as a variable of the tool, in float32."""
+        tf = _tf()
+        with tf.init_scope():
+            return tf.Variable(np.asarray(value, np.float32), trainable=trained, dtype=tf.float32)
+
+    def update(self, former: Any, value: Any) -> Any:
+        """Return a variable with other values; these where they do not fit."""
+        tf = _tf()
+        with tf.init_scope():
+            if former.shape != value.shape or not tf.executing_eagerly():
+                return value
+            former.assign(value)
+        return former
+
+    def assign(self, state: Any, value: Any) -> None:
+        """Write new values into state."""
+        array = np.asarray(value, np.float32).reshape(state.shape)
+        if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
+            held = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
+            _tf().raw_ops.AssignVariableOp(resource=state.handle, value=held)
+        else:
+            state.assign(array, read_value=False)
+
+    def read(self, state: Any) -> Any:
+        """Return state as a tensor to compute with."""
+        if type(state) is _variable() and not state.trainable:  # a hot path; tapes hear of those that are
+            return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
+        return _tf().convert_to_tensor(state)
+
+
+def is_in_host_memory(x: Any) -> bool:
+    """Return True for an eager tensor on the host, which NumPy reads without a copy."""
+    return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and _tf().executing_eagerly()
+
+
+def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a copy whose memory a framework takes as it is."""
+    memory = np.empty(array.size + _ALIGNED, np.float32)
+    first = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
+    made = memory[first : first + array.size].reshape(array.shape)
+    np.copyto(made, array)
+    return made
+
+
+@cache
+def _eager_tensor() -> Any:
+    from tensorflow.python.framework.ops import EagerTensor
+
+    return EagerTensor
+
+
+@cache
+def _variable() -> Any:
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    return ResourceVariable
+
+
+def _tf() -> Any:
+    import tensorflow
+
+    return tensorflow
