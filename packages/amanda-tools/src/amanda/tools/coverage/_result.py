@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from amanda.tools.mapping import VOCABULARY
-from amanda.tools.results import Column, KeyedResult, check_schema
+from amanda.tools.results import Column, PlacesResult
 
 KEYS = ("phase", "type", "module", "source", "model")
+_COUNTS = ("calls", "whole", "entered", "left")
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Place:
     left: int = 0
 
 
-class CoverageResult(KeyedResult):
+class CoverageResult(PlacesResult[Place]):
     """Executions of ops, and those that hooks of modules would have seen.
 
     places: each op apart.  by: the keys of a row, of `KEYS`.
@@ -40,6 +42,8 @@ class CoverageResult(KeyedResult):
 
     name: ClassVar[str] = "coverage"
     keys: ClassVar[Sequence[str]] = KEYS
+    place = Place
+    summed = _COUNTS
     counted: ClassVar[Sequence[Column]] = (
         *(Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")),
         Column("share", show="{:.1%}".format, number=True, unit="share"),
@@ -48,22 +52,6 @@ class CoverageResult(KeyedResult):
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls]
         self.tell_by(by, "Ops that hooks of modules see")
-
-    def merged(self, *others: CoverageResult) -> CoverageResult:
-        """This and other runs or ranks as one: executions of equal ops add up."""
-        places: dict[tuple[str, ...], Place] = {}
-        for place in (one for result in (self, *others) for one in result.places):
-            key = tuple(getattr(place, name) for name in KEYS)
-            known = places.setdefault(key, Place(*key))
-            for count in ("calls", "whole", "entered", "left"):
-                setattr(known, count, getattr(known, count) + getattr(place, count))
-        return CoverageResult(places.values(), self._by)
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> CoverageResult:
-        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
-        check_schema(found, cls.name, cls.version)
-        return cls((Place(**place) for place in found["places"]), found.get("by", KEYS))
 
     def total(self, what: str = "calls", phase: str | None = None) -> int:
         """The sum of "calls", "whole", "entered" or "left", of one phase or of both."""
@@ -77,10 +65,10 @@ class CoverageResult(KeyedResult):
     @property
     def types(self) -> Mapping[str, int]:
         """Types of forward ops with their executions, the most frequent first."""
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
         for place in self.places:
             if place.phase == "forward":
-                counts[place.type] = counts.get(place.type, 0) + place.calls
+                counts[place.type] += place.calls
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     @property
@@ -92,22 +80,18 @@ class CoverageResult(KeyedResult):
         """Rows by their keys, those with most executions first."""
         rows = []
         for key, places in self.grouped(self.places).items():
-            calls, whole, entered, left = (
-                sum(getattr(place, what) for place in places)
-                for what in ("calls", "whole", "entered", "left")
-            )
-            rows.append((*key, calls, whole, entered, left, whole / calls))
+            sums = [sum(getattr(place, what) for place in places) for what in _COUNTS]
+            rows.append((*key, *sums, sums[1] / sums[0]))
         return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
 
     def facts(self) -> Mapping[str, Any]:
         """Totals of each phase, the types of ops, and each op."""
         totals = {
-            phase: {what: self.total(what, phase) for what in ("calls", "whole", "entered", "left")}
+            phase: {what: self.total(what, phase) for what in _COUNTS}
             for phase in dict.fromkeys(place.phase for place in self.places)
         }
         return {
-            "totals": totals, "types": self.types, "without_word": self.without_word, "by": self._by,
-            "places": [asdict(place) for place in self.places],
+            "totals": totals, "types": self.types, "without_word": self.without_word, **super().facts()
         }  # fmt: skip
 
     def notes(self) -> Sequence[str]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.flops._aten import ELEMENTWISE as _OF_ATEN
 from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._formulas import ELEMENTWISE, visits
+from amanda.tools.flops._formulas import visits
+from amanda.tools.flops._words import ELEMENTWISE
 from amanda.tools.mapping._pytorch import word
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _aten, _linalg, _products
-from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._formulas import STEPS, no_cost
+from amanda.tools.flops import _aten
+from amanda.tools.flops._cost import Cost, Formula, Shapes, table
+from amanda.tools.flops._formulas import LAYER_NORM, no_cost
 from amanda.tools.flops._inside import inside
 from amanda.tools.mapping import local, share
 
@@ -138,7 +138,7 @@ def encoder_layer(op: Shapes) -> Cost:
     matrices = [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]
     weights = sum(prod(shape) for shape in matrices if shape not in masks)
     macs = sum(length * (weights + 2 * length * width) for length, width in sequences)
-    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * STEPS["layer_norm"] + 2))
+    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * LAYER_NORM + 2))
 
 
 def _sequences(op: Shapes) -> list[tuple[int, int]]:
@@ -168,29 +168,25 @@ def fused_optimizer(op: Shapes) -> Cost:
     return Cost(0, 12 * foreach(op).flops)
 
 
-_FOREACH = """
-    abs add addcdiv addcmul copy div erf exp lerp log max maximum minimum mul neg norm pow reciprocal
-    round rsqrt sign sqrt sub zero
-""".split()
-
-_PLACES = (
-    "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink split_with_sizes_copy".split()
-)
-
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 """Of ops that move tensors between processes, which cost bytes alone."""
 
 OF_NESTED = ("_transformer_encoder_layer_fwd",)
 """Types whose formulas read nested tensors, which have no shape, themselves."""
 
+_FOREACH = """
+    abs add addcdiv addcmul copy div erf exp lerp log max maximum minimum mul neg norm pow reciprocal
+    round rsqrt sign sqrt sub zero
+""".split()
+
 FORMULAS: dict[str, Formula] = {
     **_aten.FORMULAS,
-    **_products.FORMULAS,
-    **_linalg.FORMULAS,
-    "_transformer_encoder_layer_fwd": encoder_layer,
-    "_native_multi_head_attention": attention_layer,
-    **{f"_foreach_{word}{end}": foreach for word in _FOREACH for end in ("", "_")},
-    **{f"_fused_{word}_": fused_optimizer for word in ("adam", "adamw", "sgd", "adagrad")},
-    **dict.fromkeys(_PLACES, no_cost),
-}
-"""Formulas by ATen's names."""
+    **table(
+        (encoder_layer, "_transformer_encoder_layer_fwd"), (attention_layer, "_native_multi_head_attention"),
+        (foreach, " ".join(f"_foreach_{word} _foreach_{word}_" for word in _FOREACH)),
+        (fused_optimizer, "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"),
+        (no_cost, "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink"),
+        (no_cost, "split_with_sizes_copy"),
+    ),
+}  # fmt: skip
+"""Formulas by names of PyTorch's and ATen's operators."""
