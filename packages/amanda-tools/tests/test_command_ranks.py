@@ -14,8 +14,7 @@ import children
 import pytest
 
 from amanda.tools.command import merge
-from amanda.tools.command._environment import number_of_ranks
-from amanda.tools.command._labels import missing_ranks
+from amanda.tools.command._ranks import missing_ranks, number_of_ranks
 from amanda.tools.flops import FlopsResult
 from amanda.tools.results import load
 from amanda.tools.stats import StatsResult

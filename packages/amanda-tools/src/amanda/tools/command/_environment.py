@@ -12,8 +12,6 @@ from typing import Any
 VARIABLE = "AMANDA_TOOLS"
 PROCESS = "AMANDA_PROCESS"
 FOLDER = str(Path(__file__).parent / "launch")
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,8 @@ class Handed:
     folder: str
     root: int
     output: str | None
-    quiet: bool
     frameworks: list[str]
+    quiet: bool = False
     every: float | None = None
     together: bool = False
     compiled: str = "eager"
@@ -41,44 +39,11 @@ class Handed:
     def put(self, environment: MutableMapping[str, str]) -> None:
         """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""
         environment[VARIABLE] = json.dumps(asdict(self))
-        paths = [
-            path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER
-        ]
-        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *paths])
+        others = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
+        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, others)])
         environment.pop(PROCESS, None)
 
     @classmethod
     def get(cls) -> Handed:
-        """What the environment of this process has."""
+        """Read the environment of this process."""
         return cls(**json.loads(os.environ[VARIABLE]))
-
-
-def number_of_ranks() -> int:
-    """How many ranks the launcher has started on this host; 0 where it does not say, or others have more."""
-    for every, here in _SIZES:
-        size = os.environ.get(every, "")
-        if size.isdigit() and os.environ.get(here) == size:
-            return int(size)
-    return 0
-
-
-def process_label(handed: Handed) -> str:
-    """A name for this process: "main", "rank0", "process123", "rank0.process123" for a child of a rank.
-
-    "rank0.restart1" where the launcher has started the ranks again, "main.restart1" of a program that this
-    process has become.
-    """
-    above = os.environ.get(PROCESS, "")
-    rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
-    if rank and not above.startswith("rank"):
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        label = rank if restart == "0" else f"{rank}.restart{restart}"
-    elif above and not (above.startswith("main") and os.getpid() == handed.root):
-        label = f"{rank}.process{os.getpid()}".lstrip(".")
-    else:
-        label = "main"
-    if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
-        found = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
-        label = f"{label}.restart{found + 1}"
-    os.environ[PROCESS] = label
-    return label

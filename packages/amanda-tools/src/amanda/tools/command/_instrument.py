@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 import amanda
-from amanda.tools.command._config import Config, read_config
+from amanda.tools.command._config import configured
 from amanda.tools.command._instrumented import InstrumentedResult
-from amanda.tools.command._line import exit_status, limit_option, path_to_write
-from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, combined, made
+from amanda.tools.command._line import exit_status, limit_option, path_option, path_to_write, tool_option
+from amanda.tools.command._spec import SpecError, Tooling, made
 from amanda.tools.command._state import load_states
 from amanda.tools.results import Result
 
@@ -28,11 +28,9 @@ _STEPS = {"start", "end", "frequency"}
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help="A tool.")
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT", help="The copy."
-)
-@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="Tools from TOML or YAML.")
+@tool_option("A tool.")
+@path_option("-o", "--output", told="The copy.", metavar="OUT", required=True)
+@path_option("--config", told="Tools from TOML or YAML.")
 @click.option(
     "--state",
     "states",
@@ -66,24 +64,16 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    settings = Config() if config is None else read_config(config)
-    specs = combined(settings.tools, [ToolSpec.parse(text) for text in tools])
-    if not specs:
-        raise SpecError("no tool is given: -t prune, or --config FILE; `amanda tools` lists them")
+    specs = configured(config, tools, such_as="prune").tools
     for spec in specs:
         if steps := _STEPS & spec.given.keys():
-            raise SpecError(
-                f"tool {spec.name}: {', '.join(sorted(steps))} chooses steps, and a file has none"
-            )
+            chosen = ", ".join(sorted(steps))
+            raise SpecError(f"tool {spec.name}: {chosen} chooses steps, and a file has none")
     toolings = made(specs)
     load_states(states, toolings)
     with _ended_by_signal():
         done = amanda.instrument(
-            model,
-            *(one.tool for one in toolings),
-            out=output,
-            force=force,
-            about=[_text(one) for one in specs],
+            model, *(one.tool for one in toolings), out=output, force=force, about=list(map(str, specs))
         )
     result = InstrumentedResult(done, model)
     if not quiet:
@@ -105,18 +95,9 @@ def instrument(arguments: Sequence[str] = ()) -> int:
 
 def _tell(result: InstrumentedResult, toolings: Sequence[Tooling]) -> None:
     console = Console(file=sys.stderr, highlight=False)
-    own = [getattr(one.tool, "result", None) for one in toolings]
+    own = (getattr(one.tool, "result", None) for one in toolings)
     for one in (*(one for one in own if isinstance(one, Result) and one.rows()), result):
         console.print(one if console.is_terminal else Text(str(one)), soft_wrap=not console.is_terminal)
-
-
-def _text(spec: ToolSpec) -> str:
-    """A tool as it was given."""
-    given = [
-        f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in spec.given.items()
-    ]
-    return f"{spec.name}:{','.join(given)}" if given else spec.name
 
 
 @contextmanager

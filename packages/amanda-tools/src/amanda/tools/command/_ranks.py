@@ -1,27 +1,91 @@
-"""Ranks that each began with `amanda run`, as of `torchrun -m amanda run`: the last to end tells for all."""
+"""Ranks, and other processes of one program: their names, which are missing, and the last to end.
+
+Ranks that each began with `amanda run`, as of `torchrun -m amanda run`, share a folder, and the last tells
+for all.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from amanda.backend import digest
-from amanda.tools.command._environment import number_of_ranks
+from amanda.tools.command._environment import PROCESS, Handed
 
 if sys.platform != "win32":
     import fcntl
 
 _OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+_RANK = re.compile(r"rank(\d+)(\.restart\d+)?")
+
+
+def number_of_ranks() -> int:
+    """Return how many ranks the launcher started on this host; 0 if unknown, or if other hosts have more."""
+    for every, here in _SIZES:
+        size = os.environ.get(every, "")
+        if size.isdigit() and os.environ.get(here) == size:
+            return int(size)
+    return 0
+
+
+def process_label(handed: Handed) -> str:
+    """Return a name for this process: "main", "rank0", "process123", "rank0.process123" for a rank's child.
+
+    "rank0.restart1" where the launcher has started the ranks again, "main.restart1" of a program that this
+    process has become.
+    """
+    above = os.environ.get(PROCESS, "")
+    rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
+    if rank and not above.startswith("rank"):
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        label = rank if restart == "0" else f"{rank}.restart{restart}"
+    elif above and not (above.startswith("main") and os.getpid() == handed.root):
+        label = f"{rank}.process{os.getpid()}".lstrip(".")
+    else:
+        label = "main"
+    if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
+        found = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
+        label = f"{label}.restart{found + 1}"
+    os.environ[PROCESS] = label
+    return label
+
+
+def is_rank(label: str) -> bool:
+    """Return True if a process is a rank itself, not one that a rank has started."""
+    return _RANK.fullmatch(label) is not None
+
+
+def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
+    """Return ranks without a label, for each start of the ranks: of so many, or up to the last with one."""
+    found: dict[str, set[int]] = {}
+    for match in filter(None, map(_RANK.fullmatch, labels)):
+        found.setdefault(match[2] or "", set()).add(int(match[1]))
+    if ranks and not found:
+        found[""] = set()
+    return [
+        f"rank{rank}{restart}"
+        for restart, known in found.items()
+        for rank in range(ranks or max(known) + 1)
+        if rank not in known
+    ]
+
+
+def by_number(label: str) -> list[tuple[str, int]]:
+    """Return a key for sorting, so that rank10 comes after rank2."""
+    return [(letters, int(digits or 0)) for letters, digits in re.findall(r"(\D*)(\d*)", label)]
 
 
 def folder_of_ranks() -> str | None:
-    """A folder that the ranks of a launcher share; None where this is no rank, or they have several hosts."""
+    """Make a folder that the ranks of a launcher share; None for no rank, and for ranks of several hosts."""
     if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
     run = digest(os.getppid(), *(os.environ.get(name, "") for name in _OF_RUN))

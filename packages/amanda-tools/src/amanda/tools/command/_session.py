@@ -15,11 +15,10 @@ from typing import Any
 
 import amanda
 from amanda.plugins import hookimpl, plugin_manager
-from amanda.tools.command._environment import Handed, process_label
-from amanda.tools.command._exec import before_exec
+from amanda.tools.command._environment import Handed
 from amanda.tools.command._gathering import Gathering
-from amanda.tools.command._labels import is_rank
-from amanda.tools.command._ranks import Rank
+from amanda.tools.command._launch import before_exec
+from amanda.tools.command._ranks import Rank, is_rank, process_label
 from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._spec import ToolSpec, made
 from amanda.tools.command._tracebacks import show_program_alone
