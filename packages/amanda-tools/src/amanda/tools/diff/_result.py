@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_args
 from amanda.tools.diff._compare import TOLERANCES, Distance
 from amanda.tools.diff._plot import error_plot
 from amanda.tools.dump import Entry, Op
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
 
 Read = tuple[str, float, bool]
@@ -141,17 +141,17 @@ class DiffResult(Result):
     @property
     def first(self) -> Comparison | None:
         """The first op that diverges, in the order of execution."""
-        return next((one for one in self.comparisons if one.diverges), None)
+        return self._first()
 
     @property
     def first_forward(self) -> Comparison | None:
         """The first op of the forward pass that diverges."""
-        return next((one for one in self._of("forward") if one.diverges), None)
+        return self._first("forward")
 
     @property
     def first_backward(self) -> Comparison | None:
         """The first op of the backward pass that diverges."""
-        return next((one for one in self._of("backward") if one.diverges), None)
+        return self._first("backward")
 
     @property
     def hidden(self) -> Comparison | None:
@@ -163,8 +163,9 @@ class DiffResult(Result):
         """The first op that differs at all, in a bit perhaps."""
         return next((one for one in self.comparisons if one.relative), None)
 
-    def _of(self, phase: str) -> list[Comparison]:
-        return [one for one in self.comparisons if one.phase == phase]
+    def _first(self, *phases: str) -> Comparison | None:
+        chosen = (one for one in self.comparisons if not phases or one.phase in phases)
+        return next((one for one in chosen if one.diverges), None)
 
     # ---- forms ----
 
@@ -184,7 +185,10 @@ class DiffResult(Result):
         return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, self.modules, self.told)
 
     def __str__(self) -> str:
-        return "\n".join([Result.__str__(_Table(self.around())), *self.notes()])
+        return "\n".join([str(self.around()._table_alone()), *self.notes()])
+
+    def _table_alone(self) -> Table:
+        return Table(self.name, self.version, self.columns, self.rows(), self.title)
 
     def notes(self) -> Sequence[str]:
         """The divergences, and what was compared."""
@@ -232,8 +236,8 @@ class DiffResult(Result):
     def _positions(self) -> dict[str, int | None]:
         """Row of the first divergence of each phase."""
         found: dict[str, int | None] = dict.fromkeys(get_args(Phase))
-        for row, one in enumerate(self.comparisons):
-            if one.diverges and found[one.phase] is None:
+        for row, one in reversed(list(enumerate(self.comparisons))):
+            if one.diverges:
                 found[one.phase] = row
         return found
 
@@ -248,19 +252,7 @@ class DiffResult(Result):
 
     def _repr_html_(self) -> str:
         story = escape("\n".join(self.notes()))
-        return f"<pre>{story}</pre>{error_plot(self.comparisons)}{Result._repr_html_(_Table(self))}"
-
-
-class _Table(DiffResult):
-    """The table without what is said below it."""
-
-    def __init__(self, result: DiffResult) -> None:
-        super().__init__(
-            result.a, result.b, result.comparisons, result.only_a, result.only_b, result.modules, result.told
-        )
-
-    def notes(self) -> Sequence[str]:
-        return ()
+        return f"<pre>{story}</pre>{error_plot(self.comparisons)}{self._table_alone()._repr_html_()}"
 
 
 def _in_b(one: Comparison) -> str:

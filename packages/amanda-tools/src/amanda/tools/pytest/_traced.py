@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping
 from difflib import unified_diff
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import amanda
-from amanda.tools.pytest._asserts import Compiled
-from amanda.tools.pytest._counts import Counts, difference
+from amanda.tools.pytest._asserts import Compiled, Counts, Phase, check_counts
 from amanda.tools.pytest._snapshot import listing
 
 if TYPE_CHECKING:
     from amanda.tools.trace import Graph, TraceResult
 
 T = TypeVar("T")
-Phase = Literal["forward", "backward"]
+_UPDATE = "pytest --amanda-update"
 
 
 class Traced:
@@ -76,8 +75,7 @@ class Traced:
     ) -> None:
         """Ops of each type were executed so often, and with `exact` no others.  Raises AssertionError."""
         __tracebackhide__ = True
-        if lines := difference(wanted, self.op_counts(phase), exact):
-            raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
+        check_counts(wanted, self.op_counts(phase), phase, exact)
 
     def assert_snapshot(self, name: str = "", backward: bool = True) -> None:
         """The graph is the one that a file beside the test holds: ops, modules, shapes, and what reads what.
@@ -93,14 +91,9 @@ class Traced:
             path.write_text(text, encoding="utf-8")
             return
         if not path.exists():
-            raise AssertionError(
-                f"there is no graph to compare with: {path}; pytest --amanda-update writes it"
-            )
+            raise AssertionError(f"there is no graph to compare with: {path}; {_UPDATE} writes it")
         stored = path.read_text(encoding="utf-8")
         if stored != text:
             lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "traced", lineterm="", n=2)
-            raise AssertionError(
-                "\n".join(
-                    [f"the graph is not that of {path}", *lines, "pytest --amanda-update writes it anew"]
-                )
-            )
+            told = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]
+            raise AssertionError("\n".join(told))

@@ -110,9 +110,8 @@ class SweepResult(PlottedResult):
         together = lines.pop(ALL, [])
         worst = sorted(lines, key=lambda site: min(point.metric or 0.0 for point in lines[site]))[:_LINES]
         for site in worst:
-            axes.plot(
-                *_line(lines[site]), marker="o", markersize=3, linewidth=1, label=site.module or site.name
-            )
+            name = site.module or site.name
+            axes.plot(*_line(lines[site]), marker="o", markersize=3, linewidth=1, label=name)
         if together:
             axes.plot(*_line(together), color="black", linewidth=2.5, label="all together")
         if self.dense is not None:
