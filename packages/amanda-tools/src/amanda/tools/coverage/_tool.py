@@ -32,10 +32,11 @@ class CoverageTool(amanda.Tool):
         self._in_graphs: dict[int, Place] = {}
         self._calls: dict[int, tuple[FrameType, Call]] = {}
         self._number = 0
-        self.depends_on(
-            StandardMapping(),
-            MappingTool([["pytorch", _pytorch.describe], ["tensorflow/*/eager", _tensorflow.describe]]),
-        )
+        modules = [
+            ["pytorch", _pytorch.MODULES.describe],
+            ["tensorflow/*/eager", _tensorflow.MODULES.describe],
+        ]
+        self.depends_on(StandardMapping(), MappingTool(modules))
         self.add_inst_for_op(self._forward)
         self.add_inst_for_op(self._backward, backward=True)
 
