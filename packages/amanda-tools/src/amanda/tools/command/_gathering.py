@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from amanda.plugins import driven_frameworks
-from amanda.tools.command._environment import Handed
-from amanda.tools.command._ranks import by_number, missing_ranks, number_of_ranks
+from amanda.tools.command._processes import Handed, by_number, missing_ranks, number_of_ranks
 from amanda.tools.command._spec import Tooling
 from amanda.tools.results import Result, can_merge, merge, restored
 

@@ -106,7 +106,7 @@ def _tell(result: InstrumentedResult, toolings: Sequence[Tooling]) -> None:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Let SIGTERM end the process as an exception does, so that nothing is left behind."""
+    """End the process at SIGTERM as an exception does, so that nothing is left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -193,7 +193,7 @@ class InstrumentedResult(Result):
         self._model = model
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Types and tools with their numbers of routines; a stored one is counted as that alone."""
+        """Return types and tools with their numbers of routines; a stored one is counted as that alone."""
         done = self._done.inlined
         counted = Counter(
             (one.type, one.tool, "stored" if one.stored else _WHERE[one.action]) for one in done
@@ -203,7 +203,7 @@ class InstrumentedResult(Result):
         return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
 
     def notes(self) -> Sequence[str]:
-        """How many ops there were, and what could not be instrumented."""
+        """Say how many ops there were, and what could not be instrumented."""
         done = self._done
         stored = any(one.stored for one in done.inlined)
         return [
@@ -213,7 +213,7 @@ class InstrumentedResult(Result):
         ]
 
     def facts(self) -> Mapping[str, Any]:
-        """The files, and each routine."""
+        """Return the files, and each routine."""
         return {
             "model": str(self._model), "out": str(self._done.path), "kind": self._done.kind,
             "analysed": self._done.analysed, "routines": [one._asdict() for one in self._done.inlined],

@@ -16,8 +16,7 @@ from types import FrameType
 from typing import Any
 
 from amanda.plugins import driven_frameworks
-from amanda.tools.command._environment import VARIABLE, Handed
-from amanda.tools.command._ranks import folder_of_ranks
+from amanda.tools.command._processes import VARIABLE, Handed, folder_of_ranks
 from amanda.tools.command._spec import SpecError, ToolSpec, made
 
 _WITH_VALUE = "WXQ"

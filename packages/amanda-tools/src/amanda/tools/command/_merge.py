@@ -11,7 +11,7 @@ import click
 
 from amanda.errors import AmandaError
 from amanda.tools.command._line import exit_status, limit_option, path_option
-from amanda.tools.command._ranks import by_number, missing_ranks
+from amanda.tools.command._processes import by_number, missing_ranks
 from amanda.tools.results import Result, by_rank, load
 from amanda.tools.results import merge as as_one
 

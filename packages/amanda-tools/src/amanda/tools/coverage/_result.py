@@ -54,11 +54,11 @@ class CoverageResult(PlacesResult[Place]):
         self.tell_by(by, "Ops that hooks of modules see")
 
     def total(self, what: str = "calls", phase: str | None = None) -> int:
-        """The sum of "calls", "whole", "entered" or "left", of one phase or of both."""
+        """Return the sum of "calls", "whole", "entered" or "left", of one phase or of both."""
         return sum(getattr(place, what) for place in self.places if phase in (None, place.phase))
 
     def share(self, phase: str | None = None) -> float:
-        """How much of what was executed hooks see whole, from 0 to 1; 1 where nothing was."""
+        """Return how much of what was executed hooks see whole, from 0 to 1; 1 where nothing was."""
         calls = self.total("calls", phase)
         return self.total("whole", phase) / calls if calls else 1.0
 
@@ -77,7 +77,7 @@ class CoverageResult(PlacesResult[Place]):
         return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows by their keys, those with most executions first."""
+        """Return rows by their keys, those with most executions first."""
         rows = []
         for key, places in self.grouped(self.places).items():
             sums = [sum(getattr(place, what) for place in places) for what in _COUNTS]
@@ -95,7 +95,7 @@ class CoverageResult(PlacesResult[Place]):
         }  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """The share of each phase, what counts as seen, and types without a word."""
+        """Return the share of each phase, what counts as seen, and types without a word."""
         notes = [
             f"Hooks at leaf modules see {self.total('whole', phase):,} of {self.total('calls', phase):,} "
             f"{phase} ops ({self.share(phase):.1%}): those that are alone in the call of one."

@@ -10,7 +10,7 @@ from typing import get_args
 from amanda.errors import AmandaError
 from amanda.tools.diff._align import is_compute, same_ops, within
 from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
-from amanda.tools.diff._result import Comparison, Read
+from amanda.tools.diff._result import Comparison
 from amanda.tools.diff._run import Run, visits
 from amanda.tools.dump import Entry, Op
 from amanda.tools.select import Phase
@@ -18,6 +18,8 @@ from amanda.tools.select import Phase
 _READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
 _SUMS = ("add", "BiasAdd")
 Found = tuple[Entry, Comparison]
+Read = tuple[str, float, bool]
+"""Role of what an op read, its relative error, and whether it agrees."""
 
 
 class Comparing:
@@ -129,7 +131,14 @@ class Comparing:
 
     def _comparison(self, pair: Pair, found: Distance, limit: float, read: Sequence[Read] = ()) -> Comparison:
         op, other = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
-        return Comparison.of(op, other, pair, found, limit, read)
+        inputs = [agree for role, _, agree in read if role == "input"]
+        weights = [relative for role, relative, _ in read if role == "weight"]
+        return Comparison(
+            op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
+            pair[0].execution, found.relative, found.cosine, found.largest, found.exact, limit, limit,
+            (pair[0].dtype, pair[1].dtype),
+            all(inputs) if inputs else None, max(weights) if weights else None,
+        )  # fmt: skip
 
 
 def _heads(run: Run, visit: Sequence[int]) -> list[Entry]:

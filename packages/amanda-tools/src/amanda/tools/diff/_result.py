@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
-from amanda.tools.diff._compare import TOLERANCES, Distance
+from amanda.tools.diff._compare import TOLERANCES
 from amanda.tools.diff._plot import error_plot
-from amanda.tools.dump import Entry, Op
+from amanda.tools.dump import Op
 from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
-
-Read = tuple[str, float, bool]
 
 
 @dataclass(frozen=True)
@@ -45,27 +43,6 @@ class Comparison:
     dtypes: tuple[str, str]
     inputs: bool | None = None
     weight: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        op: Op,
-        other: Op,
-        pair: tuple[Entry, Entry],
-        found: Distance,
-        tolerance: float,
-        read: Iterable[Read],
-    ) -> Comparison:
-        """From the distance of two outputs and those of inputs: role, relative error, whether they agree."""
-        read = list(read)
-        inputs = [agree for role, _, agree in read if role == "input"]
-        weights = [relative for role, relative, _ in read if role == "weight"]
-        return cls(
-            op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
-            pair[0].execution, found.relative, found.cosine, found.largest, found.exact, tolerance, tolerance,
-            (pair[0].dtype, pair[1].dtype),
-            all(inputs) if inputs else None, max(weights) if weights else None,
-        )  # fmt: skip
 
     @property
     def diverges(self) -> bool:
@@ -170,7 +147,7 @@ class DiffResult(Result):
     # ---- forms ----
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each comparison."""
+        """Return a row for each comparison."""
         return [
             (one.phase, one.type, one.module, one.source, _in_b(one), one.execution, one.relative,
              one.cosine, one.largest, one.tolerance, one.verdict)
@@ -178,7 +155,7 @@ class DiffResult(Result):
         ]  # fmt: skip
 
     def around(self, before: int = 8, after: int = 12) -> DiffResult:
-        """The same with the rows around the first divergence alone, or the last ones without any."""
+        """Return the same with the rows around the first divergence alone, or the last ones without any."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
         chosen = self.comparisons[max(0, at - before) : at + after]
@@ -191,7 +168,7 @@ class DiffResult(Result):
         return Table(self.name, self.version, self.columns, self.rows(), self.title)
 
     def notes(self) -> Sequence[str]:
-        """The divergences, and what was compared."""
+        """Return the divergences, and what was compared."""
         notes = [
             f"First divergence, {phase}: {self.comparisons[row]}"
             for phase, row in self._positions().items()
@@ -224,7 +201,7 @@ class DiffResult(Result):
         return f"{len(self.comparisons):,} {what} compared: {told}{alone}."
 
     def facts(self) -> Mapping[str, Any]:
-        """What was compared, the first divergences, and ops of one run alone."""
+        """Return what was compared, the first divergences, and ops of one run alone."""
         return {
             "a": self.a, "b": self.b, "different": bool(self), "first": self._positions(),
             "modules": list(self.modules), "told": list(self.told),
@@ -234,7 +211,7 @@ class DiffResult(Result):
         }  # fmt: skip
 
     def _positions(self) -> dict[str, int | None]:
-        """Row of the first divergence of each phase."""
+        """Return the row of the first divergence of each phase."""
         found: dict[str, int | None] = dict.fromkeys(get_args(Phase))
         for row, one in reversed(list(enumerate(self.comparisons))):
             if one.diverges:
@@ -252,10 +229,11 @@ class DiffResult(Result):
 
     def _repr_html_(self) -> str:
         story = escape("\n".join(self.notes()))
-        return f"<pre>{story}</pre>{error_plot(self.comparisons)}{self._table_alone()._repr_html_()}"
+        plot = error_plot(self.comparisons, self._positions().values())
+        return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"
 
 
 def _in_b(one: Comparison) -> str:
-    """The other run's module, and type where it is another; empty where both are the same."""
+    """Return the other run's module, and type where it is another; empty where both are the same."""
     module = one.other_module if one.other_module != one.module else ""
     return " ".join(filter(None, (one.other_type if one.other_type != one.type else "", module)))

@@ -44,7 +44,7 @@ class Inside:
         return sum(cost.macs for costs in self.backward.values() for cost in costs)
 
     def next_of(self, node: str) -> Cost | None:
-        """Cost of the next node of a name; the last one stands for those that follow."""
+        """Return the cost of the next node of a name; the last one stands for those that follow."""
         costs = self.backward.get(node)
         if not costs:
             return None
@@ -168,7 +168,7 @@ def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
 def counter(
     formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any
 ) -> Iterator[Callable[[], tuple[Cost, set[str]]]]:
-    """A function that gives the cost of what was dispatched since it was called last, and unknown names.
+    """Yield a function that gives the cost of what was dispatched since its last call, and unknown names.
 
     fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
     """
@@ -220,7 +220,7 @@ def cost_of_call(
     formulas: Mapping[str, Formula],
     shape: Callable[[Any], Any],
 ) -> Cost | None:
-    """Cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
+    """Return the cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
     if op.namespace == "prim":
         return Cost()
     parameters = [one.name for one in op._schema.arguments]
@@ -239,7 +239,7 @@ def cost_of_call(
 
 
 def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
-    """The formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
+    """Return the formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
     for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         formula = formulas.get(spelling) or formulas.get(word(spelling))
         if formula is not None:

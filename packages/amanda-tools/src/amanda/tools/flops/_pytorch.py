@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -47,15 +47,12 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     return bool(made) and None not in made and held.issuperset(made)
 
 
-def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
-    """The tensors among values, those in lists too."""
-    import torch
+def tensors_of(values: Sequence[Any]) -> list[Any]:
+    """Return the tensors among values, those in lists too."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
 
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
-        elif isinstance(value, torch.Tensor):
-            yield value
+    return [one for one in tree_leaves(list(values)) if isinstance(one, Tensor)]
 
 
 def _storage(tensor: Any) -> int | None:
@@ -73,7 +70,7 @@ _PRODUCT = re.compile(r"(addmm|baddbmm|addmv|mm|bmm|mv|dot)backward\d*", re.IGNO
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
-    """Of a node whose gradients are products: as many as make each gradient that it gives."""
+    """Count the products that make each gradient that a node gives."""
     grads = context.get_grad_inputs() or []
     product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
     if product is None:
@@ -93,7 +90,7 @@ def _backward_macs(context: amanda.OpContext) -> int:
 
 
 def _as_often_as_forward(context: amanda.OpContext) -> int:
-    """For the gradient of each factor what the op itself takes.
+    """Count for the gradient of each factor as many as the op itself takes.
 
     The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
     the gradient of the output, and once more for that of the other.
@@ -109,7 +106,7 @@ def _as_often_as_forward(context: amanda.OpContext) -> int:
 
 
 def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
-    """Of a node of oneDNN's LSTM, one layer in one direction; None for others.
+    """Count a node of oneDNN's LSTM, one layer in one direction; None for others.
 
     Its gradients are those of the input, the weights of the input and of the state, two biases, and states.
     The gradient of the state goes back through every step but the first, whose state is given.
@@ -159,12 +156,12 @@ def attention_layer(op: Shapes) -> Cost:
 
 
 def foreach(op: Shapes) -> Cost:
-    """One operation for each element of a list of tensors."""
+    """Count one operation for each element of a list of tensors."""
     return Cost(0, sum(map(prod, next((one for one in op.inputs if isinstance(one, list)), []))))
 
 
 def fused_optimizer(op: Shapes) -> Cost:
-    """A fused update: about a dozen operations for each parameter."""
+    """Count a fused update: about a dozen operations for each parameter."""
     return Cost(0, 12 * foreach(op).flops)
 
 

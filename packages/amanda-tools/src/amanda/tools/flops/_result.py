@@ -67,7 +67,7 @@ class FlopsResult(PlacesResult[Place]):
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
-        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
+        """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
 
         Calls whose cost is not known count as 0 macs and flops: `unsupported` and `unseen` have them, and a
         warning is logged once.
@@ -93,7 +93,7 @@ class FlopsResult(PlacesResult[Place]):
         return Counter(place.type for place in self.places if not place.calls)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows by their keys, those with most FLOPs first."""
+        """Return rows by their keys, those with most FLOPs first."""
         rows = [(*key, *_sums(places)) for key, places in self.grouped(self.places).items()]
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
@@ -107,12 +107,12 @@ class FlopsResult(PlacesResult[Place]):
         return {"totals": totals, "unsupported": dict(self.unsupported), **super().facts()}
 
     def notes(self) -> Sequence[str]:
-        """The convention, and the share of what no formula knows."""
+        """Return the convention, and the share of what no formula knows."""
         notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
         return [*notes, *self._missing()]
 
     def _missing(self) -> Sequence[str]:
-        """Sentences on what is not counted, if anything is not."""
+        """Return sentences on what is not counted, if anything is not."""
         told = []
         if unsupported := self.unsupported:
             share = 100 * sum(unsupported.values()) / max(self._sum("calls"), 1)

@@ -67,18 +67,18 @@ class Traced:
         return self._tracer.result
 
     def op_counts(self, phase: Phase = "forward") -> dict[str, int]:
-        """How often ops of each type were executed."""
+        """Return how often ops of each type were executed."""
         return self._counts.of(phase)
 
     def assert_op_counts(
         self, wanted: Mapping[str, int], phase: Phase = "forward", exact: bool = False
     ) -> None:
-        """Ops of each type were executed so often, and with `exact` no others.  Raises AssertionError."""
+        """Check that ops of each type were executed so often, and with `exact` no others."""
         __tracebackhide__ = True
         check_counts(wanted, self.op_counts(phase), phase, exact)
 
     def assert_snapshot(self, name: str = "", backward: bool = True) -> None:
-        """The graph is the one that a file beside the test holds: ops, modules, shapes, and what reads what.
+        """Compare the graph with that in a file beside the test: ops, modules, shapes, and what reads what.
 
         name: tells several snapshots of a test apart.  `pytest --amanda-update` writes the file.
         Raises AssertionError, with the lines that differ.

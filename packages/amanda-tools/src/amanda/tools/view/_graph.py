@@ -15,7 +15,7 @@ _WORDS = {"phase", "type", "name", "module", "source"}
 
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A list for each field that any op has."""
+    """Return a list for each field that any op has."""
     known = [name for name in _OP if name in _WORDS or any(op.get(name) is not None for op in ops)]
     return {name: [_word(op, name) if name in _WORDS else op.get(name) for op in ops] for name in known}
 
@@ -26,7 +26,7 @@ def _word(op: dict[str, Any], name: str) -> str:
 
 
 def graph(source: Source) -> dict[str, Any]:
-    """The tensors of a trace, and the edges between its ops.
+    """Return the tensors of a trace, and the edges between its ops.
 
     An edge is (producer, consumer, tensor); one that comes from outside has -1 for a producer.
     Raises AmandaError for an index that refers to nothing.

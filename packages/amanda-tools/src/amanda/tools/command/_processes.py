@@ -1,4 +1,4 @@
-"""Ranks, and other processes of one program: their names, which are missing, and the last to end.
+"""Processes of one program: what is handed to them, their names, which are missing, and the last to end.
 
 Ranks that each began with `amanda run`, as of `torchrun -m amanda run`, share a folder, and the last tells
 for all.
@@ -6,26 +6,65 @@ for all.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from amanda.backend import digest
-from amanda.tools.command._environment import PROCESS, Handed
 
 if sys.platform != "win32":
     import fcntl
 
+VARIABLE = "AMANDA_TOOLS"
+PROCESS = "AMANDA_PROCESS"
+FOLDER = str(Path(__file__).parent / "launch")
 _OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
 _RANK = re.compile(r"rank(\d+)(\.restart\d+)?")
+
+
+@dataclass(frozen=True)
+class Handed:
+    """tools: name and given options of each.  folder: where processes leave what the root gathers.
+
+    root: id of the process that gathers and prints.  output: folder for results.  quiet: print nothing.
+    frameworks: the import names at which the tools of a child begin.
+    every: seconds after which results are saved as they are so far; None for not before the end.
+    together: whether the program is one of several ranks, of which the last that ends gathers and prints.
+    compiled: as of `amanda.apply`.  construction: whether tools see what makes models.
+    """
+
+    tools: list[tuple[str, dict[str, Any]]]
+    folder: str
+    root: int
+    output: str | None
+    frameworks: list[str]
+    quiet: bool = False
+    every: float | None = None
+    together: bool = False
+    compiled: str = "eager"
+    construction: bool = False
+
+    def put(self, environment: MutableMapping[str, str]) -> None:
+        """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""
+        environment[VARIABLE] = json.dumps(asdict(self))
+        others = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
+        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, others)])
+        environment.pop(PROCESS, None)
+
+    @classmethod
+    def get(cls) -> Handed:
+        """Read the environment of this process."""
+        return cls(**json.loads(os.environ[VARIABLE]))
 
 
 def number_of_ranks() -> int:
