@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 Given = str | Sequence[Any] | int | float | bool | None
-"""What is given for an option: text, or a value that a configuration file has already."""
+"""A value given for an option: text, or a value that a configuration file has already."""
 
 REQUIRED: Any = inspect.Parameter.empty
 _LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}

@@ -107,7 +107,7 @@ class Session:
 
 
 class Messages(logging.Handler):
-    """What Amanda logs, such as what could not be instrumented; it is told at the end."""
+    """Messages that Amanda logs, as of ops that could not be instrumented; they are told at the end."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

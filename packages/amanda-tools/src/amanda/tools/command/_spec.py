@@ -1,4 +1,4 @@
-"""What is to be applied: tools with their options, the ops and steps that each is for, where results go."""
+"""Tools to be applied, with their options, the ops and steps that each is for, and files for results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SELECTORS: Mapping[str, Option] = {
         Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
     )
 }  # fmt: skip
-"""What may be said of any tool, unless it has an option of that name: which ops it is for, at which steps,
+"""Options of every tool, unless it has one of that name itself: which ops it is for, at which steps,
 and the file that its result goes to."""
 
 
 class SpecError(AmandaError, ValueError):
-    """What is said of a tool cannot be: an option that it does not have, or a value that it does not take."""
+    """A tool is given an option that it does not have, or a value that it does not take."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What was executed, and what hooks would have seen of it."""
+"""Executed ops, and how many of them hooks would have seen."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class CoverageTool(amanda.Tool):
 
     @property
     def result(self) -> CoverageResult:
-        """What was executed so far."""
+        """The counts of what was executed so far."""
         self._calls.clear()
         _see_scopes(self._in_graphs.values())
         return CoverageResult([*self._places.values(), *self._in_graphs.values()])

@@ -1,4 +1,4 @@
-"""How the error grows along the order of execution, as a picture."""
+"""A picture of the error along the order of execution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was compared, and where it diverges."""
+"""Comparisons of two runs, and where they diverge."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def diverges(self) -> bool:
-        """Whether the difference is larger than the tolerance."""
+        """True if the difference is larger than the tolerance."""
         return self.relative > self.tolerance
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from amanda.tools.flops import _formulas as of
-from amanda.tools.flops import _linalg
+from amanda.tools.flops import _linalg, _words
 from amanda.tools.flops._cost import Cost, Formula, Shapes, table
 from amanda.tools.flops._formulas import no_cost, product_of, visits
 
@@ -106,8 +106,8 @@ _ELEMENTWISE = {
     ),
 }  # fmt: skip
 
-ELEMENTWISE = frozenset(_ELEMENTWISE)
-"""Names of operators whose gradients cost as much for each element."""
+ELEMENTWISE = _words.ELEMENTWISE | frozenset(_ELEMENTWISE)
+"""Words and names of operators whose gradients cost as much for each element."""
 
 _ATTENTION = [
     f"_scaled_dot_product_{kind}"

@@ -1,4 +1,4 @@
-"""What is left of multiply-accumulates where weights are pruned and tensors quantised."""
+"""Multiply-accumulates that are left where weights are pruned and tensors quantised."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.flops._aten import ELEMENTWISE as _OF_ATEN
+from amanda.tools.flops._aten import ELEMENTWISE
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
-from amanda.tools.flops._words import ELEMENTWISE
 from amanda.tools.mapping._pytorch import word
 
 if TYPE_CHECKING:
@@ -117,13 +117,10 @@ def _unseen() -> Iterator[None]:
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
-
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
-        torch.autograd.graph.saved_tensors_hooks(same, same),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
     ):
         yield
@@ -137,17 +134,14 @@ def _count_backward(
     def begin(grads: Any) -> None:
         take()
 
-    def end(name: str) -> Callable[..., None]:
-        def note(grad_inputs: Any, grad_outputs: Any) -> None:
-            cost, unknown = take()
-            found.backward.setdefault(name, []).append(cost)
-            found.unknown |= unknown
-
-        return note
+    def end(name: str, grad_inputs: Any, grad_outputs: Any) -> None:
+        cost, unknown = take()
+        found.backward.setdefault(name, []).append(cost)
+        found.unknown |= unknown
 
     hooks = []
     for node in _nodes([one.grad_fn for one in outputs]):
-        hooks += [node.register_prehook(begin), node.register_hook(end(node.name()))]
+        hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
     grads = [torch.ones_like(one) for one in outputs]
     torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     for hook in hooks:
@@ -245,10 +239,8 @@ def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
         if formula is not None:
             return formula
     stem, found, _ = name.removeprefix("_").partition("_backward")
-    return next(
-        (formulas[one] for one in (word(stem), word(f"_{stem}")) if found and one in ELEMENTWISE | _OF_ATEN),
-        None,
-    )
+    words = (word(stem), word(f"_{stem}")) if found else ()
+    return next((formulas[one] for one in words if one in ELEMENTWISE), None)
 
 
 def _shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What the standard words leave open for PyTorch: phases, parameters, and which gradients are products."""
+"""Rules for PyTorch beyond the standard words: phases, parameters, and which gradients are products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was counted: a row for each op, or for each module, type or phase."""
+"""Counts: a row for each op, or for each module, type or phase."""
 
 from __future__ import annotations
 

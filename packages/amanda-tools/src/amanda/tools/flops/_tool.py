@@ -9,7 +9,8 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _aten, _onnxruntime, _pytorch, _tensorflow, _words
+from amanda.tools.flops import _onnxruntime, _pytorch, _tensorflow, _words
+from amanda.tools.flops._aten import ELEMENTWISE
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, Inside
@@ -32,7 +33,6 @@ _FORMULAS = {
     **_words.FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS, **_onnxruntime.FORMULAS
 }  # fmt: skip
 _NO_WORK = MOVES | {"accumulate_grad"}
-_ELEMENTWISE = _words.ELEMENTWISE | _aten.ELEMENTWISE
 
 
 @dataclass
@@ -67,7 +67,7 @@ class FlopsTool(amanda.Tool):
 
     @property
     def result(self) -> FlopsResult:
-        """What was executed so far."""
+        """The counts of what was executed so far."""
         executed = [place for place in self._places.values() if place.calls]
         return FlopsResult([*executed, *self._unseen.values()])
 
@@ -173,7 +173,7 @@ class FlopsTool(amanda.Tool):
             return Cost.of_macs(context["backward_macs"](context))
         if forward in _NO_WORK:
             return Cost()
-        if forward not in _ELEMENTWISE and context.get_backward_order() == 1:
+        if forward not in ELEMENTWISE and context.get_backward_order() == 1:
             within = self._inside(context)
             node = context.get_backward_op().__name__
             cost = within.next_of(node) if within else None

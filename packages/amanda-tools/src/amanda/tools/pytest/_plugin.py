@@ -1,4 +1,4 @@
-"""What pytest loads when it starts: an option, a marker and a fixture, which imports tools when asked for."""
+"""The part that pytest loads when it starts: an option, a marker, and a fixture that imports tools."""
 
 from __future__ import annotations
 

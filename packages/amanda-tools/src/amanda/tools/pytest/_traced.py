@@ -20,7 +20,7 @@ _UPDATE = "pytest --amanda-update"
 
 
 class Traced:
-    """What ran in `with traced:`, or in `traced(function, ...)`, all of it together since the last `clear`.
+    """A trace of all that ran in `with traced:` or `traced(function, ...)` since the last `clear`.
 
     file: snapshots are beside it: `file.txt`, `file.NAME.txt`.  update: write them instead of comparing.
     compiled: as of `amanda.apply`; a test may set it.

@@ -1,4 +1,4 @@
-"""How far a sweep is, on stderr."""
+"""Progress of a sweep, on stderr."""
 
 from __future__ import annotations
 

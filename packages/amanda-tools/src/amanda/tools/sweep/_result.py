@@ -1,4 +1,4 @@
-"""What was measured: a row for each op at each level."""
+"""Measurements: a row for each op at each level."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Sweep(Generic[Level]):
 
     @property
     def result(self) -> SweepResult:
-        """What was measured so far."""
+        """The measurements so far."""
         keys = [(site.name, at) for site in (ALL, *self._sites.values()) for at in self._levels]
         points = [self._points[key] for key in keys if key in self._points]
         return SweepResult(points, self._dense, *self._names, self._is_done())

@@ -10,7 +10,7 @@ from amanda.errors import AmandaError
 from amanda.tools.view._files import Source
 
 KEYS = ("phase", "type", "module", "source")
-"""What tells ops apart in every table of ops."""
+"""Columns that tell ops apart in every table of ops."""
 
 Key = tuple[str, ...]
 

@@ -75,7 +75,7 @@ def _place(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spans(source: Source, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Complete events; what begins and ends apart is made one."""
+    """Return complete events; what begins and ends apart is made one."""
     spans = [one for one in events if one.get("ph") == "X"]
     open_: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for event in events:
