@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -47,12 +47,15 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     return bool(made) and None not in made and held.issuperset(made)
 
 
-def tensors_of(values: Sequence[Any]) -> list[Any]:
-    """Return the tensors among values, those in lists too."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
+def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the tensors among values, those in lists too."""
+    import torch
 
-    return [one for one in tree_leaves(list(values)) if isinstance(one, Tensor)]
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_of(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
 
 
 def _storage(tensor: Any) -> int | None:
