@@ -14,8 +14,7 @@ import children
 import pytest
 
 from amanda.tools.command import merge
-from amanda.tools.command._environment import number_of_ranks
-from amanda.tools.command._labels import missing_ranks
+from amanda.tools.command._processes import missing_ranks, number_of_ranks
 from amanda.tools.flops import FlopsResult
 from amanda.tools.results import load
 from amanda.tools.stats import StatsResult
@@ -198,7 +197,7 @@ def handler(number, frame):
 signal.signal(signal.SIGTERM, handler)
 saving = Saving(lambda: None, None)
 saving.start()
-saving.hear_signals(handler)
+saving.receive_signals(handler)
 os.write(saving._writing, bytes([signal.SIGTERM]))  # as it arrives before a system call, which then waits
 time.sleep(100)
 """

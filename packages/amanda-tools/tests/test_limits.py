@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from amanda.errors import AmandaError, printable
 from amanda.tools.command import merge
-from amanda.tools.command._state import read_arrays as read_state
+from amanda.tools.command._instrument import read_arrays as read_state
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.effective_path import EffectivePath
 from amanda.tools.quantize._files import read_scales

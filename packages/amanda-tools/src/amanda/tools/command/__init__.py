@@ -4,11 +4,11 @@ amanda run -t flops -t "nan:stop,module=encoder" -- train.py --epochs 1
 amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 """
 
-from amanda.tools.command._functions import function_of
 from amanda.tools.command._instrument import instrument
 from amanda.tools.command._line import (
     compiled_option,
     exit_status,
+    function_of,
     limit_option,
     path_to_write,
     save_option,

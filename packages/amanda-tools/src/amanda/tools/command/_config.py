@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from amanda.errors import did_you_mean
-from amanda.tools.command._spec import SpecError, ToolSpec
+from amanda.tools.command._spec import SpecError, ToolSpec, combined
 from amanda.tools.results import read_text
 
 if sys.version_info >= (3, 11):
@@ -37,6 +37,15 @@ class Config:
 
     tools: list[ToolSpec] = field(default_factory=list)
     output: Path | None = None
+
+
+def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
+    """Read a file, and add the tools of the command line. Raises SpecError where there is no tool."""
+    found = Config() if path is None else read_config(path)
+    found.tools = combined(found.tools, [ToolSpec.parse(text) for text in tools])
+    if not found.tools:
+        raise SpecError(f"no tool is given: -t {such_as}, or --config FILE; `amanda tools` lists them")
+    return found
 
 
 def read_config(path: Path) -> Config:
@@ -71,12 +80,10 @@ def _parsed(path: Path) -> Any:
 
 
 def _tools(path: Path, found: Any) -> list[ToolSpec]:
-    """From a table of tools by name, or a list of names and tables that have a `name`."""
+    """Read a table of tools by name, or a list of names and tables that have a `name`."""
     if isinstance(found, Mapping):
-        found = [
-            {**(one or {}), "name": name} if isinstance(one or {}, Mapping) else one
-            for name, one in found.items()
-        ]
+        tables = {name: one or {} for name, one in found.items()}
+        found = [{**one, "name": name} if isinstance(one, Mapping) else one for name, one in tables.items()]
     if not isinstance(found, list):
         raise SpecError(f"{path}: tools is {found!r}; give a table of tools by name, or a list")
     specs = []
@@ -84,9 +91,8 @@ def _tools(path: Path, found: Any) -> list[ToolSpec]:
         if isinstance(one, str):
             specs.append(ToolSpec.parse(one))
         elif isinstance(one, Mapping) and isinstance(one.get("name"), str):
-            specs.append(
-                ToolSpec(one["name"], {str(key): value for key, value in one.items() if key != "name"})
-            )
+            given = {str(key): value for key, value in one.items() if key != "name"}
+            specs.append(ToolSpec(one["name"], given))
         else:
             raise SpecError(f"{path}: {one!r} among the tools is neither a name nor a table with a name")
     return specs

@@ -1,4 +1,4 @@
-"""Results of a program's processes: left by each, gathered, merged and told by the root process."""
+"""Results of a program's processes: left by each, gathered, merged, saved and told by the root process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from amanda.tools.command._environment import Handed, number_of_ranks
-from amanda.tools.command._labels import by_number, missing_ranks
+from rich.console import Console
+from rich.text import Text
+
+from amanda.plugins import driven_frameworks
+from amanda.tools.command._processes import Handed, by_number, missing_ranks, number_of_ranks
 from amanda.tools.command._spec import Tooling
-from amanda.tools.command._telling import Teller
 from amanda.tools.results import Result, can_merge, merge, restored
 
 
@@ -80,9 +83,12 @@ class Gathering:
 
     def tell(self, saw_op: bool) -> None:
         """Gather, merge, save and print. saw_op: whether this process has results of its own."""
-        others = self._others()
-        if not self._handed.quiet:
-            self._flush()
+        folder = Path(self._handed.folder)
+        paths = sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem))
+        others = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+        if not self._handed.quiet:  # what the program printed comes first
+            with suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()
         teller = Teller(self._handed.quiet)
         expected = max((one["ranks"] for one in others.values()), default=0)
         missing = missing_ranks(others, expected) if expected else []  # of another host's nothing is known
@@ -92,30 +98,27 @@ class Gathering:
                 self._tell(teller, tooling, theirs, missing, saw_op)
             except Exception as error:  # of a tool, whose result is one of several
                 self._lose(tooling, error)
-        messages = [*self._messages, *(message for one in others.values() for message in one["messages"])]
-        teller.messages(list(dict.fromkeys(messages)))
-        lost = [*self._lost, *(loss for one in others.values() for loss in one["lost"])]
-        lost += [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
-        teller.losses(list(dict.fromkeys(lost)))
-        folder = Path(self._handed.folder)
+        teller.say(*_each_once(self._messages, others, "messages"))
+        killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
+        teller.say(*dict.fromkeys([*_each_once(self._lost, others, "lost"), *killed]), anyway=True)
         if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # none is to come
-            shutil.rmtree(self._handed.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _tell(
         self,
         teller: Teller,
         tooling: Tooling,
-        theirs: dict[str, Any],
+        theirs: Mapping[str, Any],
         missing: Sequence[str],
         saw_op: bool,
     ) -> None:
-        result = getattr(tooling.tool, "result", None)
+        name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
-            teller.nothing(tooling)
+            teller.say(_nothing(name))
             return
         if saw_op:
-            teller.unmatched(tooling)
+            teller.say(*(f"{name}: {text}" for text in tooling.tool.unmatched()))
         if result is None:
             return
         if theirs and can_merge(result):
@@ -125,21 +128,23 @@ class Gathering:
             own = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
             merged = merge(parts, missing)
             saved = self._save(tooling, merged, self._suffix)
-            each = [*own, *(one["saved"] for one in theirs.values())]
-            teller.result(tooling, merged, labels, [path for path in (saved, *each) if path])
+            if len(labels) > 1:
+                teller.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
+            teller.show(merged)
+            teller.say_saved(name, saved, *own, *(one["saved"] for one in theirs.values()))
             return
         if saw_op:
             saved = self._save(tooling, result, self._label if theirs else self._suffix)
-            teller.result(tooling, result, labels[:1], [saved] if saved else [])
-        for label, one in theirs.items():
-            teller.text(tooling, one["text"], label, one["saved"])
-
-    def _others(self) -> dict[str, Any]:
-        paths = sorted(Path(self._handed.folder).glob("*.json"), key=lambda path: by_number(path.stem))
-        return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+            teller.show(result)
+            teller.say_saved(name, saved)
+        for label, one in theirs.items():  # they cannot be merged
+            teller.say(f"{name} of {label}")
+            if one["text"] is not None:
+                teller.show(one["text"])
+            teller.say_saved(name, one["saved"])
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
-        """Save a result in its file, with the process's label in the name; the path, None without one."""
+        """Save a result, with the process's label in the file's name; return the path, None without one."""
         path = tooling.out
         if path is None and self._handed.output is not None:
             path = Path(self._handed.output) / f"{tooling.name}.json"
@@ -159,10 +164,46 @@ class Gathering:
             return None
         return str(path)
 
-    @staticmethod
-    def _flush() -> None:
-        """Let what the program printed come first."""
-        try:
-            sys.stdout.flush()
-        except (OSError, ValueError, AttributeError):
+
+class Teller:
+    """Standard error, with tables on a terminal and plain text elsewhere; nothing where it is to be quiet."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._is_there = sys.stderr is not None and not sys.stderr.closed
+        self._quiet = quiet
+        self._console = Console(file=sys.stderr, highlight=False)
+
+    def say(self, *texts: str, anyway: bool = False) -> None:
+        """Write lines, also where it is to be quiet if they are to be read anyway."""
+        for text in texts:
+            self._print(Text(f"amanda: {text}"), anyway)
+
+    def say_saved(self, name: str, *paths: str | None) -> None:
+        """Write which files have a result, if any has."""
+        if saved := [path for path in paths if path]:
+            self.say(f"{name} is in {', '.join(saved)}")
+
+    def show(self, result: Any) -> None:
+        """Write a result, or the text of one."""
+        is_table = self._console.is_terminal and not isinstance(result, str)
+        self._print(result if is_table else Text(str(result)))
+
+    def _print(self, told: Any, anyway: bool = False) -> None:
+        if not self._is_there or (self._quiet and not anyway):
             return
+        try:
+            self._console.print(told, soft_wrap=isinstance(told, Text))
+        except (OSError, ValueError):  # nobody reads it any more
+            self._is_there = False
+
+
+def _nothing(name: str) -> str:
+    """Return what is said where no op of any framework ran."""
+    if frameworks := " or ".join(driven_frameworks()):
+        return f"{name}: no op of {frameworks} was executed"
+    return 'no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"'
+
+
+def _each_once(own: Iterable[str], others: Mapping[str, Any], key: str) -> list[str]:
+    """Return the sentences of this process and of others."""
+    return list(dict.fromkeys([*own, *(text for one in others.values() for text in one[key])]))

@@ -5,34 +5,36 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, ClassVar
 
 import click
 from rich.console import Console
 from rich.text import Text
 
 import amanda
-from amanda.tools.command._config import Config, read_config
-from amanda.tools.command._instrumented import InstrumentedResult
-from amanda.tools.command._line import exit_status, limit_option, path_to_write
-from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, combined, made
-from amanda.tools.command._state import load_states
-from amanda.tools.results import Result
+from amanda import Instrumented
+from amanda.errors import AmandaError
+from amanda.tools.command._config import configured
+from amanda.tools.command._line import exit_status, limit_option, path_option, path_to_write, tool_option
+from amanda.tools.command._spec import SpecError, Tooling, made
+from amanda.tools.results import Column, Result, TooLargeError, check_file, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")
+_STATES = (".npz", ".safetensors")
 _STEPS = {"start", "end", "frequency"}
 
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help="A tool.")
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT", help="The copy."
-)
-@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="Tools from TOML or YAML.")
+@tool_option("A tool.")
+@path_option("-o", "--output", told="The copy.", metavar="OUT", required=True)
+@path_option("--config", told="Tools from TOML or YAML.")
 @click.option(
     "--state",
     "states",
@@ -66,24 +68,16 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    settings = Config() if config is None else read_config(config)
-    specs = combined(settings.tools, [ToolSpec.parse(text) for text in tools])
-    if not specs:
-        raise SpecError("no tool is given: -t prune, or --config FILE; `amanda tools` lists them")
+    specs = configured(config, tools, such_as="prune").tools
     for spec in specs:
         if steps := _STEPS & spec.given.keys():
-            raise SpecError(
-                f"tool {spec.name}: {', '.join(sorted(steps))} chooses steps, and a file has none"
-            )
+            chosen = ", ".join(sorted(steps))
+            raise SpecError(f"tool {spec.name}: {chosen} chooses steps, and a file has none")
     toolings = made(specs)
     load_states(states, toolings)
     with _ended_by_signal():
         done = amanda.instrument(
-            model,
-            *(one.tool for one in toolings),
-            out=output,
-            force=force,
-            about=[_text(one) for one in specs],
+            model, *(one.tool for one in toolings), out=output, force=force, about=list(map(str, specs))
         )
     result = InstrumentedResult(done, model)
     if not quiet:
@@ -105,23 +99,14 @@ def instrument(arguments: Sequence[str] = ()) -> int:
 
 def _tell(result: InstrumentedResult, toolings: Sequence[Tooling]) -> None:
     console = Console(file=sys.stderr, highlight=False)
-    own = [getattr(one.tool, "result", None) for one in toolings]
+    own = (getattr(one.tool, "result", None) for one in toolings)
     for one in (*(one for one in own if isinstance(one, Result) and one.rows()), result):
         console.print(one if console.is_terminal else Text(str(one)), soft_wrap=not console.is_terminal)
 
 
-def _text(spec: ToolSpec) -> str:
-    """A tool as it was given."""
-    given = [
-        f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in spec.given.items()
-    ]
-    return f"{spec.name}:{','.join(given)}" if given else spec.name
-
-
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Let SIGTERM end the process as an exception does, so that nothing is left behind."""
+    """End the process at SIGTERM as an exception does, so that nothing is left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,3 +119,106 @@ def _ended_by_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# ---- what tools have learnt, from files ----
+
+
+def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
+    """Load "TOOL=FILE", or "FILE" where there is one tool, each into its tool.
+
+    A tool with a `load` of its own reads the file; others are given its arrays as `load_state_dict` takes
+    them. Raises SpecError for a file that cannot be read, and for no such tool.
+    """
+    named = {tooling.name: tooling for tooling in toolings}
+    for text in given:
+        name, equals, file = text.partition("=")
+        if not equals or name not in named:
+            file, name = (text, toolings[0].name) if len(toolings) == 1 else (file, name)
+        if name not in named:
+            raise SpecError(f"--state {text}: give TOOL=FILE, TOOL one of {', '.join(named)}")
+        tool, path = named[name].tool, Path(file)
+        load = getattr(tool, "load", None)
+        try:
+            if load is not None:
+                load(path)
+            else:
+                tool.load_state_dict(read_arrays(path))
+        except (AmandaError, OSError, ValueError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise SpecError(
+                f"--state {text}: {path} is no state of {name} that can be read: {reason}"
+            ) from error
+
+
+def read_arrays(path: Path) -> Mapping[str, Any]:
+    """Read the arrays of an .npz or .safetensors file by name; nothing in it is run.
+
+    Raises SpecError for another file.
+    """
+    if path.suffix == ".npz":
+        try:
+            return read_npz(path)
+        except TooLargeError:
+            raise
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise SpecError(f"it is no .npz file of plain arrays ({error})") from error
+    if path.suffix == ".safetensors":
+        check_file(path)
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise SpecError(f"it is no .safetensors file ({error})") from error
+    raise SpecError(f"it ends in none of {', '.join(_STATES)}")
+
+
+# ---- what was done ----
+
+
+class InstrumentedResult(Result):
+    """A row for each type of op and tool, with how many routines are at such ops."""
+
+    name: ClassVar[str] = "instrument"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("type"), Column("tool"),
+        *(Column(place, total=True) for place in ("before", "instead", "after", "stored")),
+    )  # fmt: skip
+
+    def __init__(self, done: Instrumented, model: Path) -> None:
+        self.title = f"{done.kind} {done.path}"
+        self._done = done
+        self._model = model
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return types and tools with their numbers of routines; a stored one is counted as that alone."""
+        done = self._done.inlined
+        counted = Counter(
+            (one.type, one.tool, "stored" if one.stored else _WHERE[one.action]) for one in done
+        )
+        places = [column.name for column in self.columns[2:]]
+        kinds = dict.fromkeys((one.type, one.tool) for one in done)
+        return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
+
+    def notes(self) -> Sequence[str]:
+        """Say how many ops there were, and what could not be instrumented."""
+        done = self._done
+        stored = any(one.stored for one in done.inlined)
+        return [
+            f"{done.analysed} ops of {self._model} were analysed; the copy has {len(done.inlined)} routines.",
+            *(["Stored is what a routine makes of constants alone: it was computed now."] if stored else []),
+            *(f"Not instrumented: {one.what}: {one.reason}." for one in done.left),
+        ]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the files, and each routine."""
+        return {
+            "model": str(self._model), "out": str(self._done.path), "kind": self._done.kind,
+            "analysed": self._done.analysed, "routines": [one._asdict() for one in self._done.inlined],
+            "left": [one._asdict() for one in self._done.left],
+        }  # fmt: skip
+
+
+_WHERE = {"insert_before_op": "before", "replace_op": "instead", "insert_after_op": "after"}

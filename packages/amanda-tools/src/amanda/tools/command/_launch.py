@@ -1,33 +1,31 @@
-"""Starting the program: Python itself runs it, so that nothing about it is different."""
+"""Starting the program: Python itself runs it, so that nothing about it is different; also by `os.exec*`."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from amanda.plugins import driven_frameworks
-from amanda.tools.command._environment import Handed
-from amanda.tools.command._ranks import folder_of_ranks
+from amanda.tools.command._processes import VARIABLE, Handed, folder_of_ranks
 from amanda.tools.command._spec import SpecError, ToolSpec, made
 
 _WITH_VALUE = "WXQ"
-_SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-]
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
-    """The command line of a program, and whether it is a program of this Python's.
+    """Return the command line of a program, and True if it is a program of this Python's.
 
     `script.py ...`, `-m module ...`, `-c code ...` and further options are for Python; another file that
     can be executed, and the name of one on PATH, are run as they are.
@@ -44,31 +42,24 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     if found is None:
         scripts = {one.stem: one for one in path.parent.glob("*.py")}
         near = get_close_matches(path.stem, scripts, n=1)
-        hint = (
-            f"did you mean {scripts[near[0]]}?" if near else "give a script, -m module, or a command on PATH"
-        )
-        raise SpecError(f"there is no {first!r}; {hint}")
+        hint = f"did you mean {scripts[near[0]]}?" if near else ""
+        raise SpecError(f"there is no {first!r}; {hint or 'give a script, -m module, or a command on PATH'}")
     return [found, *program[1:]], is_python(Path(found))
 
 
-def launch(
-    program: Sequence[str],
-    tools: Sequence[ToolSpec],
-    output: Path | None,
-    quiet: bool,
-    every: float | None = None,
-    compiled: str = "eager",
-    construction: bool = False,
-) -> int:
-    """Become the program, with the tools in its environment; comes back only where it is not Python's."""
+def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | None, **options: Any) -> int:
+    """Become the program, with the tools in its environment; return only where it is not Python's.
+
+    options: further fields of `Handed`.
+    """
     command, python = command_of(program)
     output = None if output is None else _folder_for(output)
     shared = folder_of_ranks() if python else None
     folder = shared or tempfile.mkdtemp(prefix="amanda-")
     handed = Handed(
         [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
-        None if output is None else str(output), quiet, driven_frameworks(), every,
-        shared is not None, compiled, construction,
+        None if output is None else str(output), frameworks=driven_frameworks(),
+        together=shared is not None, **options,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.put(environment)
@@ -85,7 +76,7 @@ def launch(
 
 
 def _folder_for(output: Path) -> Path:
-    """Make the folder for results, so that a program does not run for nothing; its absolute path.
+    """Make the folder for results, so that a program does not run for nothing; return its absolute path.
 
     Raises SpecError for one that cannot be made or written to.
     """
@@ -106,7 +97,7 @@ def _tell(handed: Handed) -> None:
 
 
 def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callable[[], None]) -> int:
-    """Run a program that is not Python's; its exit status, or its death by a signal."""
+    """Run a program that is not Python's; return its exit status, or die by its signal."""
     arrived: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
@@ -142,9 +133,8 @@ def _check_flags(program: Sequence[str]) -> None:
             if letter in "mc":
                 return
             if letter in "IES":
-                raise SpecError(
-                    f"tools cannot be applied under python -{letter}, which ignores PYTHONPATH or site"
-                )
+                flag = f"python -{letter}, which ignores PYTHONPATH or site"
+                raise SpecError(f"tools cannot be applied under {flag}")
             if letter in _WITH_VALUE:
                 if argument.endswith(letter):
                     next(arguments, None)
@@ -152,14 +142,56 @@ def _check_flags(program: Sequence[str]) -> None:
 
 
 def _is_script(path: Path) -> bool:
-    """Whether a file is for Python to run, and no command of its own."""
+    """Return True if a file is for Python to run, and no command of its own."""
     return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
 
 
 def is_python(path: Path) -> bool:
-    """Whether a program is run by a Python."""
+    """Return True if a program is run by a Python."""
     if path.resolve() == Path(sys.executable).resolve():
         return True
     with path.open("rb") as file:
         first = file.readline(256)
     return first.startswith(b"#!") and b"python" in first
+
+
+# ---- a process that becomes another program ----
+
+
+def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
+    """Call `leave` whenever this process is about to become another program.
+
+    leave: is told whether the program will be under the tools; gives a function that takes back what was
+        left, which is called where the system refuses.
+    """
+    for name in ("execv", "execve"):  # which the others of their family call
+        setattr(os, name, _leaving(getattr(os, name), leave))
+
+
+def _leaving(original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute(path: Any, argv: Any, *env: Any) -> Any:
+        take_back = leave(_stays(path, *env)) if _can_be_run(path) else None
+        try:
+            return original(path, argv, *env)
+        except BaseException:
+            if take_back is not None:
+                take_back()
+            raise
+
+    return execute
+
+
+def _can_be_run(path: Any) -> bool:
+    try:
+        return Path(os.fsdecode(path)).is_file() and os.access(path, os.X_OK)
+    except TypeError:  # an open file, by its number
+        return True
+
+
+def _stays(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
+    """Return True if a program is one of Python's that begins with the tools of this environment."""
+    try:
+        return any(os.fsdecode(name) == VARIABLE for name in env) and is_python(Path(os.fsdecode(path)))
+    except (TypeError, OSError, AttributeError):
+        return False

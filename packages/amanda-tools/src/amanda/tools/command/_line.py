@@ -1,17 +1,21 @@
-"""What subcommands have in common: how they end, and options that several have."""
+"""Parts that subcommands share: how they end, and options that several have."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
 
-from amanda.errors import AmandaError, UnknownToolError, printable
+from amanda.errors import AmandaError, UnknownToolError, did_you_mean, printable
 from amanda.tools.command._spec import SpecError
 from amanda.tools.results import reading
 
@@ -21,7 +25,7 @@ _USAGE = (SpecError, UnknownToolError)
 
 
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
-    """Run a subcommand; its exit status, 2 where it is used wrongly.
+    """Run a subcommand; return its exit status, 2 where it is used wrongly.
 
     name: "amanda view".  failure: the status where what is asked for cannot be done, as AmandaError and
     OSError tell.  What is wrong is written to standard error.
@@ -47,19 +51,33 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
 
 
 def save_option(*forms: str) -> Callable[[Any], Any]:
-    """The option `--save FILE`, given as the argument `files`: paths that end in one of some suffixes."""
+    """Return the option `--save FILE`, given as the argument `files`: paths with one of some suffixes."""
     return click.option(
         "--save", "files", multiple=True, type=path_to_write(*forms), metavar="FILE",
         help=f"Write the result, as {', '.join(forms)}; may be repeated.",
     )  # fmt: skip
 
 
-def compiled_option(command: Any) -> Any:
-    """Add the option `--compiled`, given as the argument `compiled`, to a command."""
+def tool_option(told: str) -> Callable[[Any], Any]:
+    """Return the option `--tool`, given as the argument `tools`."""
     return click.option(
-        "--compiled", type=click.Choice(["eager", "instrument"]), default="eager",
-        help="Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them.",
-    )(command)  # fmt: skip
+        "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help=told
+    )  # fmt: skip
+
+
+def path_option(
+    *names: str, told: str, metavar: str = "FILE", required: bool = False
+) -> Callable[[Any], Any]:
+    """Return an option whose value is a path."""
+    kind = click.Path(path_type=Path)
+    return click.option(*names, type=kind, metavar=metavar, help=told, required=required)
+
+
+compiled_option = click.option(
+    "--compiled", type=click.Choice(["eager", "instrument"]), default="eager",
+    help="Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them.",
+)  # fmt: skip
+"""The option `--compiled`, given as the argument `compiled`."""
 
 
 class _Size(click.ParamType[int]):
@@ -73,7 +91,7 @@ class _Size(click.ParamType[int]):
 
 
 def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option `--limit SIZE`, up to which the command reads files."""
+    """Add the option `--limit SIZE`, up to which the command reads files."""
 
     @functools.wraps(command)
     def limited(limit: int | None, **given: Any) -> Any:
@@ -87,7 +105,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def path_to_write(*forms: str) -> Callable[[str], Path]:
-    """For an option of a file to be written: its path, with one of some suffixes, in a folder."""
+    """Return the type of an option for a file to be written: a path with a known suffix, in a folder."""
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -108,5 +126,47 @@ def _said(name: str, text: str, status: int, error: BaseException | None = None)
 
 
 def _notes(error: BaseException | None) -> list[str]:
-    """At which op, and in which tool, it was raised."""
+    """Return the notes on the op, and the tool, that an error was raised in."""
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
+
+
+# ---- functions by name ----
+
+
+def function_of(named: str) -> Callable[[], Any]:
+    """Import the function of FILE:FUNCTION or MODULE:FUNCTION.  Raises SpecError for anything else."""
+    where, _, name = named.rpartition(":")
+    path = Path(where)
+    if not where or not name:
+        raise SpecError(f"{named!r} names no function; give FILE:FUNCTION, as in evaluate.py:accuracy")
+    if path.is_file() and path.suffix != ".py":
+        raise SpecError(f"{where} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
+    if path.suffix == ".py" and not path.is_file():
+        raise SpecError(f"there is no file {where}")
+    module = _loaded(path) if path.suffix == ".py" else _imported(where)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [key for key, value in vars(module).items() if isfunction(value)]
+        raise SpecError(f"{where} has no function {name!r}; {did_you_mean(name, own)}")
+    evaluate: Callable[[], Any] = found
+    return evaluate
+
+
+def _loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # what the module itself imports
+        raise SpecError(f"there is no module {name}, and no file of that name") from error

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from amanda.errors import AmandaError
-from amanda.tools.command._labels import by_number, missing_ranks
-from amanda.tools.command._line import exit_status, limit_option
+from amanda.tools.command._line import exit_status, limit_option, path_option
+from amanda.tools.command._processes import by_number, missing_ranks
 from amanda.tools.results import Result, by_rank, load
 from amanda.tools.results import merge as as_one
 
@@ -20,12 +20,10 @@ _OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@click.option(
+@path_option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Where to save it, in the form that the suffix names; a folder for those of a folder.",
+    told="Where to save it, in the form that the suffix names; a folder for those of a folder.",
 )
 @click.option("--per-rank", is_flag=True, help="Keep the rows of each, under a column `rank`.")
 @click.option(
@@ -56,11 +54,8 @@ def merge(arguments: Sequence[str]) -> int:
 
 
 def _merged(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:
-    """Results by the name of their tool."""
-    if len(files) == 1 and files[0].is_dir():
-        found = _of_folder(files[0])
-    else:
-        found = {"": _of_files(files)}
+    """Return results by the name of their tool."""
+    found = _of_folder(files[0]) if len(files) == 1 and files[0].is_dir() else {"": _of_files(files)}
     made: dict[str, Result] = {}
     for tool, results in found.items():
         missing = missing_ranks(results, ranks)
@@ -81,7 +76,7 @@ def _of_folder(folder: Path) -> dict[str, dict[str, Result]]:
 
 
 def _of_files(files: Sequence[Path]) -> dict[str, Result]:
-    """By the part of the file's name that says the process; by the whole path where that is not its own."""
+    """Return results by the process that the file's name tells; by the path where several tell the same."""
     named = [_OF_PROCESS.fullmatch(path.name) for path in files]
     labels = [
         path.stem if name is None else name[1].rstrip(".") for path, name in zip(files, named, strict=True)

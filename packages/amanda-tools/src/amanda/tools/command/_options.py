@@ -7,25 +7,20 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 Given = str | Sequence[Any] | int | float | bool | None
-"""What is given for an option: text, or a value that a configuration file has already."""
+"""A value given for an option: text, or a value that a configuration file has already."""
 
 REQUIRED: Any = inspect.Parameter.empty
 _LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
 _TRUTH = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 _NOT_TEXT = "its values are no text: make the tool in Python"
@@ -45,11 +40,11 @@ class Option:
 
     @property
     def readable(self) -> bool:
-        """Whether it can be given as text."""
+        """True if it can be given as text."""
         return _is_readable(self.type)
 
     def read(self, given: Given) -> Any:
-        """The value. Raises Unreadable, which says what is expected."""
+        """Return the value. Raises Unreadable, which says what is expected."""
         return read(given, self.type)
 
     def __str__(self) -> str:
@@ -60,7 +55,7 @@ class Option:
 
 
 def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
-    """The options of a tool's constructor by name."""
+    """Return the options of a tool's constructor by name."""
     target = getattr(kind, "__init__") if isinstance(kind, type) else kind  # noqa: B009
     try:
         hints = typing.get_type_hints(target)
@@ -72,7 +67,7 @@ def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
 
 
 def read(given: Given, kind: Any) -> Any:
-    """A value of a type, from text or from a value of a configuration file. Raises Unreadable."""
+    """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _read_first(given, members, kind)
@@ -84,35 +79,34 @@ def read(given: Given, kind: Any) -> Any:
         if len(given) != 1:
             raise Unreadable(f"expected {expected(kind)}, not several values")
         given = given[0]
-    reader = _READERS.get(kind)
-    if reader is None:
+    if kind not in _READERS:
         raise Unreadable(_NOT_TEXT)
-    return reader(given)
+    expectation, reader = _READERS[kind]
+    try:
+        return reader(given)
+    except (ValueError, TypeError, KeyError):
+        raise Unreadable(f"expected {expectation}") from None
 
 
 def expected(kind: Any) -> str:
-    """A type in words for people."""
+    """Return a type in words for people."""
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(expected(one) for one in members)
     if origin is Literal:
         return " or ".join(map(_shown, members))
     if _is_list(kind):
-        inner = next((one for one in members if one is not Ellipsis), str)
-        return f"list of {expected(inner)}"
+        return f"list of {expected(_inner(members))}"
     if kind in _NAMES:
         return _NAMES[kind]
     return getattr(kind, "__name__", str(kind)) if origin is None else str(kind).replace("typing.", "")
 
 
 def _read_first(given: Given, members: Sequence[Any], kind: Any) -> Any:
-    # A number is none before it is text, and None has a word of its own.
-    order = [*(one for one in members if one is not str), *(one for one in members if one is str)]
-    for member in order:
-        try:
+    # Text is tried last: 1 and none may be values of another type.
+    for member in sorted(members, key=lambda one: one is str):
+        with suppress(Unreadable):
             return read(given, member)
-        except Unreadable:
-            continue
     raise Unreadable(f"expected {expected(kind)}" if _is_readable(kind) else _NOT_TEXT)
 
 
@@ -127,7 +121,7 @@ def _read_literal(given: Given, members: Sequence[Any], kind: Any) -> Any:
 
 
 def _read_list(given: Given, origin: Any, members: Sequence[Any], kind: Any) -> Any:
-    inner = next((one for one in members if one is not Ellipsis), str)
+    inner = _inner(members)
     texts: list[Any] = []
     for one in [given] if isinstance(given, str) or not isinstance(given, Sequence) else given:
         # 1e+5 is one number.
@@ -140,56 +134,44 @@ def _read_list(given: Given, origin: Any, members: Sequence[Any], kind: Any) -> 
     return made(values)
 
 
-def _read_bool(given: Any) -> bool:
+def _bool(given: Any) -> bool:
+    return given if isinstance(given, bool) else _TRUTH[_str(given).lower()]
+
+
+def _int(given: Any) -> int:
+    if isinstance(given, bool) or (isinstance(given, float) and not given.is_integer()):
+        raise ValueError
+    return int(given, 0) if isinstance(given, str) else int(given)
+
+
+def _float(given: Any) -> float:
     if isinstance(given, bool):
-        return given
-    if isinstance(given, str) and given.lower() in _TRUTH:
-        return _TRUTH[given.lower()]
-    raise Unreadable("expected true or false")
+        raise TypeError
+    return float(given)
 
 
-def _read_int(given: Any) -> int:
-    try:
-        if isinstance(given, bool) or (isinstance(given, float) and not given.is_integer()):
-            raise ValueError
-        return int(given, 0) if isinstance(given, str) else int(given)
-    except (ValueError, TypeError):
-        raise Unreadable("expected a whole number") from None
+def _none(given: Any) -> None:
+    if given is not None and _str(given).lower() != "none":
+        raise ValueError
 
 
-def _read_float(given: Any) -> float:
-    try:
-        if isinstance(given, bool):
-            raise ValueError
-        return float(given)
-    except (ValueError, TypeError):
-        raise Unreadable("expected a number") from None
+def _str(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError
+    return given
 
 
-def _read_none(given: Any) -> None:
-    if given is None or (isinstance(given, str) and given.lower() == "none"):
-        return
-    raise Unreadable("expected none")
-
-
-def _read_str(given: Any) -> str:
-    if isinstance(given, str):
-        return given
-    raise Unreadable("expected text")
-
-
-def _read_path(given: Any) -> Path:
-    return Path(_read_str(given)).expanduser()
-
-
-_READERS: Mapping[Any, Callable[[Any], Any]] = {
-    bool: _read_bool, int: _read_int, float: _read_float, str: _read_str, Path: _read_path,
-    type(None): _read_none, Any: lambda given: given,
+_READERS: Mapping[Any, tuple[str, Callable[[Any], Any]]] = {
+    bool: ("true or false", _bool), int: ("a whole number", _int), float: ("a number", _float),
+    str: ("text", _str), Path: ("text", lambda given: Path(_str(given)).expanduser()),
+    type(None): ("none", _none), Any: ("text", lambda given: given),
 }  # fmt: skip
-_NAMES: Mapping[Any, str] = {
-    bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path",
-    type(None): "none", Any: "text",
-}  # fmt: skip
+_NAMES = {kind: words.removeprefix("a ") for kind, (words, _) in _READERS.items()} | {Path: "path"}
+
+
+def _inner(members: Sequence[Any]) -> Any:
+    """Return the type of the elements of a list."""
+    return next((one for one in members if one is not Ellipsis), str)
 
 
 def _is_readable(kind: Any) -> bool:
@@ -206,7 +188,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _guess(parameter: inspect.Parameter) -> Any:
-    """The type of an option without an annotation that can be read."""
+    """Return the type of an option without an annotation that can be read."""
     default = parameter.default
     return type(default) if type(default) in _READERS and default is not None else str
 

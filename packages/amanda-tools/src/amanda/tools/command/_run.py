@@ -7,26 +7,16 @@ from pathlib import Path
 
 import click
 
-from amanda.tools.command._config import Config, read_config
+from amanda.tools.command._config import configured
 from amanda.tools.command._launch import launch
-from amanda.tools.command._line import compiled_option, exit_status
-from amanda.tools.command._spec import SpecError, ToolSpec, combined, made
+from amanda.tools.command._line import compiled_option, exit_status, path_option, tool_option
+from amanda.tools.command._spec import SpecError, made
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help="A tool to apply."
-)
-@click.option(
-    "--config", type=click.Path(path_type=Path), metavar="FILE", help="Tools from a TOML or YAML file."
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Save each result in this folder.",
-)
+@tool_option("A tool to apply.")
+@path_option("--config", told="Tools from a TOML or YAML file.")
+@path_option("-o", "--output", told="Save each result in this folder.", metavar="FOLDER")
 @click.option(
     "--every",
     type=click.FloatRange(min=0, min_open=True),
@@ -64,17 +54,17 @@ def _command(
     `amanda tools` lists the tools, `amanda info TOOL` their options. Of every tool: type, module, phase
     (which ops it is for), start, end, frequency (at which steps), out (a file for its result).
     """
-    settings = Config() if config is None else read_config(config)
-    specs = combined(settings.tools, [ToolSpec.parse(text) for text in tools])
-    if not specs:
-        raise SpecError("no tool is given: -t flops, or --config FILE; `amanda tools` lists them")
+    settings = configured(config, tools, such_as="flops")
     if not program:
         raise SpecError("no program is given: a script, -m module, or a command")
     output = output or settings.output
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
-    made(specs)  # so that what is wrong is said now
-    return launch(program, specs, output, quiet, every, compiled, construction)
+    made(settings.tools)  # so that what is wrong is said now
+    return launch(
+        program, settings.tools, output,
+        quiet=quiet, every=every, compiled=compiled, construction=construction,
+    )  # fmt: skip
 
 
 def run(arguments: Sequence[str] = ()) -> int:
@@ -83,13 +73,9 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 
 def _separated(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `--` ahead of a `-m` or `-c` that begins the program."""
-    valued = {
-        name
-        for one in _command.params
-        if isinstance(one, click.Option) and not one.is_flag
-        for name in one.opts
-    }
+    """Return the arguments, with `--` ahead of a `-m` or `-c` that begins the program."""
+    options = (one for one in _command.params if isinstance(one, click.Option) and not one.is_flag)
+    valued = {name for one in options for name in one.opts}
     waiting = list(arguments)
     ours: list[str] = []
     while waiting and waiting[0].startswith("-") and waiting[0] != "--":

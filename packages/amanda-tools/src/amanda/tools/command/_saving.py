@@ -33,15 +33,15 @@ class Saving(threading.Thread):
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
 
-    def hear_signals(self, handler: Any) -> None:
-        """Hear of signals, unless the program does so itself, for a handler.  On the main thread."""
+    def receive_signals(self, handler: Any) -> None:
+        """Receive signals for a handler, unless the program does so itself.  On the main thread."""
         self._handler = handler
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
 
-    def leave_signals(self) -> None:
-        """Hear of none, in a child that would tell its parent's thread of its own."""
+    def ignore_signals(self) -> None:
+        """Receive no signals, in a child that would tell its parent's thread of its own."""
         before = signal.set_wakeup_fd(-1)
         if before not in (-1, self._writing):
             signal.set_wakeup_fd(before)

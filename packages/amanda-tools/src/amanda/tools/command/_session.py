@@ -15,11 +15,9 @@ from typing import Any
 
 import amanda
 from amanda.plugins import hookimpl, plugin_manager
-from amanda.tools.command._environment import Handed, process_label
-from amanda.tools.command._exec import before_exec
 from amanda.tools.command._gathering import Gathering
-from amanda.tools.command._labels import is_rank
-from amanda.tools.command._ranks import Rank
+from amanda.tools.command._launch import before_exec
+from amanda.tools.command._processes import Handed, Rank, is_rank, process_label
 from amanda.tools.command._saving import GRACE, Saving
 from amanda.tools.command._spec import ToolSpec, made
 from amanda.tools.command._tracebacks import show_program_alone
@@ -64,7 +62,7 @@ class Session:
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
-        """Know that there is something to tell."""
+        """Note that there is something to tell."""
         self._saw_op = True
 
     def finish(self) -> None:
@@ -109,7 +107,7 @@ class Session:
 
 
 class Messages(logging.Handler):
-    """What Amanda logs, such as what could not be instrumented; it is told at the end."""
+    """Messages that Amanda logs, as of ops that could not be instrumented; they are told at the end."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -143,7 +141,7 @@ class _Process:
             os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread():
             if self.session is not None and self.session.saving is not None:
-                self.session.saving.hear_signals(self._end_by_signal)
+                self.session.saving.receive_signals(self._end_by_signal)
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._end_by_signal)
@@ -157,19 +155,19 @@ class _Process:
 
     def _begin_in_child(self) -> None:
         if self.session is not None and self.session.saving is not None:
-            self.session.saving.leave_signals()
+            self.session.saving.ignore_signals()
         self._begin()
         # Its processes end without what `atexit` has; what it clears in a child is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
-            util.register_after_fork(self, _Process._live_as_multiprocessing_does)
+            util.register_after_fork(self, _Process._end_with_multiprocessing)
 
-    def _live_as_multiprocessing_does(self) -> None:
+    def _end_with_multiprocessing(self) -> None:
         sys.modules["multiprocessing.util"].Finalize(None, self._end, exitpriority=-100)
         if self.session is not None and threading.current_thread() is threading.main_thread():
             self.session.listen()  # a pool terminates its workers as they wait for its locks
             if self.session.saving is not None:
-                self.session.saving.hear_signals(self._end_by_signal)
+                self.session.saving.receive_signals(self._end_by_signal)
 
     def _end(self) -> None:
         if self.session is None:

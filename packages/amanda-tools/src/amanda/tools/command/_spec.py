@@ -1,4 +1,4 @@
-"""What is to be applied: tools with their options, the ops and steps that each is for, where results go."""
+"""Tools to be applied, with their options, the ops and steps that each is for, and files for results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ SELECTORS: Mapping[str, Option] = {
         Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
     )
 }  # fmt: skip
-"""What may be said of any tool, unless it has an option of that name: which ops it is for, at which steps,
+"""Options of every tool, unless it has one of that name itself: which ops it is for, at which steps,
 and the file that its result goes to."""
 
 
 class SpecError(AmandaError, ValueError):
-    """What is said of a tool cannot be: an option that it does not have, or a value that it does not take."""
+    """A tool is given an option that it does not have, or a value that it does not take."""
 
 
 @dataclass
@@ -50,11 +51,10 @@ class Tooling:
 
 
 def _working_directory() -> Path | None:
-    """The working directory; None where it has been deleted, and programs run nevertheless."""
-    try:
+    """Return the working directory; None where it has been deleted, and programs run nevertheless."""
+    with suppress(FileNotFoundError):
         return Path.cwd()
-    except FileNotFoundError:
-        return None
+    return None
 
 
 @dataclass
@@ -83,6 +83,13 @@ class ToolSpec:
             given.setdefault(option.strip(), []).append(value if equals else "true")
         return cls(name.strip(), given)
 
+    def __str__(self) -> str:
+        given = [
+            f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
+            for name, value in self.given.items()
+        ]
+        return f"{self.name}:{','.join(given)}" if given else self.name
+
     def make(self, steps: Steps) -> Tooling:
         """Make the tool and apply the selection to it.
 
@@ -105,9 +112,8 @@ class ToolSpec:
         except (AmandaError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
         if not isinstance(tool, amanda.Tool):
-            raise SpecError(
-                f"what is registered as the tool {self.name} makes a {type(tool).__name__}, no tool"
-            )
+            kind = type(tool).__name__
+            raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
         _check_suffix(self.name, tool, chosen.get("out"))
         selection.let(tool)
         if window is not None:
@@ -126,7 +132,7 @@ class ToolSpec:
 
 
 def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
-    """Both, in order; what the second says of a tool that the first has comes before what that says."""
+    """Return both, in order; of a tool that both have, options of the second come before the first's."""
     specs = [ToolSpec(one.name, dict(one.given)) for one in first]
     known = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
@@ -138,7 +144,7 @@ def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[Tool
 
 
 def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
-    """The tools, which go by the same steps; one that is there twice is called "flops-2" the second time.
+    """Make tools, which go by the same steps; one that is there twice is called "flops-2" the second time.
 
     Raises what `ToolSpec.make` raises.
     """

@@ -74,7 +74,7 @@ def _stripped(trace: TracebackType | None, all_of_ours: bool) -> TracebackType |
 
 
 def _calls_op(frames: list[TracebackType]) -> bool:
-    """Whether the last of Amanda's frames in a row is where the op itself is called."""
+    """Return True if the last of Amanda's frames in a row is where the op itself is called."""
     if not frames:
         return False
     code = frames[-1].tb_frame.f_code

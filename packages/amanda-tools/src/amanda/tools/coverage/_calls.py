@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+import amanda
 from amanda.tools.coverage._result import Place
 
 
@@ -20,7 +21,7 @@ class Span:
         self._last: Place
 
     def add(self, place: Place) -> None:
-        """One more op, which is the last so far."""
+        """Add one more op, which is the last so far."""
         if self._count == 0:
             self._first = place
             place.entered += 1
@@ -55,15 +56,19 @@ class Modules:
         self._codes = codes
         self._is_leaf = is_leaf
 
+    def describe(self, context: amanda.OpContext) -> None:
+        """Write `modules`, which finds the call that an op belongs to."""
+        context["modules"] = self
+
     def innermost(self, frame: FrameType | None) -> FrameType | None:
-        """The frame of the call that an op belongs to."""
+        """Return the frame of the call that an op belongs to."""
         codes = self._codes()
         while frame is not None and frame.f_code not in codes:
             frame = frame.f_back
         return frame
 
     def outermost_class(self, frame: FrameType | None) -> str:
-        """Class of the module that is called first; "" outside of modules."""
+        """Return the class of the module that is called first; "" outside of modules."""
         codes, name = self._codes(), ""
         while frame is not None:
             if frame.f_code in codes:
@@ -72,5 +77,5 @@ class Modules:
         return name
 
     def call(self, frame: FrameType, number: int) -> Call:
-        """The call that a frame is of."""
+        """Return the call that a frame is of."""
         return Call(self._is_leaf(frame.f_locals["self"]), number)

@@ -6,7 +6,6 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
-import amanda
 from amanda.tools.coverage._calls import Modules
 
 
@@ -22,8 +21,3 @@ def _is_leaf(module: Any) -> bool:
 
 
 MODULES = Modules(_codes, _is_leaf)
-
-
-def describe(context: amanda.OpContext) -> None:
-    """Write `modules`, which finds the call that an op belongs to."""
-    context["modules"] = MODULES

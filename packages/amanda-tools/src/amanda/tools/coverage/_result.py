@@ -1,15 +1,17 @@
-"""What was executed, and what hooks would have seen of it."""
+"""Executed ops, and how many of them hooks would have seen."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from amanda.tools.mapping import VOCABULARY
-from amanda.tools.results import Column, KeyedResult, check_schema
+from amanda.tools.results import Column, PlacesResult
 
 KEYS = ("phase", "type", "module", "source", "model")
+_COUNTS = ("calls", "whole", "entered", "left")
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Place:
     left: int = 0
 
 
-class CoverageResult(KeyedResult):
+class CoverageResult(PlacesResult[Place]):
     """Executions of ops, and those that hooks of modules would have seen.
 
     places: each op apart.  by: the keys of a row, of `KEYS`.
@@ -40,6 +42,8 @@ class CoverageResult(KeyedResult):
 
     name: ClassVar[str] = "coverage"
     keys: ClassVar[Sequence[str]] = KEYS
+    place = Place
+    summed = _COUNTS
     counted: ClassVar[Sequence[Column]] = (
         *(Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")),
         Column("share", show="{:.1%}".format, number=True, unit="share"),
@@ -49,38 +53,22 @@ class CoverageResult(KeyedResult):
         self.places = [place for place in places if place.calls]
         self.tell_by(by, "Ops that hooks of modules see")
 
-    def merged(self, *others: CoverageResult) -> CoverageResult:
-        """This and other runs or ranks as one: executions of equal ops add up."""
-        places: dict[tuple[str, ...], Place] = {}
-        for place in (one for result in (self, *others) for one in result.places):
-            key = tuple(getattr(place, name) for name in KEYS)
-            known = places.setdefault(key, Place(*key))
-            for count in ("calls", "whole", "entered", "left"):
-                setattr(known, count, getattr(known, count) + getattr(place, count))
-        return CoverageResult(places.values(), self._by)
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> CoverageResult:
-        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
-        check_schema(found, cls.name, cls.version)
-        return cls((Place(**place) for place in found["places"]), found.get("by", KEYS))
-
     def total(self, what: str = "calls", phase: str | None = None) -> int:
-        """The sum of "calls", "whole", "entered" or "left", of one phase or of both."""
+        """Return the sum of "calls", "whole", "entered" or "left", of one phase or of both."""
         return sum(getattr(place, what) for place in self.places if phase in (None, place.phase))
 
     def share(self, phase: str | None = None) -> float:
-        """How much of what was executed hooks see whole, from 0 to 1; 1 where nothing was."""
+        """Return how much of what was executed hooks see whole, from 0 to 1; 1 where nothing was."""
         calls = self.total("calls", phase)
         return self.total("whole", phase) / calls if calls else 1.0
 
     @property
     def types(self) -> Mapping[str, int]:
         """Types of forward ops with their executions, the most frequent first."""
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
         for place in self.places:
             if place.phase == "forward":
-                counts[place.type] = counts.get(place.type, 0) + place.calls
+                counts[place.type] += place.calls
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     @property
@@ -89,29 +77,25 @@ class CoverageResult(KeyedResult):
         return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows by their keys, those with most executions first."""
+        """Return rows by their keys, those with most executions first."""
         rows = []
         for key, places in self.grouped(self.places).items():
-            calls, whole, entered, left = (
-                sum(getattr(place, what) for place in places)
-                for what in ("calls", "whole", "entered", "left")
-            )
-            rows.append((*key, calls, whole, entered, left, whole / calls))
+            sums = [sum(getattr(place, what) for place in places) for what in _COUNTS]
+            rows.append((*key, *sums, sums[1] / sums[0]))
         return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
 
     def facts(self) -> Mapping[str, Any]:
         """Totals of each phase, the types of ops, and each op."""
         totals = {
-            phase: {what: self.total(what, phase) for what in ("calls", "whole", "entered", "left")}
+            phase: {what: self.total(what, phase) for what in _COUNTS}
             for phase in dict.fromkeys(place.phase for place in self.places)
         }
         return {
-            "totals": totals, "types": self.types, "without_word": self.without_word, "by": self._by,
-            "places": [asdict(place) for place in self.places],
+            "totals": totals, "types": self.types, "without_word": self.without_word, **super().facts()
         }  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """The share of each phase, what counts as seen, and types without a word."""
+        """Return the share of each phase, what counts as seen, and types without a word."""
         notes = [
             f"Hooks at leaf modules see {self.total('whole', phase):,} of {self.total('calls', phase):,} "
             f"{phase} ops ({self.share(phase):.1%}): those that are alone in the call of one."

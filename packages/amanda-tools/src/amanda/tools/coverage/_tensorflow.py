@@ -7,7 +7,6 @@ import sys
 from types import CodeType
 from typing import Any
 
-import amanda
 from amanda.tools.coverage._calls import Modules
 
 _LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
@@ -26,8 +25,3 @@ def _is_leaf(layer: Any) -> bool:
 
 
 MODULES = Modules(_codes, _is_leaf)
-
-
-def describe(context: amanda.OpContext) -> None:
-    """Write `modules`, which finds the call that an op belongs to."""
-    context["modules"] = MODULES

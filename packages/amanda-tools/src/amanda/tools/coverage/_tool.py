@@ -32,16 +32,17 @@ class CoverageTool(amanda.Tool):
         self._in_graphs: dict[int, Place] = {}
         self._calls: dict[int, tuple[FrameType, Call]] = {}
         self._number = 0
-        self.depends_on(
-            StandardMapping(),
-            MappingTool([["pytorch", _pytorch.describe], ["tensorflow/*/eager", _tensorflow.describe]]),
-        )
+        modules = [
+            ["pytorch", _pytorch.MODULES.describe],
+            ["tensorflow/*/eager", _tensorflow.MODULES.describe],
+        ]
+        self.depends_on(StandardMapping(), MappingTool(modules))
         self.add_inst_for_op(self._forward)
         self.add_inst_for_op(self._backward, backward=True)
 
     @property
     def result(self) -> CoverageResult:
-        """What was executed so far."""
+        """The counts of what was executed so far."""
         self._calls.clear()
         _see_scopes(self._in_graphs.values())
         return CoverageResult([*self._places.values(), *self._in_graphs.values()])

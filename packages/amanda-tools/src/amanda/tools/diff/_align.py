@@ -18,17 +18,17 @@ _COMPUTE = frozenset({"product", "conv1d", "conv2d", "conv3d", "conv_transpose2d
 
 
 def kind(type: str) -> str:
-    """One word for what frameworks call differently."""
+    """Return one word for what frameworks call differently."""
     return _KINDS.get(type, type)
 
 
 def is_compute(type: str) -> bool:
-    """Whether an op is a product, a convolution or a look-up: what layers of frameworks share."""
+    """Return True if an op is a product, a convolution or a look-up: what layers of frameworks share."""
     return kind(type) in _COMPUTE
 
 
 def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """Positions of equal keys in order, with as few left out as difflib finds between equal ends."""
+    """Return positions of equal keys in order, with as few left out as difflib finds between equal ends."""
     shorter = min(len(one), len(other))
     start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
@@ -40,7 +40,7 @@ def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> Iterator[tuple
 
 
 def same_ops(run: Run, other: Run, phase: str, renamed: Mapping[str, str]) -> list[tuple[int, int]]:
-    """Pairs of ops: those of equal module and type in order; between them, of equal module and shapes."""
+    """Pair ops of equal module and type, in order; between them, ops of equal module and shapes."""
     ones, others = run.indices(phase), other.indices(phase)
     rename = renaming(renamed)
     keys = [(rename(run.ops[i].module), run.ops[i].type) for i in ones]
@@ -61,12 +61,12 @@ def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
 
 
 def dotted(path: str) -> str:
-    """A path of modules or name scopes, with one way to separate them."""
+    """Return a path of modules or name scopes, with one way to separate them."""
     return path.replace("/", ".")
 
 
 def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
-    """The path of a module in the other run: by the longest of the names that it begins with."""
+    """Return a function from a module's path to that in the other run: by the longest name it begins with."""
     names = sorted(renamed, key=len, reverse=True)
 
     def rename(path: str) -> str:
@@ -80,7 +80,7 @@ def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def within(run: Run, name: str) -> Callable[[str], bool]:
-    """Whether a path lies in a module: from the root, or else wherever the module's name is in the path.
+    """Return a test of paths in a module: from the root, or else wherever the module's name is in the path.
 
     TensorFlow adds a number to a name scope that was there before: `conv` may be `conv_1`.
     """
@@ -93,7 +93,7 @@ def within(run: Run, name: str) -> Callable[[str], bool]:
 
 
 def same_modules(run: Run, other: Run) -> dict[str, str]:
-    """Modules whose weights have the same numbers of elements, in the order of execution."""
+    """Return modules whose weights have the same numbers of elements, in the order of execution."""
     ones, others = _with_weights(run), _with_weights(other)
     keys, other_keys = ([key for _, key in found] for found in (ones, others))
     found: dict[str, str] = {}

@@ -83,13 +83,13 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _source(given: str) -> Source:
-    """A path, or a function where there is no such path."""
+    """Return a path, or a function where there is no such path."""
     path = Path(given)
     return path if path.exists() or ":" not in given else function_of(given)
 
 
 def _mapping(given: Sequence[str]) -> dict[str, str] | None:
-    """Pairs, and those of files; None where nothing is given."""
+    """Return pairs, and those of files; None where nothing is given."""
     found: dict[str, str] = {}
     for one in given:
         name, equals, other = one.partition("=")

@@ -1,18 +1,18 @@
-"""How far two tensors are from each other."""
+"""Distances of two tensors, whose axes may be in another order: NCHW and NHWC, OIHW and HWIO."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.diff._layout import arranged
-from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+
+Pair = tuple[Entry, Entry]
 
 TOLERANCES = {
     "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 2e-2,
@@ -42,7 +42,7 @@ class Distance:
 
 
 def tolerance(one: str, other: str, rtol: float | None = None) -> float:
-    """The relative error up to which tensors of two element types agree: that of the more precise type."""
+    """Return the relative error up to which tensors of two element types agree: the more precise type's."""
     if rtol is not None:
         return rtol
     known = [TOLERANCES[dtype] for dtype in (one, other) if dtype in TOLERANCES]
@@ -50,17 +50,16 @@ def tolerance(one: str, other: str, rtol: float | None = None) -> float:
 
 
 def distance(
-    pair: tuple[Run, Run], entries: tuple[Entry, Entry], layouts: tuple[Any, Any], floor: float = 0.0
+    pair: Pair, arrays: Sequence[NDArray[Any] | None], layouts: Sequence[str | None], floor: float = 0.0
 ) -> Distance:
-    """Of a tensor of one run to one of another.
+    """Return how far a tensor of one run is from one of another.
 
-    layouts: axes of both by StandardMapping, or None.  floor: a root mean square below which norms count
-    as that.
+    arrays: their numbers, None where they are not known.  layouts: axes of both by StandardMapping, or None.
+    floor: a root mean square below which norms count as that.
     """
-    (run, other_run), (entry, other) = pair, entries
-    numbers, others = run.array(entry), other_run.array(other)
+    numbers, others = arrays
     if numbers is None or others is None:
-        return _of_summaries(entry, other, floor)
+        return _of_summaries(*pair, floor)
     found = [
         _of_arrays(_wide(numbers), _wide(candidate), floor)
         for candidate in arranged(others, layouts[1], numbers.shape, layouts[0])
@@ -93,12 +92,12 @@ def _of_arrays(one: NDArray[Any], other: NDArray[Any], floor: float) -> Distance
 
 
 def _norm(array: NDArray[Any]) -> float:
-    """L2 norm; BLAS, which numpy's asks, starts threads for it."""
+    """Return the L2 norm; BLAS, which numpy's asks, starts threads for it."""
     return math.sqrt(float(np.square(np.abs(array)).sum()))
 
 
 def _of_summaries(entry: Entry, other: Entry, floor: float) -> Distance:
-    """The largest relative difference that statistics and samples show."""
+    """Return the largest relative difference that statistics and samples show."""
     one, two = entry.summary.statistics, other.summary.statistics
     counts = (one.elements, one.nan, one.inf, one.negative_inf)
     if counts != (two.elements, two.nan, two.inf, two.negative_inf):
@@ -111,29 +110,72 @@ def _of_summaries(entry: Entry, other: Entry, floor: float) -> Distance:
             abs(one.l1 - two.l1) / root]  # fmt: skip
     largest = max(abs(one.least - two.least), abs(one.most - two.most))
     relative = max(gaps) / norm if norm else 0.0
-    if entry.shape == other.shape and entry.summary.sample and len(entry.summary.sample) == len(
-        other.summary.sample
-    ):  # fmt: skip
-        sampled = _of_arrays(np.array(entry.summary.sample), np.array(other.summary.sample), floor)
+    sample, other_sample = entry.summary.sample, other.summary.sample
+    if entry.shape == other.shape and sample and len(sample) == len(other_sample):
+        sampled = _of_arrays(np.array(sample), np.array(other_sample), floor)
         return Distance(max(relative, sampled.relative), sampled.cosine, max(largest, sampled.largest), False)
     return Distance(max(relative, largest / (one.largest or 1.0) / root), None, largest, False)
 
 
-def scale(entries: Sequence[Entry]) -> float:
-    """The largest root mean square among what an op gave, times `NOISE`."""
-    return NOISE * max((_rms(entry) for entry in entries), default=0.0)
-
-
-def _rms(entry: Entry) -> float:
-    told = entry.summary.statistics
-    return told.l2 / math.sqrt(told.count) if told.count else 0.0
+def scale(entries: Iterable[Entry]) -> float:
+    """Return the largest root mean square among what an op gave, times `NOISE`."""
+    told = (entry.summary.statistics for entry in entries)
+    return NOISE * max((one.l2 / math.sqrt(one.count) if one.count else 0.0 for one in told), default=0.0)
 
 
 def matched(one: Sequence[Entry], other: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
-    """Entries of the same role and position, in order."""
+    """Pair entries of the same role and position, in order."""
     waiting = list(other)
     for entry in one:
         found = next((e for e in waiting if (e.role, e.position) == (entry.role, entry.position)), None)
         if found is not None:
             waiting.remove(found)
             yield entry, found
+
+
+# ---- layouts ----
+
+
+def arranged(
+    array: NDArray[Any], layout: str | None, shape: tuple[int, ...], wanted: str | None
+) -> Iterator[NDArray[Any]]:
+    """Yield an array as one of another shape and layout; where layouts are not known, in each likely way."""
+    if layout and wanted and len(layout) == array.ndim and len(wanted) == len(shape):
+        turned = _turned(array, layout, shape, wanted)
+        if turned is not None and turned.size == math.prod(shape):
+            yield turned.reshape(shape)
+            return
+    if array.shape == shape:
+        yield array
+    if array.ndim >= 3 and array.ndim == len(shape):
+        for moved in (np.moveaxis(array, -1, 1), np.moveaxis(array, 1, -1)):
+            if moved.shape == shape and (array.ndim > 3 or array.shape != shape):
+                yield moved
+    if array.shape != shape and array.size == math.prod(shape) and _is_folded(array.shape, shape):
+        yield array.reshape(shape)
+
+
+def _turned(array: NDArray[Any], layout: str, shape: tuple[int, ...], wanted: str) -> NDArray[Any] | None:
+    """Return the array with axes in the wanted order.
+
+    A depthwise kernel has either one axis O of outputs, numbered by input, or the axes I and M.
+    """
+    if sorted(layout) == sorted(wanted):
+        return np.transpose(array, [layout.index(axis) for axis in wanted])
+    if "M" in layout and "O" in wanted:
+        spatial = [layout.index(axis) for axis in wanted if axis not in "OI"]
+        return np.transpose(array, [layout.index("I"), layout.index("M"), *spatial])
+    if "M" in wanted and layout.startswith("OI"):
+        split = (shape[wanted.index("I")], shape[wanted.index("M")], *array.shape[2:])
+        if array.size != math.prod(split):
+            return None
+        axes = ["IM".index(axis) if axis in "IM" else layout.index(axis) for axis in wanted]
+        return np.transpose(array.reshape(split), axes)
+    return None
+
+
+def _is_folded(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return True if shapes differ in how leading axes are split, or by extents of 1."""
+    if [n for n in one if n != 1] == [n for n in other if n != 1]:
+        return True
+    return bool(one) and bool(other) and one[-1] == other[-1]

@@ -1,9 +1,9 @@
-"""How the error grows along the order of execution, as a picture."""
+"""A picture of the error along the order of execution."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import Any
 
@@ -12,16 +12,15 @@ _LOWEST = 1e-9
 _COLOURS = {"forward": "#2563eb", "backward": "#d97706", "optimizer": "#059669", "construction": "#6b7280"}
 
 
-def error_plot(comparisons: Sequence[Any]) -> str:
-    """Relative errors on a logarithmic scale, one point for each comparison, as an SVG element.
+def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> str:
+    """Draw relative errors on a logarithmic scale, one point for each comparison, as an SVG element.
 
-    A ring is around the first that diverges in each phase; a dash marks the tolerance of each.
+    ringed: positions of points with a ring.  A dash marks the tolerance of each.
     """
     if not comparisons:
         return ""
     step = (_WIDTH - _LEFT - 10) / max(len(comparisons) - 1, 1)
-    first = {phase: _first(comparisons, phase) for phase in _COLOURS}
-    points = [_point(one, _LEFT + i * step, one is first[one.phase]) for i, one in enumerate(comparisons)]
+    points = [_point(one, _LEFT + i * step, i in ringed) for i, one in enumerate(comparisons)]
     lines = [
         f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{_y(10.0**n):.1f}" y2="{_y(10.0**n):.1f}" stroke="#8884"/>'
         f'<text x="{_LEFT - 6}" y="{_y(10.0**n) + 4:.1f}" text-anchor="end">1e{n}</text>'
@@ -36,21 +35,17 @@ def error_plot(comparisons: Sequence[Any]) -> str:
     )
 
 
-def _first(comparisons: Sequence[Any], phase: str) -> Any:
-    return next((one for one in comparisons if one.phase == phase and one.diverges), None)
-
-
-def _point(one: Any, x: float, is_first: bool) -> str:
+def _point(one: Any, x: float, is_ringed: bool) -> str:
     y, colour = _y(one.relative), _COLOURS[one.phase]
     told = escape(f"{one.type} {one.module} {one.source}: {one.relative:.3g}, {one.verdict}")
     ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="#dc2626" stroke-width="2"/>'
     limit = _y(one.tolerance)
     dash = f'<path d="M{x - 2:.1f} {limit:.1f}h4" stroke="#8888"/>'
     point = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{told}</title></circle>'
-    return dash + (ring if is_first else "") + point
+    return dash + (ring if is_ringed else "") + point
 
 
 def _y(error: float) -> float:
-    """Height of an error; those below 1e-9 lie at the bottom, those above 10 at the top."""
+    """Return the height of an error; those below 1e-9 lie at the bottom, those above 10 at the top."""
     exponent = math.log10(min(max(error, _LOWEST), 10.0))
     return 10 + (1 - exponent) / 10 * (_HEIGHT - _BOTTOM - 20)

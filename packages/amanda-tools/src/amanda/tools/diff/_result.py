@@ -1,21 +1,19 @@
-"""What was compared, and where it diverges."""
+"""Comparisons of two runs, and where they diverge."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
-from amanda.tools.diff._compare import TOLERANCES, Distance
+from amanda.tools.diff._compare import TOLERANCES
 from amanda.tools.diff._plot import error_plot
-from amanda.tools.dump import Entry, Op
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.dump import Op
+from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
-
-Read = tuple[str, float, bool]
 
 
 @dataclass(frozen=True)
@@ -46,30 +44,9 @@ class Comparison:
     inputs: bool | None = None
     weight: float | None = None
 
-    @classmethod
-    def of(
-        cls,
-        op: Op,
-        other: Op,
-        pair: tuple[Entry, Entry],
-        found: Distance,
-        tolerance: float,
-        read: Iterable[Read],
-    ) -> Comparison:
-        """From the distance of two outputs and those of inputs: role, relative error, whether they agree."""
-        read = list(read)
-        inputs = [agree for role, _, agree in read if role == "input"]
-        weights = [relative for role, relative, _ in read if role == "weight"]
-        return cls(
-            op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
-            pair[0].execution, found.relative, found.cosine, found.largest, found.exact, tolerance, tolerance,
-            (pair[0].dtype, pair[1].dtype),
-            all(inputs) if inputs else None, max(weights) if weights else None,
-        )  # fmt: skip
-
     @property
     def diverges(self) -> bool:
-        """Whether the difference is larger than the tolerance."""
+        """True if the difference is larger than the tolerance."""
         return self.relative > self.tolerance
 
     @property
@@ -141,17 +118,17 @@ class DiffResult(Result):
     @property
     def first(self) -> Comparison | None:
         """The first op that diverges, in the order of execution."""
-        return next((one for one in self.comparisons if one.diverges), None)
+        return self._first()
 
     @property
     def first_forward(self) -> Comparison | None:
         """The first op of the forward pass that diverges."""
-        return next((one for one in self._of("forward") if one.diverges), None)
+        return self._first("forward")
 
     @property
     def first_backward(self) -> Comparison | None:
         """The first op of the backward pass that diverges."""
-        return next((one for one in self._of("backward") if one.diverges), None)
+        return self._first("backward")
 
     @property
     def hidden(self) -> Comparison | None:
@@ -163,13 +140,14 @@ class DiffResult(Result):
         """The first op that differs at all, in a bit perhaps."""
         return next((one for one in self.comparisons if one.relative), None)
 
-    def _of(self, phase: str) -> list[Comparison]:
-        return [one for one in self.comparisons if one.phase == phase]
+    def _first(self, *phases: str) -> Comparison | None:
+        chosen = (one for one in self.comparisons if not phases or one.phase in phases)
+        return next((one for one in chosen if one.diverges), None)
 
     # ---- forms ----
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each comparison."""
+        """Return a row for each comparison."""
         return [
             (one.phase, one.type, one.module, one.source, _in_b(one), one.execution, one.relative,
              one.cosine, one.largest, one.tolerance, one.verdict)
@@ -177,17 +155,20 @@ class DiffResult(Result):
         ]  # fmt: skip
 
     def around(self, before: int = 8, after: int = 12) -> DiffResult:
-        """The same with the rows around the first divergence alone, or the last ones without any."""
+        """Return the same with the rows around the first divergence alone, or the last ones without any."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
         chosen = self.comparisons[max(0, at - before) : at + after]
         return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, self.modules, self.told)
 
     def __str__(self) -> str:
-        return "\n".join([Result.__str__(_Table(self.around())), *self.notes()])
+        return "\n".join([str(self.around()._table_alone()), *self.notes()])
+
+    def _table_alone(self) -> Table:
+        return Table(self.name, self.version, self.columns, self.rows(), self.title)
 
     def notes(self) -> Sequence[str]:
-        """The divergences, and what was compared."""
+        """Return the divergences, and what was compared."""
         notes = [
             f"First divergence, {phase}: {self.comparisons[row]}"
             for phase, row in self._positions().items()
@@ -220,7 +201,7 @@ class DiffResult(Result):
         return f"{len(self.comparisons):,} {what} compared: {told}{alone}."
 
     def facts(self) -> Mapping[str, Any]:
-        """What was compared, the first divergences, and ops of one run alone."""
+        """Return what was compared, the first divergences, and ops of one run alone."""
         return {
             "a": self.a, "b": self.b, "different": bool(self), "first": self._positions(),
             "modules": list(self.modules), "told": list(self.told),
@@ -230,10 +211,10 @@ class DiffResult(Result):
         }  # fmt: skip
 
     def _positions(self) -> dict[str, int | None]:
-        """Row of the first divergence of each phase."""
+        """Return the row of the first divergence of each phase."""
         found: dict[str, int | None] = dict.fromkeys(get_args(Phase))
-        for row, one in enumerate(self.comparisons):
-            if one.diverges and found[one.phase] is None:
+        for row, one in reversed(list(enumerate(self.comparisons))):
+            if one.diverges:
                 found[one.phase] = row
         return found
 
@@ -248,22 +229,11 @@ class DiffResult(Result):
 
     def _repr_html_(self) -> str:
         story = escape("\n".join(self.notes()))
-        return f"<pre>{story}</pre>{error_plot(self.comparisons)}{Result._repr_html_(_Table(self))}"
-
-
-class _Table(DiffResult):
-    """The table without what is said below it."""
-
-    def __init__(self, result: DiffResult) -> None:
-        super().__init__(
-            result.a, result.b, result.comparisons, result.only_a, result.only_b, result.modules, result.told
-        )
-
-    def notes(self) -> Sequence[str]:
-        return ()
+        plot = error_plot(self.comparisons, self._positions().values())
+        return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"
 
 
 def _in_b(one: Comparison) -> str:
-    """The other run's module, and type where it is another; empty where both are the same."""
+    """Return the other run's module, and type where it is another; empty where both are the same."""
     module = one.other_module if one.other_module != one.module else ""
     return " ".join(filter(None, (one.other_type if one.other_type != one.type else "", module)))

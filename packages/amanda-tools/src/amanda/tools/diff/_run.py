@@ -42,11 +42,11 @@ class Run:
             self.by_op.setdefault(entry.op, []).append(entry)
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
-        """The numbers of a tensor; None where they are not known."""
+        """Return the numbers of a tensor; None where they are not known."""
         return None if self.dump is None else self.dump.array(entry)
 
     def indices(self, phase: str) -> list[int]:
-        """The ops of a phase that gave something, in order."""
+        """Return the ops of a phase that gave something, in order."""
         role = "gradient" if phase == "backward" else "output"
         found = [
             index for index, op in enumerate(self.ops)
@@ -57,7 +57,7 @@ class Run:
         return found
 
     def made(self, index: int) -> dict[int, list[Entry]]:
-        """What an op gave, by execution."""
+        """Return what an op gave, by execution."""
         found: dict[int, list[Entry]] = {}
         for entry in self.by_op.get(index, ()):
             if entry.role in ("output", "gradient", "weight gradient"):
@@ -65,7 +65,7 @@ class Run:
         return found
 
     def read(self, index: int, execution: int, *roles: str) -> list[Entry]:
-        """What an op was given at an execution."""
+        """Return what an op was given at an execution."""
         return [one for one in self.by_op.get(index, ()) if one.execution == execution and one.role in roles]
 
     @property
@@ -113,7 +113,7 @@ def record(program: Callable[[], Any], folder: Path, max_bytes: int, compiled: C
 
 
 def open_run(source: Source) -> Run:
-    """The run of a dump or of statistics, or of a path to one of these.
+    """Return the run of a dump or of statistics, or of a path to one of these.
 
     Raises AmandaError for a path to something else.
     """
@@ -139,7 +139,7 @@ def _of_dump(dump: Dump) -> Run:
 
 
 def _of_statistics(result: StatsResult, name: str) -> Run:
-    """What was measured, as if each op had executed once."""
+    """Return what was measured, as if each op had executed once."""
     ops: list[Op] = []
     entries: list[Entry] = []
     for one in result.measured:
@@ -160,7 +160,7 @@ def _role(one: Measured) -> tuple[str, int]:
 
 
 def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
-    """The forward ops within a module, those that follow one another together."""
+    """Yield the forward ops within a module, those that follow one another together."""
     visit: list[int] = []
     for index in run.indices("forward"):
         if inside(run.ops[index].module):

@@ -1,4 +1,4 @@
-"""What an op costs, and what formulas read."""
+"""Costs of ops, and the shapes that formulas read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ class Cost(NamedTuple):
 
     @classmethod
     def of_macs(cls, macs: int, more: int = 0) -> Cost:
-        """So many multiply-accumulates, and `more` operations besides."""
+        """Return the cost of so many multiply-accumulates, and of `more` operations besides."""
         return cls(macs, 2 * macs + more)
+
+    def part(self, share: float) -> Cost:
+        """Return what one process computes of an op that several compute together."""
+        return self if share == 1.0 else Cost(round(self.macs * share), round(self.flops * share))
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,13 @@ Formula = Callable[[Shapes], Cost]
 """A formula of an op: the cost of one execution, by the shapes of its tensors."""
 
 
+def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
+    """Return formulas by the names, separated by spaces, that each comes with."""
+    return {name: formula for formula, names in entries for name in names.split()}
+
+
 def tensors(values: Iterable[Any]) -> list[Shape]:
-    """The shapes among values, those in lists too."""
+    """Return the shapes among values, those in lists too."""
     found: list[Shape] = []
     for value in values:
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What is left of multiply-accumulates where weights are pruned and tensors quantised."""
+"""Multiply-accumulates that are left where weights are pruned and tensors quantised."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EffectiveResult(Result):
         self.ops = tuple(ops)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """The ops, in the order in which they were met."""
+        """Return the ops, in the order in which they were met."""
         return [
             ("forward", one.type, one.module, one.source, one.calls, one.macs, one.density, *one.bits,
              one.effective_macs, one.bops)
@@ -77,7 +77,7 @@ class EffectiveResult(Result):
         return sum(one.bops for one in self.ops) / max(FULL**2 * sum(one.macs for one in self.ops), 1)
 
     def notes(self) -> Sequence[str]:
-        """The convention and the shares."""
+        """Return the convention and the shares."""
         return [
             "BOPs: effective MACs times the bits of both factors, 32 where nothing is quantised.",
             f"{self.share_of_macs:.2%} of the MACs, {self.share_of_bops:.2%} of the bit operations are left.",
@@ -87,7 +87,7 @@ class EffectiveResult(Result):
 def effective(
     flops: FlopsResult, prune: Result | None = None, quantize: Result | None = None
 ) -> EffectiveResult:
-    """What pruning and quantisation leave of the forward pass, op by op.
+    """Return what pruning and quantisation leave of the forward pass, op by op.
 
     flops, prune, quantize: `result` of the three tools, of one scope or of several over the same model; ops
     are matched by type, module and source.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.flops._aten import ELEMENTWISE as _OF_ATEN
+from amanda.tools.flops._aten import ELEMENTWISE
 from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._formulas import ELEMENTWISE, visits
+from amanda.tools.flops._formulas import visits
 from amanda.tools.mapping._pytorch import word
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Inside:
         return sum(cost.macs for costs in self.backward.values() for cost in costs)
 
     def next_of(self, node: str) -> Cost | None:
-        """Cost of the next node of a name; the last one stands for those that follow."""
+        """Return the cost of the next node of a name; the last one stands for those that follow."""
         costs = self.backward.get(node)
         if not costs:
             return None
@@ -116,13 +117,10 @@ def _unseen() -> Iterator[None]:
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
-
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
-        torch.autograd.graph.saved_tensors_hooks(same, same),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
     ):
         yield
@@ -136,17 +134,14 @@ def _count_backward(
     def begin(grads: Any) -> None:
         take()
 
-    def end(name: str) -> Callable[..., None]:
-        def note(grad_inputs: Any, grad_outputs: Any) -> None:
-            cost, unknown = take()
-            found.backward.setdefault(name, []).append(cost)
-            found.unknown |= unknown
-
-        return note
+    def end(name: str, grad_inputs: Any, grad_outputs: Any) -> None:
+        cost, unknown = take()
+        found.backward.setdefault(name, []).append(cost)
+        found.unknown |= unknown
 
     hooks = []
     for node in _nodes([one.grad_fn for one in outputs]):
-        hooks += [node.register_prehook(begin), node.register_hook(end(node.name()))]
+        hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
     grads = [torch.ones_like(one) for one in outputs]
     torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     for hook in hooks:
@@ -167,7 +162,7 @@ def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
 def counter(
     formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any
 ) -> Iterator[Callable[[], tuple[Cost, set[str]]]]:
-    """A function that gives the cost of what was dispatched since it was called last, and unknown names.
+    """Yield a function that gives the cost of what was dispatched since its last call, and unknown names.
 
     fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
     """
@@ -219,7 +214,7 @@ def cost_of_call(
     formulas: Mapping[str, Formula],
     shape: Callable[[Any], Any],
 ) -> Cost | None:
-    """Cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
+    """Return the cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
     if op.namespace == "prim":
         return Cost()
     parameters = [one.name for one in op._schema.arguments]
@@ -238,16 +233,14 @@ def cost_of_call(
 
 
 def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
-    """The formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
+    """Return the formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
     for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         formula = formulas.get(spelling) or formulas.get(word(spelling))
         if formula is not None:
             return formula
     stem, found, _ = name.removeprefix("_").partition("_backward")
-    return next(
-        (formulas[one] for one in (word(stem), word(f"_{stem}")) if found and one in ELEMENTWISE | _OF_ATEN),
-        None,
-    )
+    words = (word(stem), word(f"_{stem}")) if found else ()
+    return next((formulas[one] for one in words if one in ELEMENTWISE), None)
 
 
 def _shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What the standard words leave open for PyTorch: phases, parameters, and which gradients are products."""
+"""Rules for PyTorch beyond the standard words: phases, parameters, and which gradients are products."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _aten, _linalg, _products
-from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._formulas import STEPS, no_cost
+from amanda.tools.flops import _aten
+from amanda.tools.flops._cost import Cost, Formula, Shapes, table
+from amanda.tools.flops._formulas import LAYER_NORM, no_cost
 from amanda.tools.flops._inside import inside
 from amanda.tools.mapping import local, share
 
@@ -48,7 +48,7 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
 
 def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
-    """The tensors among values, those in lists too."""
+    """Yield the tensors among values, those in lists too."""
     import torch
 
     for value in values:
@@ -73,7 +73,7 @@ _PRODUCT = re.compile(r"(addmm|baddbmm|addmv|mm|bmm|mv|dot)backward\d*", re.IGNO
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
-    """Of a node whose gradients are products: as many as make each gradient that it gives."""
+    """Count the products that make each gradient that a node gives."""
     grads = context.get_grad_inputs() or []
     product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
     if product is None:
@@ -93,7 +93,7 @@ def _backward_macs(context: amanda.OpContext) -> int:
 
 
 def _as_often_as_forward(context: amanda.OpContext) -> int:
-    """For the gradient of each factor what the op itself takes.
+    """Count for the gradient of each factor as many as the op itself takes.
 
     The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
     the gradient of the output, and once more for that of the other.
@@ -109,7 +109,7 @@ def _as_often_as_forward(context: amanda.OpContext) -> int:
 
 
 def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
-    """Of a node of oneDNN's LSTM, one layer in one direction; None for others.
+    """Count a node of oneDNN's LSTM, one layer in one direction; None for others.
 
     Its gradients are those of the input, the weights of the input and of the state, two biases, and states.
     The gradient of the state goes back through every step but the first, whose state is given.
@@ -138,7 +138,7 @@ def encoder_layer(op: Shapes) -> Cost:
     matrices = [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]
     weights = sum(prod(shape) for shape in matrices if shape not in masks)
     macs = sum(length * (weights + 2 * length * width) for length, width in sequences)
-    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * STEPS["layer_norm"] + 2))
+    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * LAYER_NORM + 2))
 
 
 def _sequences(op: Shapes) -> list[tuple[int, int]]:
@@ -159,23 +159,14 @@ def attention_layer(op: Shapes) -> Cost:
 
 
 def foreach(op: Shapes) -> Cost:
-    """One operation for each element of a list of tensors."""
+    """Count one operation for each element of a list of tensors."""
     return Cost(0, sum(map(prod, next((one for one in op.inputs if isinstance(one, list)), []))))
 
 
 def fused_optimizer(op: Shapes) -> Cost:
-    """A fused update: about a dozen operations for each parameter."""
+    """Count a fused update: about a dozen operations for each parameter."""
     return Cost(0, 12 * foreach(op).flops)
 
-
-_FOREACH = """
-    abs add addcdiv addcmul copy div erf exp lerp log max maximum minimum mul neg norm pow reciprocal
-    round rsqrt sign sqrt sub zero
-""".split()
-
-_PLACES = (
-    "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink split_with_sizes_copy".split()
-)
 
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 """Of ops that move tensors between processes, which cost bytes alone."""
@@ -183,14 +174,19 @@ LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 OF_NESTED = ("_transformer_encoder_layer_fwd",)
 """Types whose formulas read nested tensors, which have no shape, themselves."""
 
+_FOREACH = """
+    abs add addcdiv addcmul copy div erf exp lerp log max maximum minimum mul neg norm pow reciprocal
+    round rsqrt sign sqrt sub zero
+""".split()
+
 FORMULAS: dict[str, Formula] = {
     **_aten.FORMULAS,
-    **_products.FORMULAS,
-    **_linalg.FORMULAS,
-    "_transformer_encoder_layer_fwd": encoder_layer,
-    "_native_multi_head_attention": attention_layer,
-    **{f"_foreach_{word}{end}": foreach for word in _FOREACH for end in ("", "_")},
-    **{f"_fused_{word}_": fused_optimizer for word in ("adam", "adamw", "sgd", "adagrad")},
-    **dict.fromkeys(_PLACES, no_cost),
-}
-"""Formulas by ATen's names."""
+    **table(
+        (encoder_layer, "_transformer_encoder_layer_fwd"), (attention_layer, "_native_multi_head_attention"),
+        (foreach, " ".join(f"_foreach_{word} _foreach_{word}_" for word in _FOREACH)),
+        (fused_optimizer, "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"),
+        (no_cost, "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink"),
+        (no_cost, "split_with_sizes_copy"),
+    ),
+}  # fmt: skip
+"""Formulas by names of PyTorch's and ATen's operators."""

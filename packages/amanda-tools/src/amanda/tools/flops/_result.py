@@ -1,16 +1,16 @@
-"""What was counted: a row for each op, or for each module, type or phase."""
+"""Counts: a row for each op, or for each module, type or phase."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, KeyedResult, amount, check_schema
+from amanda.tools.results import Column, PlacesResult, amount
 
 logger = logging.getLogger("amanda")
 
@@ -49,7 +49,7 @@ _columns = (
 )
 
 
-class FlopsResult(KeyedResult):
+class FlopsResult(PlacesResult[Place]):
     """FLOPs and their like of everything that was executed.
 
     places: what was counted, each op apart.  by: the keys of a row, of `KEYS`.
@@ -57,6 +57,8 @@ class FlopsResult(KeyedResult):
 
     name: ClassVar[str] = "flops"
     keys: ClassVar[Sequence[str]] = KEYS
+    place = Place
+    summed = ("calls",)
     counted: ClassVar[Sequence[Column]] = _columns
 
     def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
@@ -65,7 +67,7 @@ class FlopsResult(KeyedResult):
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
-        """The sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
+        """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
 
         Calls whose cost is not known count as 0 macs and flops: `unsupported` and `unseen` have them, and a
         warning is logged once.
@@ -80,28 +82,10 @@ class FlopsResult(KeyedResult):
         chosen = [place for place in self.places if phase in (None, place.phase)]
         return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
 
-    def merged(self, *others: FlopsResult) -> FlopsResult:
-        """This and other runs or ranks as one: the calls of equal ops add up."""
-        places: dict[tuple[Any, ...], Place] = {}
-        for place in (one for result in (self, *others) for one in result.places):
-            known = places.setdefault(astuple(replace(place, calls=0)), replace(place, calls=0))
-            known.calls += place.calls
-        return FlopsResult(places.values(), self._by)
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> FlopsResult:
-        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
-        check_schema(found, cls.name, cls.version)
-        return cls([Place(**place) for place in found["places"]], found["by"])
-
     @property
     def unsupported(self) -> Mapping[str, int]:
         """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
-        found: dict[str, int] = {}
-        for place in self.places:
-            if place.flops is None and place.calls:
-                found[place.type] = found.get(place.type, 0) + place.calls
-        return found
+        return self._without_cost(lambda place: place.calls)
 
     @property
     def unseen(self) -> Mapping[str, int]:
@@ -109,7 +93,7 @@ class FlopsResult(KeyedResult):
         return Counter(place.type for place in self.places if not place.calls)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows by their keys, those with most FLOPs first."""
+        """Return rows by their keys, those with most FLOPs first."""
         rows = [(*key, *_sums(places)) for key, places in self.grouped(self.places).items()]
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
@@ -120,28 +104,30 @@ class FlopsResult(KeyedResult):
         totals = {
             phase: {what: self._sum(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
         }
-        names = [one.name for one in fields(Place)]
-        places = [{name: getattr(place, name) for name in names} for place in self.places]
-        return {"totals": totals, "unsupported": dict(self.unsupported), "by": self._by, "places": places}
+        return {"totals": totals, "unsupported": dict(self.unsupported), **super().facts()}
 
     def notes(self) -> Sequence[str]:
-        """The convention, and the share of what no formula knows."""
+        """Return the convention, and the share of what no formula knows."""
         notes = ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
         return [*notes, *self._missing()]
 
     def _missing(self) -> Sequence[str]:
-        """Sentences on what is not counted, if anything is not."""
-        missing, unseen, told = self.unsupported, self.unseen, []
-        if missing:
-            share = 100 * sum(missing.values()) / max(self._sum("calls"), 1)
-            whose = f"{share:.1f} % of the calls, which count as 0: {_listed(missing)}"
+        """Return sentences on what is not counted, if anything is not."""
+        told = []
+        if unsupported := self.unsupported:
+            share = 100 * sum(unsupported.values()) / max(self._sum("calls"), 1)
+            whose = f"{share:.1f} % of the calls, which count as 0: {_listed(unsupported)}"
             told.append(f"No formula, or no shapes, for {whose}.")
-        if unseen:
+        if unseen := self.unseen:
             told.append(
                 f"Executions of {sum(unseen.values())} ops cannot be seen, and count as 0: {_listed(unseen)}."
             )
-        if products := self._products():
-            told.append(products)
+        if missing := self.missing:
+            everything = self._sum("macs") + sum(missing.values())
+            listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
+            told.append(
+                f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
+            )
         return told
 
     def _tell_missing(self) -> None:
@@ -153,19 +139,15 @@ class FlopsResult(KeyedResult):
     @property
     def missing(self) -> Mapping[str, int]:
         """Types of ops that no formula knows and that may be products, with their MACs if they are."""
-        found: dict[str, int] = {}
-        for place in self.places:
-            if place.flops is None and place.estimate:
-                found[place.type] = found.get(place.type, 0) + place.calls * place.estimate
-        return found
+        return self._without_cost(lambda place: place.calls * place.estimate)
 
-    def _products(self) -> str | None:
-        missing = self.missing
-        if not missing:
-            return None
-        everything = self._sum("macs") + sum(missing.values())
-        listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
-        return f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
+    def _without_cost(self, number: Callable[[Place], int]) -> Mapping[str, int]:
+        """Return sums of a number, where there is any, by the types of ops whose cost is not known."""
+        found = Counter[str]()
+        for place in self.places:
+            if place.flops is None and (count := number(place)):
+                found[place.type] += count
+        return found
 
 
 def _listed(types: Mapping[str, int]) -> str:
@@ -173,17 +155,10 @@ def _listed(types: Mapping[str, int]) -> str:
 
 
 def _sums(places: Sequence[Place]) -> tuple[Any, ...]:
-    calls = sum(place.calls for place in places)
     known = [place for place in places if place.flops is not None]
     macs = sum((place.macs or 0) * place.calls for place in known) if known else None
     flops = sum((place.flops or 0) * place.calls for place in known) if known else None
     moved = sum(place.bytes * place.calls for place in places)
     held = {(place.module, place.source, place.type): place.parameters for place in places}
-    return (
-        calls,
-        macs,
-        flops,
-        sum(held.values()),
-        moved,
-        flops / moved if flops is not None and moved else None,
-    )
+    intensity = flops / moved if flops is not None and moved else None
+    return sum(place.calls for place in places), macs, flops, sum(held.values()), moved, intensity

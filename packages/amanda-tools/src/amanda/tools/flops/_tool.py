@@ -9,12 +9,14 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _aten, _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.flops import _onnxruntime, _pytorch, _tensorflow, _words
+from amanda.tools.flops._aten import ELEMENTWISE
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
-from amanda.tools.flops._formulas import CONTRACTIONS, ELEMENTWISE, FORMULAS, MOVES, no_cost
+from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, Inside
 from amanda.tools.flops._result import FlopsResult, Place
-from amanda.tools.flops._traffic import copied, copies
+from amanda.tools.flops._traffic import MOVES, traffic
+from amanda.tools.flops._words import CONTRACTIONS
 from amanda.tools.kit import packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
 
@@ -27,8 +29,10 @@ _HANDLES = ("resource", "variant")
 
 logger = logging.getLogger("amanda")
 
-_FORMULAS = {**FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS, **_onnxruntime.FORMULAS}
-_MOVES = MOVES | _aten.MOVES | _tensorflow.MOVES | _onnxruntime.MOVES
+_FORMULAS = {
+    **_words.FORMULAS, **_pytorch.FORMULAS, **_tensorflow.FORMULAS, **_onnxruntime.FORMULAS
+}  # fmt: skip
+_NO_WORK = MOVES | {"accumulate_grad"}
 
 
 @dataclass
@@ -63,7 +67,7 @@ class FlopsTool(amanda.Tool):
 
     @property
     def result(self) -> FlopsResult:
-        """What was executed so far."""
+        """The counts of what was executed so far."""
         executed = [place for place in self._places.values() if place.calls]
         return FlopsResult([*executed, *self._unseen.values()])
 
@@ -93,47 +97,31 @@ class FlopsTool(amanda.Tool):
     def _forward(self, context: amanda.OpContext) -> None:
         outputs = context.get_outputs() or []
         shapes = _shapes(context, context.get_inputs(), outputs)
-        kind = context["type"]
-        place = Place(context["phase"], kind, context.get_scope(), context.get_source())
+        names = (context.get_op_type(), context["type"])
+        place = Place(context["phase"], names[1], context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
-        names = (context.get_op_type(), kind)
-        if _can_tell(names, shapes):
-            self._fill(place, shapes, self._cost(names, shapes, place.source))
-            if place.flops is None and (within := self._inside(context)) and not within.unknown:
-                place.macs, place.flops = within.forward
-            if self._products > context["products"]:
-                place.estimate = 0  # a function in Python, whose own ops are counted
-                if any(packed_inputs(context)):
-                    place.macs = place.flops = 0
-            self._products += bool(place.macs)
-            place.bytes = self._moved(context, names, outputs)
-            _divide(place, share(outputs))
-            place = self._places.setdefault(_key(place), place)
-            context["cost"] = None if place.flops is None else Cost(place.macs or 0, place.flops)
-            context["estimate"] = place.estimate
-            context.insert_after_op(self._count, outputs=[], place=place)
+        if not _can_tell(names, shapes):
+            context["cost"] = _AT_EXECUTION
+            found = _Found(place, names, context["shape"])
+            context.insert_after_op(self._count_shapes, found=found, shapes=shapes)
             return
-        context["cost"] = _AT_EXECUTION
-        found = _Found(place, names, context["shape"])
-        context.insert_after_op(self._count_shapes, found=found, shapes=shapes)
-
-    @staticmethod
-    def _fill(place: Place, shapes: Shapes, cost: Cost | None) -> None:
-        """Write what one execution costs; without a formula, what it would as a product."""
-        place.macs, place.flops = cost or (None, None)
-        place.estimate = 0 if cost else shapes.estimate
-
-    @staticmethod
-    def _moved(context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
-        """Bytes that one execution moves."""
-        inputs, in_place = context.get_inputs(), context["in_place"]
-        if not in_place and names[1] in _MOVES and context["is_view"](inputs, outputs):
-            return 0
-        read, written = ([_bytes(context, [one]) for one in side] for side in (inputs, outputs))
-        return _traffic(names, read, written, in_place)
+        _fill(place, self._cost(names, shapes, place.source), lambda: shapes.estimate)
+        if place.flops is None and (within := self._inside(context)) and not within.unknown:
+            place.macs, place.flops = within.forward
+        if self._products > context["products"]:
+            place.estimate = 0  # a function in Python, whose own ops are counted
+            if any(packed_inputs(context)):
+                place.macs = place.flops = 0
+        self._products += bool(place.macs)
+        place.bytes = _moved(context, names, outputs)
+        cost = None if place.flops is None else Cost(place.macs or 0, place.flops).part(share(outputs))
+        place.macs, place.flops = cost or (place.macs, None)
+        context["cost"], context["estimate"] = cost, place.estimate
+        place = self._places.setdefault(_key(place), place)
+        context.insert_after_op(self._count, outputs=[], place=place)
 
     def _inside(self, context: amanda.OpContext) -> Inside | None:
-        """What an op calls, counted once for the op and its backward ops."""
+        """Return what an op calls, counted once for the op and its backward ops."""
         if "within" not in context:
             context["within"] = context["inside"](context, {**_FORMULAS, **self._custom})
         within: Inside | None = context["within"]
@@ -162,32 +150,30 @@ class FlopsTool(amanda.Tool):
             context.insert_after_backward_op(self._count_gradients, found=found)
             return
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
-        entering = [grad for grad in context.get_grad_outputs() or [] if grad is not None]
-        place.macs, place.flops = self._backward_cost(context, kind, grads) or (None, None)
-        if place.flops is None:
-            place.estimate = self._backward_estimate(context)
-        place.bytes = _bytes(context, [*entering, *grads])
+        _fill(place, self._backward_cost(context, kind, grads), lambda: _products_of(context))
+        place.bytes = _bytes(context, [*(context.get_grad_outputs() or []), *grads])
         place = self._places.setdefault(_key(place), place)
         context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
-        """What an op costs that does not run, though its backward ops do: nobody asks for its value."""
+        """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
         shapes = _shapes(context, context.get_inputs(), context.get_outputs() or [])
         if not _are_known([*shapes.inputs, *shapes.outputs]):
             return None
         return self._cost((context.get_op_type(), context["type"]), shapes, context.get_source())
 
     def _backward_cost(self, context: amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
-        forward = kind.removesuffix("_backward")
+        forward, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self._custom:
             return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
         if forward == "scaled_dot_product_attention":
-            return _attention_backward(context, share(grads))
+            read = [shape(one) for one in context.get_inputs()[:3]]
+            return attention_backward(Shapes(forward, read, ()), 0).part(share(grads))
         if forward.removesuffix("_backward") in CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
-        if forward in _MOVES or forward == "accumulate_grad":
+        if forward in _NO_WORK:
             return Cost()
-        if forward not in ELEMENTWISE | _aten.ELEMENTWISE and context.get_backward_order() == 1:
+        if forward not in ELEMENTWISE and context.get_backward_order() == 1:
             within = self._inside(context)
             node = context.get_backward_op().__name__
             cost = within.next_of(node) if within else None
@@ -197,13 +183,7 @@ class FlopsTool(amanda.Tool):
                 return None  # how many of its products there are, torch does not tell
             if forward == context["type"] and (context["cost"] is None or forward in _pytorch.FORMULAS):
                 return None
-        shape = context["shape"]
         return Cost(0, sum(_size(shape(local(grad))) for grad in grads))
-
-    @staticmethod
-    def _backward_estimate(context: amanda.OpContext) -> int:
-        within = context.get("within")
-        return within.backward_macs if within and within.backward_macs else 2 * int(context["estimate"])
 
     # ---- execution ----
 
@@ -220,9 +200,9 @@ class FlopsTool(amanda.Tool):
         place = self._same(found, str((inputs, made)))
         if not place.calls:
             known = replace(shapes, inputs=inputs, outputs=made)
-            self._fill(place, known, self._cost(found.names, known, place.source))
+            _fill(place, self._cost(found.names, known, place.source), lambda: known.estimate)
             read, written = ([4 * sum(map(_size, tensors([one]))) for one in side] for side in (inputs, made))
-            place.bytes = _traffic(found.names, read, written)
+            place.bytes = traffic(found.names, read, written, in_place=False)
         place.calls += 1
         run["macs"] = place.macs
 
@@ -232,7 +212,7 @@ class FlopsTool(amanda.Tool):
         macs, elements = run.get("macs", 0), sum(map(_size, made))
         place = self._same(found, str((macs, made)))
         forward = place.type.removesuffix("_backward")
-        if forward in _MOVES or forward == "accumulate_grad":
+        if forward in _NO_WORK:
             place.flops = 0
         elif macs is None or not _are_known(made):
             place.macs = place.flops = None
@@ -244,49 +224,13 @@ class FlopsTool(amanda.Tool):
         place.calls += 1
 
     def _same(self, found: _Found, key: str) -> Place:
-        """The place that stands for executions of an op with these shapes."""
+        """Return the place that stands for executions of an op with these shapes."""
         return self._places.setdefault((_key(found.place), key), replace(found.place))
 
     @staticmethod
     @amanda.observer
     def _count(place: Place) -> None:
         place.calls += 1
-
-
-def _formula(names: tuple[str, str]) -> Formula | None:
-    """What is built in for an op of these names: the framework's, and the vocabulary's."""
-    if names[0].startswith(_pytorch.LIBRARIES):
-        return no_cost
-    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
-        return no_cost  # what its functions compute is in no op
-    return next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
-
-
-def _traffic(
-    names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool = False
-) -> int:
-    """Bytes that an op moves, by those of its inputs and outputs."""
-    if names[0] not in _MOVES and names[1] not in _MOVES:
-        return sum(inputs) + sum(outputs)
-    return copied(inputs, outputs, in_place) if copies(names, in_place) else 0
-
-
-def _key(place: Place) -> Hashable:
-    """What equal ops have in common."""
-    return astuple(replace(place, calls=0))
-
-
-def _divide(place: Place, part: float) -> None:
-    """Count what this process computes of an op that several compute together."""
-    if part != 1.0 and place.flops is not None:
-        place.macs, place.flops = round((place.macs or 0) * part), round(place.flops * part)
-
-
-def _attention_backward(context: amanda.OpContext, part: float) -> Cost:
-    """The scores once more, then the gradients of values, scores, queries and keys."""
-    q, k, v = (context["shape"](one) for one in context.get_inputs()[:3])
-    scores = prod(q[:-1]) * k[-2]
-    return Cost.of_macs(round(scores * (3 * q[-1] + 2 * v[-1]) * part), round(scores * 6 * part))
 
 
 def roles(context: amanda.OpContext) -> None:
@@ -300,9 +244,35 @@ def roles(context: amanda.OpContext) -> None:
 
 
 def _macs_of_each_gradient(context: amanda.OpContext) -> int:
-    """As many as the op takes, for each gradient that a backward op gives."""
+    """Return as many as the op takes, for each gradient that a backward op gives."""
     given = sum(grad is not None for grad in context.get_grad_inputs() or [])
     return given * (context["cost"].macs if context["cost"] else 0)
+
+
+def _formula(names: tuple[str, str]) -> Formula | None:
+    """Return the built-in formula of an op of these names: the framework's, and the vocabulary's."""
+    if names[0].startswith(_pytorch.LIBRARIES):
+        return no_cost
+    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+        return no_cost  # what its functions compute is in no op
+    return next((_FORMULAS[name] for name in names if name in _FORMULAS), None)
+
+
+def _fill(place: Place, cost: Cost | None, estimate: Callable[[], int]) -> None:
+    """Write the cost of one execution; without one, the multiply-accumulates that it may have."""
+    place.macs, place.flops = cost or (None, None)
+    place.estimate = estimate() if cost is None else 0
+
+
+def _products_of(context: amanda.OpContext) -> int:
+    """Return the multiply-accumulates that the gradients of an op may have."""
+    within = context.get("within")
+    return within.backward_macs if within and within.backward_macs else 2 * int(context["estimate"])
+
+
+def _key(place: Place) -> Hashable:
+    """Return the parts that equal ops have in common."""
+    return astuple(replace(place, calls=0))
 
 
 def _shapes(context: amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]) -> Shapes:
@@ -316,10 +286,9 @@ def _shapes(context: amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[
 
 
 def _shape_of(value: Any, shape: Any) -> Any:
-    """The shape of a tensor, `_UNKNOWN` where its rank is; a list of shapes; None of what is no tensor."""
+    """Return a tensor's shape, `_UNKNOWN` without a rank; a list of shapes; None of what is no tensor."""
     if isinstance(value, (list, tuple)):
-        shapes = [extents for one in value if (extents := _extents(one, shape)) is not None]
-        return shapes or None
+        return [extents for one in value if (extents := _extents(one, shape)) is not None] or None
     return _extents(value, shape)
 
 
@@ -331,12 +300,12 @@ def _extents(value: Any, shape: Any) -> Any:
 
 
 def _are_known(shapes: Iterable[Any]) -> bool:
-    """Whether every extent is; in graphs some are known at execution alone."""
+    """Return True if every extent is known; in graphs some are known at execution alone."""
     return all(None not in one for one in tensors(shapes))
 
 
 def _can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
-    """Return whether a formula has all that it reads."""
+    """Return True if a formula has all that it reads."""
     return names[0] in _pytorch.OF_NESTED or _are_known([*shapes.inputs, *shapes.outputs])
 
 
@@ -344,8 +313,17 @@ def _size(shape: Any) -> int:
     return 0 if shape is None or None in shape else prod(shape)
 
 
+def _moved(context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
+    """Return the bytes that one execution moves."""
+    inputs, in_place = context.get_inputs(), context["in_place"]
+    if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
+        return 0
+    read, written = ([_bytes(context, [one]) for one in side] for side in (inputs, outputs))
+    return traffic(names, read, written, in_place)
+
+
 def _bytes(context: amanda.OpContext, values: Sequence[Any]) -> int:
-    """Bytes of tensors, also of those in lists."""
+    """Return the bytes of tensors, also of those in lists."""
     total = 0
     for value in values:
         if isinstance(value, (list, tuple)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import amanda
-from amanda.tools.pytest._counts import Counts, difference
+from amanda.tools.mapping import StandardMapping
 
 T = TypeVar("T")
+Phase = Literal["forward", "backward"]
 Compiled = Literal["eager", "instrument"]
 """As of `amanda.apply`: what becomes of callables that torch.compile made."""
 
@@ -53,7 +56,7 @@ def assert_op_counts(
     wanted: Mapping[str, int],
     function: Callable[..., T],
     *inputs: Any,
-    phase: Literal["forward", "backward"] = "forward",
+    phase: Phase = "forward",
     exact: bool = False,
     compiled: Compiled = "eager",
 ) -> T:
@@ -65,8 +68,7 @@ def assert_op_counts(
     tool = Counts()
     with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
-    if lines := difference(wanted, tool.of(phase), exact):
-        raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
+    check_counts(wanted, tool.of(phase), phase, exact)
     return output
 
 
@@ -92,3 +94,43 @@ def assert_finite(
     if (first := tool.result.first) is not None:
         raise AssertionError(f"the first op that makes {'NaN' if first.makes_nan else 'Inf'} is {first}")
     return output
+
+
+class Counts(amanda.Tool):
+    """Executions by phase and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.executions: Counter[tuple[str, str]] = Counter()
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._count, inputs=[], op=("forward", context["type"]))
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        op = ("backward", context["backward_type"])
+        context.insert_before_backward_op(self._count, grad_outputs=[], op=op)
+
+    @amanda.observer
+    def _count(self, op: tuple[str, str]) -> None:
+        self.executions[op] += 1
+
+    def of(self, phase: str) -> dict[str, int]:
+        """Return executions by type."""
+        return {kind: count for (its, kind), count in sorted(self.executions.items()) if its == phase}
+
+
+def check_counts(wanted: Mapping[str, int], found: Mapping[str, int], phase: str, exact: bool) -> None:
+    """Raise AssertionError where the count of a type is another; with `exact` also for types not wanted."""
+    __tracebackhide__ = True
+    lines = []
+    for kind in dict.fromkeys([*wanted, *(sorted(found) if exact else ())]):
+        if found.get(kind, 0) == wanted.get(kind, 0):
+            continue
+        near = get_close_matches(kind, [one for one in found if one not in wanted], n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near and kind not in found else ""
+        lines.append(f"{kind}: {found.get(kind, 0)} executed, {wanted.get(kind, 0)} expected{hint}")
+    if lines:
+        raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))

@@ -1,4 +1,4 @@
-"""What pytest loads when it starts: an option, a marker and a fixture, which imports tools when asked for."""
+"""The part that pytest loads when it starts: an option, a marker, and a fixture that imports tools."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def amanda_trace(request: pytest.FixtureRequest) -> Iterator[Traced]:
 
 
 def _file(folder: Path, test: str) -> Path:
-    """Where the snapshots of a test are; parameters in its name become a part of a file's name."""
+    """Return where the snapshots of a test are; parameters in its name become a part of a file's name."""
     return folder / "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in test)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def listing(graph: Graph, backward: bool = True) -> str:
-    """A line for each op: what it makes, its type, what it reads and its module.
+    """Return a line for each op: what it makes, its type, what it reads and its module.
 
     Tensors from outside have their names or shapes, others the op that made them and how far back that is, so
     that one op more changes the lines about it alone.

@@ -6,22 +6,21 @@ from collections.abc import Callable, Mapping
 from difflib import unified_diff
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import amanda
-from amanda.tools.pytest._asserts import Compiled
-from amanda.tools.pytest._counts import Counts, difference
+from amanda.tools.pytest._asserts import Compiled, Counts, Phase, check_counts
 from amanda.tools.pytest._snapshot import listing
 
 if TYPE_CHECKING:
     from amanda.tools.trace import Graph, TraceResult
 
 T = TypeVar("T")
-Phase = Literal["forward", "backward"]
+_UPDATE = "pytest --amanda-update"
 
 
 class Traced:
-    """What ran in `with traced:`, or in `traced(function, ...)`, all of it together since the last `clear`.
+    """A trace of all that ran in `with traced:` or `traced(function, ...)` since the last `clear`.
 
     file: snapshots are beside it: `file.txt`, `file.NAME.txt`.  update: write them instead of comparing.
     compiled: as of `amanda.apply`; a test may set it.
@@ -68,19 +67,18 @@ class Traced:
         return self._tracer.result
 
     def op_counts(self, phase: Phase = "forward") -> dict[str, int]:
-        """How often ops of each type were executed."""
+        """Return how often ops of each type were executed."""
         return self._counts.of(phase)
 
     def assert_op_counts(
         self, wanted: Mapping[str, int], phase: Phase = "forward", exact: bool = False
     ) -> None:
-        """Ops of each type were executed so often, and with `exact` no others.  Raises AssertionError."""
+        """Check that ops of each type were executed so often, and with `exact` no others."""
         __tracebackhide__ = True
-        if lines := difference(wanted, self.op_counts(phase), exact):
-            raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
+        check_counts(wanted, self.op_counts(phase), phase, exact)
 
     def assert_snapshot(self, name: str = "", backward: bool = True) -> None:
-        """The graph is the one that a file beside the test holds: ops, modules, shapes, and what reads what.
+        """Compare the graph with that in a file beside the test: ops, modules, shapes, and what reads what.
 
         name: tells several snapshots of a test apart.  `pytest --amanda-update` writes the file.
         Raises AssertionError, with the lines that differ.
@@ -93,14 +91,9 @@ class Traced:
             path.write_text(text, encoding="utf-8")
             return
         if not path.exists():
-            raise AssertionError(
-                f"there is no graph to compare with: {path}; pytest --amanda-update writes it"
-            )
+            raise AssertionError(f"there is no graph to compare with: {path}; {_UPDATE} writes it")
         stored = path.read_text(encoding="utf-8")
         if stored != text:
             lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "traced", lineterm="", n=2)
-            raise AssertionError(
-                "\n".join(
-                    [f"the graph is not that of {path}", *lines, "pytest --amanda-update writes it anew"]
-                )
-            )
+            told = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]
+            raise AssertionError("\n".join(told))

@@ -10,7 +10,7 @@ class Counts(Result):
 
 from amanda.tools.results._files import check_schema, in_words, read_json
 from amanda.tools.results._gathering import gather
-from amanda.tools.results._keyed import KeyedResult
+from amanda.tools.results._keyed import KeyedResult, PlacesResult
 from amanda.tools.results._limits import TooLargeError, check_file, read_npz, read_text, reading
 from amanda.tools.results._merging import Mergeable, by_rank, can_merge, merge
 from amanda.tools.results._plotted import PlottedResult
@@ -19,7 +19,7 @@ from amanda.tools.results._table import Table, load, restored
 from amanda.tools.results._text import amount, not_met, shortened
 
 __all__ = [
-    "Column", "KeyedResult", "Mergeable", "PlottedResult", "Result", "Table", "TooLargeError", "amount",
-    "by_rank", "can_merge", "check_file", "check_schema", "gather", "in_words", "load", "merge", "not_met",
-    "read_json", "read_npz", "read_text", "reading", "restored", "shortened",
+    "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table", "TooLargeError",
+    "amount", "by_rank", "can_merge", "check_file", "check_schema", "gather", "in_words", "load", "merge",
+    "not_met", "read_json", "read_npz", "read_text", "reading", "restored", "shortened",
 ]  # fmt: skip

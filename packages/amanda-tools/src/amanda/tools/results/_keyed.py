@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from amanda.errors import AmandaError
+from amanda.tools.results._files import check_schema
 from amanda.tools.results._result import Column, Result
 from amanda.tools.results._text import shortened
 
@@ -52,3 +54,49 @@ class KeyedResult(Result):
         for place in places:
             groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
         return groups
+
+
+class PlacesResult(KeyedResult, Generic[PlaceT]):
+    """A result with a row for the places of a program that agree in some keys, and a file with all places.
+
+    place: a dataclass.  summed: its fields that are added up where places agree in the others.  A subclass is
+    made of places and keys.
+    """
+
+    place: ClassVar[type]
+    summed: ClassVar[Sequence[str]]
+    places: list[PlaceT]
+
+    def merged(self: PlacesT, *others: PlacesT) -> PlacesT:
+        """Return this and other runs or ranks as one: what is summed of equal places adds up."""
+        zeros = dict.fromkeys(self.summed, 0)
+        found: dict[tuple[Any, ...], Any] = {}
+        for one in (place for result in (self, *others) for place in result.places):
+            empty = replace(one, **zeros)
+            known = found.setdefault(tuple(_fields(empty).values()), empty)
+            for name in self.summed:
+                setattr(known, name, getattr(known, name) + getattr(one, name))
+        return self._of(found.values(), self._by)
+
+    @classmethod
+    def from_dict(cls: type[PlacesT], found: Mapping[str, Any]) -> PlacesT:
+        """Return what `to_dict` was asked of; raises ValueError for another schema or version."""
+        check_schema(found, cls.name, cls.version)
+        return cls._of([cls.place(**place) for place in found["places"]], found.get("by", cls.keys))
+
+    def facts(self) -> Mapping[str, Any]:
+        """The keys of rows, and each place."""
+        return {"by": self._by, "places": [_fields(place) for place in self.places]}
+
+    @classmethod
+    def _of(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
+        kind: Any = cls
+        made: PlacesT = kind(places, by)
+        return made
+
+
+PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
+
+
+def _fields(place: Any) -> dict[str, Any]:
+    return {one.name: getattr(place, one.name) for one in fields(place)}

@@ -23,9 +23,8 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(one) for one in text.split(",")]
     except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not numbers with commas between them, such as 0.5,0.9"
-        ) from None
+        told = f"{text!r} is not numbers with commas between them, such as 0.5,0.9"
+        raise click.BadParameter(told) from None
 
 
 @click.command()

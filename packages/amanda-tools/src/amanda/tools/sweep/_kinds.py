@@ -40,16 +40,8 @@ class SparsitySweep(Sweep[float]):
                 with tool.preparing():
                     evaluate()
 
-        super().__init__(
-            evaluate,
-            make,
-            _ordered("sparsities", sparsities),
-            prepare,
-            "sparsity",
-            metric,
-            progress,
-            compiled,
-        )
+        mild = _ordered("sparsities", sparsities)
+        super().__init__(evaluate, make, mild, prepare, "sparsity", metric, progress, compiled)
         self._check_levels()
 
 
@@ -94,7 +86,7 @@ class BitsSweep(Sweep[int]):
 
 
 def _ordered(name: str, levels: Iterable[Number]) -> list[Number]:
-    """Levels in rising order, as a sweep wants them from mild to harsh."""
+    """Return levels in rising order, as a sweep wants them from mild to harsh."""
     try:
         return sorted(levels)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""What was measured: a row for each op at each level."""
+"""Measurements: a row for each op at each level."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SweepResult(PlottedResult):
         )  # fmt: skip
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """All ops together first, then op by op, as they are executed."""
+        """Return all ops together first, then op by op, as they are executed."""
         return [
             ("forward", one.site.type, one.site.module, one.site.source, one.site.name, one.level, one.metric,
              self._drop(one), one.error)
@@ -70,7 +70,7 @@ class SweepResult(PlottedResult):
         ]  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """What a drop is, and whether something is missing."""
+        """Say what a drop is, and if something is missing."""
         notes = [f"drop is {self.metric} without the tool minus with it."]
         if not self.complete:
             notes.append("The sweep was not finished; run() goes on with it.")
@@ -79,14 +79,14 @@ class SweepResult(PlottedResult):
         return notes
 
     def facts(self) -> Mapping[str, Any]:
-        """What level and metric are called, and the metric without a tool."""
+        """Return what level and metric are called, and the metric without a tool."""
         return {"level": self.level, "metric": self.metric, "dense": self.dense, "complete": self.complete}
 
     def _drop(self, point: Point) -> float | None:
         return None if point.metric is None or self.dense is None else self.dense - point.metric
 
     def within(self, drop: float) -> dict[str, float]:
-        """By op, as `Site.name`: the last level up to which the metric drops at most so much.
+        """Return by op, as `Site.name`, the last level up to which the metric drops at most so much.
 
         Levels are in the order in which they were given, from mild to harsh; an op that cannot bear the first
         is not in it. It says what each op bears alone: together they may lose more.
@@ -102,7 +102,7 @@ class SweepResult(PlottedResult):
         return found
 
     def draw(self, axes: Axes) -> None:
-        """A line for each op, or for those that lose most of many, and a thick one for all together."""
+        """Draw a line for each op, or for those that lose most of many, and a thick one for all together."""
         lines: dict[Site, list[Point]] = {}
         for point in self.points:
             if point.metric is not None:
@@ -110,9 +110,8 @@ class SweepResult(PlottedResult):
         together = lines.pop(ALL, [])
         worst = sorted(lines, key=lambda site: min(point.metric or 0.0 for point in lines[site]))[:_LINES]
         for site in worst:
-            axes.plot(
-                *_line(lines[site]), marker="o", markersize=3, linewidth=1, label=site.module or site.name
-            )
+            name = site.module or site.name
+            axes.plot(*_line(lines[site]), marker="o", markersize=3, linewidth=1, label=name)
         if together:
             axes.plot(*_line(together), color="black", linewidth=2.5, label="all together")
         if self.dense is not None:

@@ -67,7 +67,7 @@ class Sweep(Generic[Level]):
 
     @property
     def result(self) -> SweepResult:
-        """What was measured so far."""
+        """The measurements so far."""
         keys = [(site.name, at) for site in (ALL, *self._sites.values()) for at in self._levels]
         points = [self._points[key] for key in keys if key in self._points]
         return SweepResult(points, self._dense, *self._names, self._is_done())
@@ -127,7 +127,7 @@ class Sweep(Generic[Level]):
         progress.done(error or f"{self._names[1]} {metric:g}")
 
     def _tool(self, site: Site, level: Level) -> amanda.Tool:
-        """A tool that acts at one op alone, or at all and tells where."""
+        """Make a tool that acts at one op alone, or at all and tells where."""
         tool = self._make(level)
         tool.depends_on(StandardMapping())
         if site is ALL:
@@ -146,8 +146,7 @@ class Sweep(Generic[Level]):
         """Note the op at which the tool acts."""
         name = self._places.place(context)
         if name not in self._sites:
-            where = (context.get_scope(), context.get_source())
-            self._sites[name] = Site(name, context["type"], *where)
+            self._sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
         return routine
 
     def _number(self, value: Any) -> float:

@@ -27,7 +27,7 @@ class Source:
     content: Mapping[str, Any]
 
     def list_of(self, key: str) -> list[dict[str, Any]]:
-        """The objects under a key.  Raises AmandaError for anything that is no list of objects."""
+        """Return the objects under a key.  Raises AmandaError for anything that is no list of objects."""
         found = self.content.get(key, [])
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
@@ -35,7 +35,7 @@ class Source:
 
 
 def read(given: str | Path | Result) -> Source:
-    """A file or a result, with its schema known.
+    """Return a file or a result, with its schema known.
 
     Raises AmandaError where the file cannot be read, is no JSON, or is of a schema or version not known.
     """

@@ -15,7 +15,7 @@ _WORDS = {"phase", "type", "name", "module", "source"}
 
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A list for each field that any op has."""
+    """Return a list for each field that any op has."""
     known = [name for name in _OP if name in _WORDS or any(op.get(name) is not None for op in ops)]
     return {name: [_word(op, name) if name in _WORDS else op.get(name) for op in ops] for name in known}
 
@@ -26,7 +26,7 @@ def _word(op: dict[str, Any], name: str) -> str:
 
 
 def graph(source: Source) -> dict[str, Any]:
-    """The tensors of a trace, and the edges between its ops.
+    """Return the tensors of a trace, and the edges between its ops.
 
     An edge is (producer, consumer, tensor); one that comes from outside has -1 for a producer.
     Raises AmandaError for an index that refers to nothing.
@@ -36,9 +36,7 @@ def graph(source: Source) -> dict[str, Any]:
     for index, tensor in enumerate(tensors):
         producer = tensor.get("producer")
         for consumer in tensor.get("consumers") or []:
-            _check(source, index, consumer, len(ops))
-            if producer is not None:
-                _check(source, index, producer, len(ops))
+            _check(source, index, len(ops), consumer, *([] if producer is None else [producer]))
             if producer is not None or tensor.get("kind") == "input":
                 edges.append((-1 if producer is None else producer, consumer, index))
     return {
@@ -47,8 +45,8 @@ def graph(source: Source) -> dict[str, Any]:
     }
 
 
-def _check(source: Source, tensor: int, op: Any, ops: int) -> None:
-    if not isinstance(op, int) or not 0 <= op < ops:
-        raise AmandaError(
-            f"{source.name}: tensor {tensor} names op {op!r}, but the ops are numbered 0 to {ops - 1}"
-        )
+def _check(source: Source, tensor: int, count: int, *ops: Any) -> None:
+    for op in ops:
+        if not isinstance(op, int) or not 0 <= op < count:
+            named = f"{source.name}: tensor {tensor} names op {op!r}"
+            raise AmandaError(f"{named}, but the ops are numbered 0 to {count - 1}")

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -19,23 +20,11 @@ from amanda.tools.view._graph import graph, op_columns
 from amanda.tools.view._tables import Ops, is_about_ops, ops_named_by, table
 from amanda.tools.view._timeline import places, timeline
 
-_SCRIPTS = (
-    "dom",
-    "model",
-    "tree",
-    "layout",
-    "graph",
-    "table",
-    "chart",
-    "timeline",
-    "diff",
-    "details",
-    "main",
-)
+_SCRIPTS = "dom model tree layout graph table chart timeline diff details main".split()
 
 
 def to_page(*given: str | Path | Result, title: str | None = None) -> str:
-    """A self-contained HTML page of saved files, or of results themselves.
+    """Return a self-contained HTML page of saved files, or of results themselves.
 
     The first trace among them gives the graph; tables of ops become columns beside it, Chrome traces the
     timeline.  Raises AmandaError where a file cannot be read or is of no schema that is known.
@@ -44,8 +33,8 @@ def to_page(*given: str | Path | Result, title: str | None = None) -> str:
         raise AmandaError("a page is made of one result or more; none was given")
     sources = [read(one) for one in given]
     shown = title or ", ".join(source.name for source in sources)
-    style, script, library = _text("view.css"), _script(), _text("dagre.min.js")
-    library = library.partition("//# sourceMappingURL")[0]
+    style, script = _text("view.css"), _script()
+    library = _text("dagre.min.js").partition("//# sourceMappingURL")[0]
     parts = {
         "title": escape(shown),
         "policy": _policy(style, (library, script)),
@@ -55,21 +44,18 @@ def to_page(*given: str | Path | Result, title: str | None = None) -> str:
         "data": _embedded(document(sources, shown)),
         "script": script,
     }
-    page = _text("index.html")
-    head, *rest = page.split("{{")
-    return head + "".join(parts[name] + after for name, _, after in (one.partition("}}") for one in rest))
+    return re.sub(r"{{(.*?)}}", lambda found: parts[found[1]], _text("index.html"))
 
 
 def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
-    """All that the page shows, as plain values."""
+    """Return all that the page shows, as plain values."""
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
     traces = [source for source in sources if source.schema == "chrome trace"]
     tables = [source for source in sources if source is not trace and source not in traces]
-    about_ops = [source for source in tables if is_about_ops(source)]
     if trace is not None:
         ops = trace.list_of("ops")
     else:
-        rows = (source.list_of("rows") for source in about_ops)
+        rows = (source.list_of("rows") for source in tables if is_about_ops(source))
         ops = ops_named_by(*map(places, traces), *rows)
     known = Ops(ops)
     return {
@@ -92,7 +78,7 @@ def _notes(source: Source) -> list[str]:
 
 
 def _facts(source: Source) -> list[tuple[str, str]]:
-    """What is said of the run as a whole."""
+    """Return what is said of the run as a whole."""
     content = source.content
     facts = []
     if isinstance(content.get("frameworks"), list):
@@ -103,7 +89,7 @@ def _facts(source: Source) -> list[tuple[str, str]]:
 
 
 def _embedded(content: Any) -> str:
-    """JSON that ends no script element and is valid for every parser."""
+    """Return JSON that ends no script element and is valid for every parser."""
     try:
         text = _json(content)
     except ValueError:
@@ -118,7 +104,7 @@ def _json(content: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with words for the numbers that JSON has not."""
+    """Return the same with words for the numbers that JSON has not."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -129,7 +115,7 @@ def _finite(value: Any) -> Any:
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Nothing is loaded, and no script runs but those of the page."""
+    """Return a policy: nothing is loaded, and no script runs but those of the page."""
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     return f"default-src 'none'; img-src data:; style-src 'sha256-{_digest(style)}'; script-src {allowed}"
 

@@ -10,7 +10,7 @@ from amanda.errors import AmandaError
 from amanda.tools.view._files import Source
 
 KEYS = ("phase", "type", "module", "source")
-"""What tells ops apart in every table of ops."""
+"""Columns that tell ops apart in every table of ops."""
 
 Key = tuple[str, ...]
 
@@ -31,7 +31,7 @@ class Ops:
                 self._by_id[_id(op["id"]), str(op.get("phase", ""))].append(index)
 
     def about(self, row: Mapping[str, Any]) -> list[int]:
-        """The ops with a row's id, or with its phase, type, module and source."""
+        """Return the ops with a row's id, or with its phase, type, module and source."""
         if row.get("id") is not None:
             found = self._by_id.get((_id(row["id"]), str(row.get("phase", ""))))
             if found:
@@ -40,30 +40,30 @@ class Ops:
 
 
 def _id(value: Any) -> str:
-    """An op id as 16 hexadecimal digits, however a tool writes it."""
+    """Return an op id as 16 hexadecimal digits, however a tool writes it."""
     text = f"{value:x}" if isinstance(value, int) else str(value).removeprefix("0x")
     return text.zfill(16)
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """What is the same in all tables for one op."""
+    """Return what is the same in all tables for one op."""
     return tuple(str(row.get(key) or "") for key in KEYS)
 
 
 def is_about_ops(source: Source) -> bool:
-    """Whether its rows say which op they are about."""
+    """Return True if its rows say which op they are about."""
     rows = source.list_of("rows")
     return bool(rows) and all(key in rows[0] for key in KEYS)
 
 
 def ops_named_by(*lists: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ops of which no graph is known, in the order in which rows or events name them, each place once."""
+    """Return ops without a graph, in the order in which rows or events name them, each place once."""
     places = {key_of(row): None for rows in lists for row in rows}
     return [dict(zip(KEYS, key, strict=True)) for key in places]
 
 
 def table(source: Source, ops: Ops) -> dict[str, Any]:
-    """Columns and rows, with the ops of each row.
+    """Return columns and rows, with the ops of each row.
 
     `ops` is None where the table is about something else.  As many rows as there are ops of one key are
     theirs in turn, unless words tell the rows apart; otherwise each is about all of them.
@@ -127,7 +127,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """The number that a word stands for where JSON has none for it."""
+    """Return the number that a word stands for where JSON has none for it."""
     return float(value) if value in ("inf", "-inf", "nan") else value
 
 

@@ -25,7 +25,7 @@ class _Track:
 
 
 def timeline(source: Source, ops: Ops) -> dict[str, Any]:
-    """Tracks, their events by columns, and counters; times in microseconds from the first event on.
+    """Return tracks, their events by columns, and counters; times in microseconds from the first event on.
 
     Where there are too many events the longest stay, and `dropped` tells how many do not.
     """
@@ -60,13 +60,13 @@ def timeline(source: Source, ops: Ops) -> dict[str, Any]:
 
 
 def places(source: Source) -> list[dict[str, Any]]:
-    """What events say of their ops, where they say enough to tell them apart."""
+    """Return what events say of their ops, where they say enough to tell them apart."""
     spans = sorted(_spans(source, source.list_of("traceEvents")), key=lambda span: span["ts"])
     return [place for place in map(_place, spans) if all(key in place for key in KEYS)]
 
 
 def _place(event: Mapping[str, Any]) -> dict[str, Any]:
-    """What an event says of its op: in its arguments, with the type as its name and the id as `op`."""
+    """Return what an event says of its op in its arguments, with the type as its name and the id as `op`."""
     args = event["args"] if isinstance(event.get("args"), dict) else {}
     named = {"type": event.get("name"), **args}
     if "op" in named:
@@ -75,7 +75,7 @@ def _place(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spans(source: Source, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Complete events; what begins and ends apart is made one."""
+    """Return complete events; what begins and ends apart is made one."""
     spans = [one for one in events if one.get("ph") == "X"]
     open_: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for event in events:
@@ -119,7 +119,7 @@ def _tracks(
 
 
 def _in_order(track: tuple[Any, Any]) -> list[tuple[float, str]]:
-    """By number, and names after numbers."""
+    """Return a key for sorting by number, and names after numbers."""
     return [(one, "") if _is_number(one) else (float("inf"), repr(one)) for one in track]
 
 

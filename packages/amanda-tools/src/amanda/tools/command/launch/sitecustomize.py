@@ -1,4 +1,4 @@
-"""What Python imports as it starts, where `amanda run` put this folder on PYTHONPATH: tools begin here."""
+"""The module that Python imports as it starts under `amanda run`, which puts this folder on PYTHONPATH."""
 
 import os
 import sys

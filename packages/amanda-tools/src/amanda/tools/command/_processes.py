@@ -1,0 +1,171 @@
+"""Processes of one program: what is handed to them, their names, which are missing, and the last to end.
+
+Ranks that each began with `amanda run`, as of `torchrun -m amanda run`, share a folder, and the last tells
+for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from amanda.backend import digest
+
+if sys.platform != "win32":
+    import fcntl
+
+VARIABLE = "AMANDA_TOOLS"
+PROCESS = "AMANDA_PROCESS"
+FOLDER = str(Path(__file__).parent / "launch")
+_OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+_RANK = re.compile(r"rank(\d+)(\.restart\d+)?")
+
+
+@dataclass(frozen=True)
+class Handed:
+    """tools: name and given options of each.  folder: where processes leave what the root gathers.
+
+    root: id of the process that gathers and prints.  output: folder for results.  quiet: print nothing.
+    frameworks: the import names at which the tools of a child begin.
+    every: seconds after which results are saved as they are so far; None for not before the end.
+    together: whether the program is one of several ranks, of which the last that ends gathers and prints.
+    compiled: as of `amanda.apply`.  construction: whether tools see what makes models.
+    """
+
+    tools: list[tuple[str, dict[str, Any]]]
+    folder: str
+    root: int
+    output: str | None
+    frameworks: list[str]
+    quiet: bool = False
+    every: float | None = None
+    together: bool = False
+    compiled: str = "eager"
+    construction: bool = False
+
+    def put(self, environment: MutableMapping[str, str]) -> None:
+        """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""
+        environment[VARIABLE] = json.dumps(asdict(self))
+        others = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
+        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, others)])
+        environment.pop(PROCESS, None)
+
+    @classmethod
+    def get(cls) -> Handed:
+        """Read the environment of this process."""
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+
+def number_of_ranks() -> int:
+    """Return how many ranks the launcher started on this host; 0 if unknown, or if other hosts have more."""
+    for every, here in _SIZES:
+        size = os.environ.get(every, "")
+        if size.isdigit() and os.environ.get(here) == size:
+            return int(size)
+    return 0
+
+
+def process_label(handed: Handed) -> str:
+    """Return a name for this process: "main", "rank0", "process123", "rank0.process123" for a rank's child.
+
+    "rank0.restart1" where the launcher has started the ranks again, "main.restart1" of a program that this
+    process has become.
+    """
+    above = os.environ.get(PROCESS, "")
+    rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
+    if rank and not above.startswith("rank"):
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        label = rank if restart == "0" else f"{rank}.restart{restart}"
+    elif above and not (above.startswith("main") and os.getpid() == handed.root):
+        label = f"{rank}.process{os.getpid()}".lstrip(".")
+    else:
+        label = "main"
+    if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
+        found = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
+        label = f"{label}.restart{found + 1}"
+    os.environ[PROCESS] = label
+    return label
+
+
+def is_rank(label: str) -> bool:
+    """Return True if a process is a rank itself, not one that a rank has started."""
+    return _RANK.fullmatch(label) is not None
+
+
+def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
+    """Return ranks without a label, for each start of the ranks: of so many, or up to the last with one."""
+    found: dict[str, set[int]] = {}
+    for match in filter(None, map(_RANK.fullmatch, labels)):
+        found.setdefault(match[2] or "", set()).add(int(match[1]))
+    if ranks and not found:
+        found[""] = set()
+    return [
+        f"rank{rank}{restart}"
+        for restart, known in found.items()
+        for rank in range(ranks or max(known) + 1)
+        if rank not in known
+    ]
+
+
+def by_number(label: str) -> list[tuple[str, int]]:
+    """Return a key for sorting, so that rank10 comes after rank2."""
+    return [(letters, int(digits or 0)) for letters, digits in re.findall(r"(\D*)(\d*)", label)]
+
+
+def folder_of_ranks() -> str | None:
+    """Make a folder that the ranks of a launcher share; None for no rank, and for ranks of several hosts."""
+    if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
+        return None
+    run = digest(os.getppid(), *(os.environ.get(name, "") for name in _OF_RUN))
+    folder = Path(tempfile.gettempdir()) / f"amanda-{os.getuid()}-{run:016x}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return str(folder) if ours else None
+
+
+class Rank:
+    """One of the ranks, alive until it has left its results: others see a lock, which dies with it."""
+
+    def __init__(self, folder: str, label: str) -> None:
+        self._folder = Path(folder)
+        (self._folder / f"{label}.json").unlink(missing_ok=True)
+        self._alive: IO[str] | None = (self._folder / f"{label}.alive").open("w")
+        fcntl.lockf(self._alive, fcntl.LOCK_EX)
+
+    def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
+        """Leave the results of this rank; tell those of all if no other is alive."""
+        with _alone(self._folder / "telling"):
+            leave()
+            if self._alive is not None:
+                self._alive.close()
+                self._alive = None
+            if not any(map(_is_alive, self._folder.glob("*.alive"))):
+                tell()
+
+
+def _is_alive(path: Path) -> bool:
+    with path.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        return False
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,174 @@
+"""Comparing the tensors of two runs: op by op, or, across frameworks, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+from amanda.errors import AmandaError
+from amanda.tools.diff._align import is_compute, same_ops, within
+from amanda.tools.diff._compare import Distance, Pair, distance, matched, scale, tolerance
+from amanda.tools.diff._result import Comparison
+from amanda.tools.diff._run import Run, visits
+from amanda.tools.dump import Entry, Op
+from amanda.tools.select import Phase
+
+_READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
+_SUMS = ("add", "BiasAdd")
+Found = tuple[Entry, Comparison]
+Read = tuple[str, float, bool]
+"""Role of what an op read, its relative error, and whether it agrees."""
+
+
+class Comparing:
+    """Two runs, and the relative error up to which their tensors agree; None for one by element type."""
+
+    def __init__(self, run: Run, other: Run, rtol: float | None) -> None:
+        self._runs = (run, other)
+        self._rtol = rtol
+
+    def in_order(self, compared: Iterable[Found]) -> list[Comparison]:
+        """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
+        ordered = self._runs[0].ordered
+
+        def place(pair: Found) -> tuple[int, int]:
+            return (pair[0].order if ordered else pair[0].execution), pair[0].op
+
+        found: list[Comparison] = []
+        limit = 0.0
+        for _, comparison in sorted(compared, key=place):  # precision that was lost is lost for what follows
+            found.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
+            if comparison.relative:
+                limit = max(limit, comparison.by_type)
+        if not found:
+            raise AmandaError("the two runs have no op in common; give a mapping of module names")
+        return found
+
+    def ops(self, renamed: Mapping[str, str]) -> tuple[list[Found], tuple[list[Op], list[Op]]]:
+        """Compare ops one by one; return also the ops of each run that the other does not have."""
+        made: list[list[Pair]] = []
+        alone: tuple[list[Op], list[Op]] = ([], [])
+        for phase in get_args(Phase):
+            same = same_ops(*self._runs, phase, renamed)
+            made += [pairs for one in same for pairs in self._executions(*one)]
+            for side, run in enumerate(self._runs):
+                paired = {one[side] for one in same}
+                alone[side].extend(run.ops[i] for i in run.indices(phase) if i not in paired)
+        made.sort(key=lambda pairs: pairs[0][0].order)  # as the tensors lie in their files
+        return [(pairs[0][0], self._compared(pairs)) for pairs in made], alone
+
+    def modules(self, names: Mapping[str, str]) -> Iterator[Found]:
+        """Compare what modules give, and the gradients of their weights."""
+        for name, other_name in names.items():
+            inside = [within(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            calls = [visits(run, one) for run, one in zip(self._runs, inside, strict=True)]
+            for both in zip(*calls, strict=False):
+                yield from self._module_outputs(both)
+            gradients = [
+                [entry for i in run.indices("backward") if one(run.ops[i].module)
+                 for entry in run.by_op[i] if entry.role == "weight gradient"]
+                for run, one in zip(self._runs, inside, strict=True)
+            ]  # fmt: skip
+            for pair in zip(*gradients, strict=False):
+                yield pair[0], self._comparison(pair, *self._judged(pair))
+
+    def _executions(self, index: int, other_index: int) -> Iterator[list[Pair]]:
+        """Pair the tensors that an op gave at each execution that both runs have."""
+        ones, others = self._runs[0].made(index), self._runs[1].made(other_index)
+        for execution, other_execution in zip(sorted(ones), sorted(others), strict=False):
+            if pairs := list(matched(ones[execution], others[other_execution])):
+                yield pairs
+
+    def _compared(self, pairs: Sequence[Pair]) -> Comparison:
+        """Compare by the tensor that is furthest off; by what the op read too if they differ."""
+        floor = max(scale(side) for side in zip(*pairs, strict=True))
+        judged = [(*self._judged(pair, floor), pair) for pair in pairs]
+        worst, limit, furthest = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
+        read: list[Read] = []
+        if worst.relative:
+            sides = (
+                run.read(entry.op, entry.execution, "input", "weight")
+                for run, entry in zip(self._runs, pairs[0], strict=True)
+            )
+            read = [self._agreement(pair) for pair in matched(*sides)]
+        return self._comparison(furthest, worst, limit, read)
+
+    def _module_outputs(self, both: Sequence[Sequence[int]]) -> Iterator[Found]:
+        """Compare what a module gave: at its end, or behind its product where the other has more in it."""
+        calls = list(zip(self._runs, both, strict=True))
+        heads = [_heads(run, visit) for run, visit in calls]
+        weights = [
+            [one for i in visit for one in run.by_op[i] if one.role == "weight"] for run, visit in calls
+        ]
+        for execution in sorted({entry.execution for entry in heads[0]}):
+            pairs = [(a, b) for a, b in product(*heads) if a.execution == execution == b.execution]
+            if not pairs:
+                continue
+            judged = [(pair, *self._judged(pair)) for pair in pairs]
+            read = [
+                self._agreement((a, b))
+                for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
+            ]  # fmt: skip
+            pair, found, limit = min(judged, key=lambda one: one[1].relative)
+            yield pair[0], self._comparison(pair, found, limit, read)
+
+    def _judged(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
+        """Return a distance, and how far may be."""
+        ops = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
+        layouts = [
+            op.weight_layout if "weight" in entry.role else op.layout
+            for op, entry in zip(ops, pair, strict=True)
+        ]
+        arrays = [run.array(entry) for run, entry in zip(self._runs, pair, strict=True)]
+        return distance(pair, arrays, layouts, floor), tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
+
+    def _agreement(self, pair: Pair) -> Read:
+        """Return the role, the relative error, and True if two tensors agree."""
+        found, bound = self._judged(pair)
+        return pair[0].role, found.relative, found.relative <= bound
+
+    def _comparison(self, pair: Pair, found: Distance, limit: float, read: Sequence[Read] = ()) -> Comparison:
+        op, other = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
+        inputs = [agree for role, _, agree in read if role == "input"]
+        weights = [relative for role, relative, _ in read if role == "weight"]
+        return Comparison(
+            op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
+            pair[0].execution, found.relative, found.cosine, found.largest, found.exact, limit, limit,
+            (pair[0].dtype, pair[1].dtype),
+            all(inputs) if inputs else None, max(weights) if weights else None,
+        )  # fmt: skip
+
+
+def _heads(run: Run, visit: Sequence[int]) -> list[Entry]:
+    """Return what the last op gave, and what the last product gave with its bias."""
+    shown = [i for i in visit if run.ops[i].type not in _READS]
+    ends = {shown[-1]} if shown else set()
+    products = [n for n, i in enumerate(shown) if is_compute(run.ops[i].type)]
+    if products:
+        ends.add(_behind(run, shown[products[-1] :]))
+    return [
+        entry for i in sorted(ends) for entry in run.by_op[i]
+        if entry.role == "output" and entry.position == 0
+    ]  # fmt: skip
+
+
+def _behind(run: Run, ops: Sequence[int]) -> int:
+    """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
+    found, size = ops[0], _size(run, ops[0])
+    for index in ops[1:]:
+        kind = run.ops[index].type
+        if _size(run, index) != size:
+            continue
+        if kind not in (*_SUMS, "reshape", "squeeze"):
+            break
+        found = index
+        if kind in _SUMS:
+            break
+    return found
+
+
+def _size(run: Run, index: int) -> int:
+    outputs = [one for one in run.by_op[index] if one.role == "output"]
+    return outputs[0].summary.statistics.elements
