@@ -17,8 +17,11 @@ from amanda._attributes import Attributes
 
 HOMES = tuple(amanda.__path__)
 WHOLE = "AMANDA_EVERY_CALL" in os.environ
-BEFORE_ITS_FIRST_LINE = (amanda.Scope.__exit__.__code__,)
-"""An exception as it is called leaves it undone, as of every context manager that is written in Python."""
+BEFORE_ITS_FIRST_LINE = ("Scope.__exit__", "let_routines_differentiate.<locals>._pop_tape")
+"""Names of functions that an exception at their call leaves undone, as of context managers written in Python.
+
+The second stands for a method that TensorFlow's `GradientTape.__exit__` calls, which is in Python too.
+"""
 
 
 class RaiseAt:
@@ -40,7 +43,9 @@ class RaiseAt:
 
     def _event(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(HOMES) or code in BEFORE_ITS_FIRST_LINE:
+        if event != "call" or not code.co_filename.startswith(HOMES):
+            return
+        if code.co_qualname in BEFORE_ITS_FIRST_LINE:
             return
         self._calls += 1
         caller = frame.f_back

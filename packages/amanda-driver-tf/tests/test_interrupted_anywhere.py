@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from raising import Patches, failures
+from tensorflow.python import pywrap_tfe
 
 import amanda
 
@@ -94,6 +95,8 @@ def test_nothing_stays_behind(
 
     def check() -> list[str]:
         found = patches.left()
+        if not pywrap_tfe.TFE_Py_TapeSetIsEmpty():
+            found.append("a tape that still records")
         if _bits(run()) != bare:
             found.append("values")
         with amanda.apply(Tenfold()):

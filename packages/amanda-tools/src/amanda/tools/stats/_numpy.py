@@ -18,9 +18,11 @@ def numbers(tensor: Any) -> tuple[Any, int]:
 
 
 def blocks(row: Any) -> Iterator[Any]:
-    """Parts of a row in float64."""
+    """Yield parts of a row in float64. Memory that nobody wrote to may hold NaN that numpy would warn about."""
     for start in range(0, row.shape[0], BLOCK):
-        yield row[start : start + BLOCK].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            block = row[start : start + BLOCK].astype(np.float64)
+        yield block
 
 
 def finite_vector(block: Any) -> Any:
