@@ -160,7 +160,8 @@ def test_an_exception_of_any_routine_leaves_torch_as_it_was(
 
 
 @pytest.mark.soak
-@settings(max_examples=10_000, **OPTIONS)
+@pytest.mark.parametrize("thousand", range(10))
+@settings(max_examples=1_000, **OPTIONS)
 @given(
     program=st.sampled_from(PROGRAMS),
     make=st.sampled_from(ERRORS),
@@ -168,6 +169,11 @@ def test_an_exception_of_any_routine_leaves_torch_as_it_was(
     cached=st.booleans(),
 )
 def test_ten_thousand_exceptions_at_other_places_each_time(
-    restoration: Restoration, program: Program, make: Callable[[], BaseException], place: float, cached: bool
+    restoration: Restoration,
+    thousand: int,
+    program: Program,
+    make: Callable[[], BaseException],
+    place: float,
+    cached: bool,
 ) -> None:
     check(restoration, program, make, place, cached)

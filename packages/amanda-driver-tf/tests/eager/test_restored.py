@@ -23,7 +23,7 @@ HOLDERS = (
 
 
 class Doubling(tf.Module):
-    """A module with a call that makes no tensor of a Python number: TensorFlow 2.16 leaks two objects for each."""
+    """A module with a call. No Python number becomes a tensor: TensorFlow 2.16 leaks two objects for each."""
 
     def __call__(self, x: Any) -> Any:
         y = tf.nn.relu(x)

@@ -18,7 +18,7 @@ def numbers(tensor: Any) -> tuple[Any, int]:
 
 
 def blocks(row: Any) -> Iterator[Any]:
-    """Yield parts of a row in float64. Memory that nobody wrote to may hold NaN that numpy would warn about."""
+    """Yield parts of a row in float64. Numpy would warn about memory that nobody wrote to."""
     for start in range(0, row.shape[0], BLOCK):
         with np.errstate(invalid="ignore"):
             block = row[start : start + BLOCK].astype(np.float64)
