@@ -10,9 +10,11 @@ import pickle
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -397,6 +399,7 @@ def test_what_goes_to_another_process_is_the_programs_own() -> None:
 
 PATCHING = """
 import threading
+import time
 import amanda
 
 def wrapped(start):
@@ -526,3 +529,69 @@ def test_a_thread_whose_ops_ran_before_and_after_is_not_named(server: Callable[.
         pass
     server(relu)
     assert not scope.report
+
+
+class Analyses(Tool):
+    """Notes each analysis routine that runs, and gives other threads time to meet the op meanwhile."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[int | None, bool]] = []
+        for require_outputs in (False, True):
+            self.add_inst_for_op(partial(self._note, require_outputs), require_outputs=require_outputs)
+            self.add_inst_for_op(
+                partial(self._note, require_outputs), backward=True, require_outputs=require_outputs
+            )
+
+    def _note(self, after: bool, context: amanda.OpContext) -> None:
+        self.ran.append((context.get_backward_op_id() or context.get_op_id(), after))
+        time.sleep(0.002)
+        if context.is_forward() and not after:
+            context.insert_before_op(lambda *_: None)
+
+
+def test_an_op_that_several_threads_meet_at_once_is_analysed_once() -> None:
+    tool, meeting = Analyses(), threading.Barrier(8)
+
+    def work() -> list[float]:
+        x = fake.tensor([1.0, -2.0], requires_grad=True)
+        meeting.wait()
+        y = fake.sum(fake.relu(x))
+        meeting.wait()
+        y.backward()
+        assert x.grad is not None
+        return list(x.grad.numbers)
+
+    with amanda.apply(tool), ThreadPoolExecutor(8) as pool:
+        results = [one.result() for one in [pool.submit(work) for _ in range(8)]]
+    assert results == [[1.0, 0.0]] * 8
+    assert len(tool.ran) == len(set(tool.ran))
+
+
+class Factor(float):
+    """A number whose first product fails once another thread has had its own."""
+
+    def __init__(self, _: float) -> None:
+        self.begun, self.other = threading.Event(), threading.Event()
+
+    def __rmul__(self, number: float) -> float:
+        if not self.begun.is_set():
+            self.begun.set()
+            self.other.wait(10)
+            raise ArithmeticError
+        return number * float(self)
+
+
+def test_an_analysis_is_finished_by_another_thread_if_the_op_of_the_first_fails() -> None:
+    tool, factor = Analyses(), Factor(2.0)
+
+    def work() -> list[float]:
+        return list(fake.mul(X, factor).numbers)
+
+    with amanda.apply(tool), ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(work)
+        factor.begun.wait(10)
+        assert pool.submit(work).result() == [2.0]
+        factor.other.set()
+        with pytest.raises(ArithmeticError):
+            failing.result()
+    assert [after for _, after in tool.ran] == [False, True]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
-from amanda._plan import Combined, Plan
+from amanda import interceptor
+from amanda._plan import BackwardPlan, Combined, Plan
 from amanda.action import InstrumentationPoint
 from amanda.context import OpContext
 
@@ -14,12 +16,61 @@ if TYPE_CHECKING:
     from amanda._layer import Layer
     from amanda._tensors import TensorOps
 
+P = TypeVar("P", bound=BackwardPlan)
+
+
+class Draft(Generic[P]):
+    """A plan that is being made: each point of the op is analysed once, by whichever thread comes first."""
+
+    __slots__ = ("__weakref__", "_done", "_lock", "context", "plan")
+
+    def __init__(self, plan: P, context: OpContext) -> None:
+        self.plan = plan
+        self.context = context
+        self._lock = interceptor.Lock()
+        self._done: set[InstrumentationPoint] = set()
+
+    def analyse(self, point: InstrumentationPoint, facts: OpFacts) -> None:
+        """Run the analyses of a point on an execution that is there; they see its values alone."""
+        with self._lock:
+            if point not in self._done:
+                self.context._facts = facts
+                self.plan.add(self.context.trigger_callback(point))
+                self._done.add(point)
+
+
+class Drafts:
+    """The drafts of threads that execute an op for the first time; each lives as long as one of them."""
+
+    __slots__ = ("_drafts", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = interceptor.Lock()
+        self._drafts: WeakValueDictionary[Hashable, Draft[Any]] = WeakValueDictionary()
+
+    def share(
+        self, key: Hashable, known: Callable[[], P | None], make: Callable[[], Draft[P]]
+    ) -> Draft[P] | P:
+        """Return the plan once it is known, else the draft that another thread has begun, else a new one.
+
+        A thread makes its plan known before it lets go of the draft.
+        """
+        with self._lock:
+            draft = self._drafts.get(key)
+            if draft is not None:
+                return draft
+            plan = known()
+            if plan is not None:
+                return plan
+            draft = self._drafts[key] = make()
+            return draft
+
 
 class Analysis:
     """What the tools of a layer, and of those around it, record at an op, before it and after.
 
     pairs: each layer with its plan.
-    fresh: the layers whose plan is made now, the key that it is found by later, and the plan.
+    fresh: the layers whose plan is made now, the key that it is found by later, and its draft.
     """
 
     __slots__ = ("facts", "fresh", "pairs")
@@ -27,26 +78,38 @@ class Analysis:
     def __init__(self, facts: OpFacts, ops: TensorOps, layer: Layer, key: Hashable, cache: bool) -> None:
         self.facts = facts
         self.pairs: list[tuple[Layer, Plan]] = []
-        self.fresh: list[tuple[Layer, Hashable, Plan]] = []
+        self.fresh: list[tuple[Layer, Hashable, Draft[Plan]]] = []
         inherited: OpContext | None = None
         for one in layer.chain:
             own = key if one is layer else one.key(ops, facts.inputs or ())
-            plan = one.plans.get(facts.op_id, {}).get(own) if cache else None
-            if plan is None:
-                context = OpContext(facts, one.analyse, inherited)
-                plan = Plan(context)
-                plan.add(context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP))
-                self.fresh.append((one, own, plan))
+            plan = self._plan(one, own, inherited, cache)
             inherited = plan.context
             self.pairs.append((one, plan))
 
+    def _plan(self, layer: Layer, key: Hashable, inherited: OpContext | None, cache: bool) -> Plan:
+        """Return a layer's plan: the one it has, or one of which all is recorded that comes before the op."""
+        op_id = self.facts.op_id
+
+        def begin() -> Draft[Plan]:
+            context = OpContext(self.facts, layer.analyse, inherited)
+            return Draft(Plan(context), context)
+
+        draft: Draft[Plan] | Plan = begin()
+        if cache:
+            draft = layer.drafts.share((op_id, key), lambda: layer.plans.get(op_id, {}).get(key), begin)
+        if isinstance(draft, Plan):
+            return draft
+        draft.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
+        self.fresh.append((layer, key, draft))
+        return draft.plan
+
     def after(self) -> Combined:
         """Run the analyses after the op, whose outputs the facts have; all that was recorded."""
-        for _, _, plan in self.fresh:
-            plan.add(plan.context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP))
+        for _, _, draft in self.fresh:
+            draft.analyse(InstrumentationPoint.AFTER_FORWARD_OP, self.facts)
         return Combined(self.pairs)
 
     def keep(self) -> None:
         """Let the plans be found when the op is met again."""
-        for layer, key, plan in self.fresh:
-            layer.plans.setdefault(self.facts.op_id, {})[key] = plan
+        for layer, key, draft in self.fresh:
+            layer.plans.setdefault(self.facts.op_id, {})[key] = draft.plan

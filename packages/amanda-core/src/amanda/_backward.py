@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda import interceptor
+from amanda._analysis import Draft
 from amanda._notes import explained
 from amanda._opid import digest, mix
 from amanda._plan import BackwardPlan, Plan, merged, only_replacement
@@ -119,7 +120,7 @@ class BackwardStep:
         self._state = state
         self.id = backward_id(trace.op_id, op.__name__, place)
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
-        self._fresh: list[tuple[Plan, BackwardPlan, OpContext]] = []
+        self._fresh: list[tuple[Plan, Draft[BackwardPlan]]] = []
         self._plans: list[BackwardPlan] = []
         self._missing: list[tuple[Layer, Plan]] = []
         self._complete = True  # no layer has routines for it whose scope is closed
@@ -172,17 +173,28 @@ class BackwardStep:
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
         for layer, plan in self._missing:
-            fresh = BackwardPlan()
-            context = OpContext(self._facts, layer.analyse, plan.context)
-            fresh.add(context.trigger_callback(InstrumentationPoint.BEFORE_BACKWARD_OP))
-            self._fresh.append((plan, fresh, context))
-            self._plans.append(fresh)
+            self._plans.append(self._analysed(layer, plan))
         self._missing = []  # another pass through the op, within this one, analyses nothing anew
         for action in in_turn((one for plan in self._plans for one in plan.before), False):
             grads = self._run(action, grads)
         # A framework may keep a gradient as it is, not a copy, if nobody else holds it while the op runs.
         self._facts.grad_outputs = None
         return grads
+
+    def _analysed(self, layer: Layer, plan: Plan) -> BackwardPlan:
+        """Return what a layer's plan has for this op by now, or all that is recorded before the op runs."""
+
+        def begin() -> Draft[BackwardPlan]:
+            return Draft(BackwardPlan(), OpContext(self._facts, layer.analyse, plan.context))
+
+        draft: Draft[BackwardPlan] | BackwardPlan = begin()
+        if self._state.cache:
+            draft = layer.drafts.share((plan, self.id), lambda: plan.backward.get(self.id), begin)
+        if isinstance(draft, BackwardPlan):
+            return draft
+        draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)
+        self._fresh.append((plan, draft))
+        return draft.plan
 
     def after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
         """Gradients that shall leave the op instead of these."""
@@ -191,9 +203,9 @@ class BackwardStep:
         if replacement is not None and self._state.is_open(replacement.tool):
             grads = self._replaced(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
-        for plan, fresh, context in self._fresh:
-            fresh.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
-            plan.backward[self.id] = fresh
+        for plan, draft in self._fresh:
+            draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
+            plan.backward[self.id] = draft.plan
         self._fresh = []
         for action in in_turn((one for plan in self._plans for one in plan.after), True):
             grads = self._run(action, grads)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import _plugins, interceptor
+from amanda._analysis import Drafts
 from amanda._mortality import mortality
 from amanda._notes import add_note, explained
 from amanda._order import routines_at
@@ -27,6 +28,7 @@ class Layer:
     by_extents, by_callables: whether the guards ask for shapes, and more than that, of what an op is given.
     writers: ids of the ops that write into tensors that they are given.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
+    drafts: the plans that threads make at this moment.
     rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
     """
 
@@ -44,6 +46,7 @@ class Layer:
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.twice = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
+        self.drafts = Drafts()
         self.writers: set[int] = set()
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
