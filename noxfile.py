@@ -1,7 +1,8 @@
 """Every check and the demo; tests, types, lint and bench share one environment in .nox/dev.
 
 `python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, opdb, fuzz, soak, mindspore,
-pythons, torch_versions, tf_versions, types, lint, wheels, release, templates, docs, bench, paper.
+pythons, torch_versions, tf_versions, types, lint, wheels, release, templates, third_party, docs,
+bench, paper.
 """
 
 from __future__ import annotations
@@ -526,7 +527,7 @@ def templates(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def third_party(session: nox.Session) -> None:
-    """Install wheels of Amanda and of examples/low_rank, and run its tests away from the repository."""
+    """Install wheels of Amanda and of tools of others, and run the tests of these tools there."""
     dist, builder = ROOT / "dist", development(session)
     shutil.rmtree(dist, ignore_errors=True)
     pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(dist))
@@ -535,10 +536,15 @@ def third_party(session: nox.Session) -> None:
     environment = Environment(session, "third-party")
     environment.install("--no-deps", *map(str, dist.glob("*.whl")))
     share(session, environment)
-    with TemporaryDirectory() as folder:
-        shutil.copytree(EXAMPLE / "tests", Path(folder) / "tests")
-        with session.chdir(folder):
-            environment.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *session.posargs)
+    environment.install("copier")
+    with TemporaryDirectory() as folder, session.chdir(folder):
+        answers = ("--data", "tool=magnitude", "--data", "kind=weights", str(ROOT / "templates" / "tool"))
+        environment.run("copier", "copy", "--quiet", "--defaults", *answers, "magnitude")
+        environment.install("--no-deps", "--no-build-isolation", "./magnitude")
+        shutil.rmtree("magnitude/src")
+        shutil.copytree(EXAMPLE / "tests", "tests")
+        for place in ("tests", "magnitude/tests"):
+            environment.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", place, *session.posargs)
 
 
 def packaged(session: nox.Session) -> tuple[Environment, Path]:

@@ -99,7 +99,7 @@ def test_models_train_within_a_budget_with_the_same_gradients(name: str, transfo
     model, run = make(transformers)
     plain, free = step(model, run), RematTool()
     assert all(map(torch.equal, plain, step(model, run, free)))
-    tool = RematTool(budget=int(share * free.result.peak), strict=True)
+    tool = RematTool(int(share * free.result.peak), cost="count", strict=True)  # no clock decides
     assert all(map(torch.equal, plain, step(model, run, tool)))
     assert tool.result.rematerialisations > 0
     assert tool.result.peak <= share * free.result.peak

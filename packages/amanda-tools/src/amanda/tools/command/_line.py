@@ -73,11 +73,11 @@ def path_option(
     return click.option(*names, type=kind, metavar=metavar, help=told, required=required)
 
 
-compiled_option = click.option(
-    "--compiled", type=click.Choice(["eager", "instrument"]), default="eager",
-    help="Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them.",
-)  # fmt: skip
-"""The option `--compiled`, given as the argument `compiled`."""
+def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--compiled`, given as the argument `compiled`."""
+    told = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
+    kind = click.Choice(["eager", "instrument"])
+    return click.option("--compiled", type=kind, default="eager", help=told)(command)
 
 
 class _Size(click.ParamType[int]):

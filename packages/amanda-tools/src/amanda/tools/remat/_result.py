@@ -37,7 +37,7 @@ class RematResult(Result):
         )
         self.budget = budget
         self.peak = peak
-        self.short = short
+        self.short = max(short, 0 if budget is None else peak - budget)
 
     @property
     def evictions(self) -> int:
