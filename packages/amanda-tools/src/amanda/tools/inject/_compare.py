@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.inject._options import InjectError
-from amanda.tools.inject._pytorch import TorchElements
-from amanda.tools.inject._tensorflow import TensorFlowElements
-from amanda.tools.mapping import backend_of
+from amanda.tools.inject._faults import InjectError, as_numbers
+from amanda.tools.kit import tensors_of
 
 Compare = Callable[[Any, Any], bool]
 """Whether an output, given after the one without faults, is to be called corrupted; both are as `arrays`."""
-
-_ELEMENTS = {"torch": TorchElements(), "tensorflow": TensorFlowElements()}
 
 
 def arrays(output: Any) -> Any:
@@ -33,8 +29,8 @@ def arrays(output: Any) -> Any:
         return output
     if isinstance(output, (bool, int, float, complex, np.generic, np.ndarray)):
         return np.array(output)
-    known = _ELEMENTS.get(backend_of(output))
-    return copy.deepcopy(output) if known is None else known.as_array(output)
+    is_tensor = hasattr(output, "shape") and hasattr(output, "dtype")
+    return as_numbers(tensors_of(output).exact(output)) if is_tensor else copy.deepcopy(output)
 
 
 def differs(golden: Any, output: Any) -> bool:

@@ -5,6 +5,7 @@ from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
+from amanda.tools.kit._parts import parameters_read
 from amanda.tools.kit._tensors import Tensors, TensorsError, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, source, weight_input
@@ -15,7 +16,7 @@ from amanda.tools.kit._weights import Weights
 
 __all__ = [
     "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
-    "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters", "source", "tensors_of",
-    "weight_input",
+    "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
+    "WeightSelection", "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters",
+    "parameters_read", "source", "tensors_of", "weight_input",
 ]  # fmt: skip

@@ -46,6 +46,26 @@ class Tensors:
         """Return a copy to be written into later."""
         return np.array(to_numpy(array))
 
+    # ---- elements as they are stored ----
+
+    def element_type(self, x: Any) -> np.dtype[Any] | None:
+        """Return the type of a dense tensor's elements, of NumPy or ml_dtypes; None of any other value."""
+        return getattr(x, "dtype", None) if hasattr(x, "shape") else None
+
+    def exact(self, x: Any) -> NDArray[Any]:
+        """Return a copy of a dense tensor in its own element type."""
+        return np.array(to_numpy(x), order="C")
+
+    def take(self, x: Any, positions: NDArray[Any]) -> NDArray[Any]:
+        """Return the elements at positions of the flattened tensor."""
+        return np.asarray(self.exact(x).reshape(-1)[positions])
+
+    def put(self, x: Any, positions: NDArray[Any], values: NDArray[Any]) -> Any:
+        """Return a copy of a tensor with other elements at positions of the flattened tensor."""
+        array = self.exact(x)
+        array.reshape(-1)[positions] = values
+        return do("asarray", array, like=x)
+
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         return do("asarray", np.asarray(value, np.float32), like=like).astype(like.dtype)
@@ -163,6 +183,10 @@ class Tensors:
 
 class NumpyTensors(Tensors):
     """Arrays of NumPy, which routines are given in ONNX Runtime."""
+
+    def element_type(self, x: Any) -> np.dtype[Any] | None:
+        """Return the type of an array of numbers; None of any other value."""
+        return x.dtype if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm" else None
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number or an array in the element type of an array."""

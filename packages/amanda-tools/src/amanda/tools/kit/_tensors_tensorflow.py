@@ -32,6 +32,27 @@ class TensorFlowTensors(Tensors):
         """Return a copy to be written into later, an array of NumPy."""
         return np.array(array)
 
+    # ---- elements as they are stored ----
+
+    def element_type(self, x: Any) -> np.dtype[Any] | None:
+        """Return the type of the elements of an eager tensor of numbers; None of any other value."""
+        kind = getattr(x, "dtype", None)
+        if kind is None or not hasattr(x, "numpy") or getattr(x, "shape", None) is None:
+            return None
+        is_numeric = kind.is_floating or kind.is_complex or kind.is_integer or kind.is_bool
+        return np.dtype(kind.as_numpy_dtype) if is_numeric and not kind.is_quantized else None
+
+    def exact(self, x: Any) -> NDArray[Any]:
+        """Return a copy in the tensor's own element type."""
+        return np.array(x.numpy(), order="C")
+
+    def put(self, x: Any, positions: NDArray[Any], values: NDArray[Any]) -> Any:
+        """Return a tensor on the same device with other elements at positions of the flattened tensor."""
+        array = self.exact(x)
+        array.reshape(-1)[positions] = values
+        with _tf().device(x.device):
+            return _tf().constant(array, x.dtype)
+
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         tf = _tf()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +40,45 @@ class TorchTensors(Tensors):
 
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
+
+    # ---- elements as they are stored ----
+
+    def element_type(self, x: Any) -> np.dtype[Any] | None:
+        """Return the type of the elements of a strided tensor with memory of its own; None of others."""
+        import torch
+
+        strided = isinstance(x, torch.Tensor) and x.layout is torch.strided
+        if not strided or x.is_meta or x.is_quantized or x.dtype is torch.complex32:
+            return None
+        name = str(x.dtype).rpartition(".")[2]
+        return np.dtype(getattr(ml_dtypes, name, name))
+
+    def exact(self, x: Tensor) -> NDArray[Any]:
+        """Return a copy in the tensor's own element type; of one that is not dense what `to_numpy` gives."""
+        if self.element_type(x) is None:
+            return self.to_numpy(x.to_dense())
+        return self._as_array(_rows(_resolved(x)), x)[:, 0].reshape(x.shape)
+
+    def take(self, x: Tensor, positions: NDArray[Any]) -> NDArray[Any]:
+        """Return the elements at positions of the flattened tensor; no others go to the host."""
+        import torch
+
+        return self._as_array(_rows(_resolved(x))[torch.from_numpy(positions).to(x.device)], x)[:, 0]
+
+    def put(self, x: Tensor, positions: NDArray[Any], values: NDArray[Any]) -> Tensor:
+        """Return a copy with other elements at positions, in the order of memory of the tensor."""
+        import torch
+
+        whole = _resolved(x)
+        copy = whole.clone(memory_format=torch.contiguous_format)
+        raw = torch.from_numpy(np.array(values).reshape(-1, 1).view(np.uint8)).to(x.device)
+        _rows(copy)[torch.from_numpy(positions).to(x.device)] = raw
+        return torch.empty_like(whole).copy_(copy)
+
+    def _as_array(self, rows: Tensor, like: Tensor) -> NDArray[Any]:
+        kind = self.element_type(like)
+        assert kind is not None
+        return np.asarray(rows.cpu().clone().numpy()).view(kind)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
@@ -179,6 +219,18 @@ class TorchTensors(Tensors):
 
         with torch.no_grad():
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))
+
+
+def _resolved(x: Tensor) -> Tensor:
+    """Return a tensor without autograd, and with what views leave for later done."""
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return the bytes of elements, a row for each: the tensor's own memory if it is contiguous."""
+    import torch
+
+    return x.contiguous().view(-1, 1).view(torch.uint8)
 
 
 @cache
