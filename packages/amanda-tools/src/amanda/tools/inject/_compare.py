@@ -34,65 +34,71 @@ def arrays(output: Any) -> Any:
 
 
 def differs(golden: Any, output: Any) -> bool:
-    """Whether anything is different, bit by bit but for the sign of zero; NaN equals NaN."""
-    return not _all(golden, output, _equal)
+    """Return True if anything is different, bit by bit but for the sign of zero; NaN equals NaN."""
+    return not _agree(golden, output, _equal)
 
 
 def differs_by(rtol: float = 1e-5, atol: float = 1e-8) -> Compare:
-    """A comparison: whether any number is further off than `atol + rtol * abs(golden)`."""
+    """Return a comparison: whether any number is further off than `atol + rtol * abs(golden)`."""
 
     def compare(golden: Any, output: Any) -> bool:
-        return not _all(
-            golden, output, lambda one, other: bool(np.allclose(other, one, rtol, atol, equal_nan=True))
-        )
+        return not _agree(golden, output, lambda one, other: np.allclose(other, one, rtol, atol, True))
 
     return compare
 
 
 def top1_changed(golden: Any, output: Any) -> bool:
-    """Whether the index of the largest number along the last axis of the first array is another anywhere."""
-    one, other = next(_arrays_in(golden), None), next(_arrays_in(output), None)
-    if one is None:
+    """Return True if the largest number along the last axis of the first array is elsewhere in any row."""
+    pairs = zip(_arrays_in(golden).values(), _arrays_in(output).values(), strict=False)
+    one, other = next(pairs, (None, None))
+    if one is None or other is None:
         raise InjectError("top1_changed compares arrays; the program gives none")
-    if other is None or one.shape != other.shape:
+    if one.shape != other.shape:
         return True
     return bool((one.argmax(-1) != other.argmax(-1)).any())
 
 
 def not_finite(golden: Any, output: Any) -> bool:
-    """Whether NaN or Inf is where there was none."""
-    found = list(_arrays_in(output))
-    pairs = zip(list(_arrays_in(golden)) + [None] * len(found), found, strict=False)
-    for one, other in pairs:
-        if other.dtype.kind not in "fc":
+    """Return True if NaN or Inf is where there was none."""
+    known = _arrays_in(golden)
+    for path, found in _arrays_in(output).items():
+        if found.dtype.kind not in "fc":
             continue
-        bad = ~np.isfinite(other)
-        if one is not None and one.shape == other.shape and one.dtype.kind in "fc":
+        bad, one = ~np.isfinite(found), known.get(path)
+        if one is not None and one.shape == found.shape and one.dtype.kind in "fc":
             bad &= np.isfinite(one)
         if bad.any():
             return True
     return False
 
 
-def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
-    if isinstance(output, np.ndarray):
-        yield output
-    elif isinstance(output, (dict, list)):
-        for value in output.values() if isinstance(output, dict) else output:
-            yield from _arrays_in(value)
+def _arrays_in(output: Any) -> dict[Any, NDArray[Any]]:
+    return {path: one for path, one in _leaves(output) if isinstance(one, np.ndarray)}
+
+
+def _leaves(output: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what is in dicts and lists, with the types of these and the keys that lead there."""
+    if isinstance(output, (dict, list)):
+        yield (*path, type(output)), len(output)
+        for key, value in output.items() if isinstance(output, dict) else enumerate(output):
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, output
 
 
 def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc" and other.dtype.kind in "fc"))
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc" and other.dtype.kind in "fc")
 
 
-def _all(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+def _agree(golden: Any, output: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Return True if both have the same structure, and the same in it."""
+    one, other = dict(_leaves(golden)), dict(_leaves(output))
+    return one.keys() == other.keys() and all(_is_same(one[path], other[path], same) for path in one)
+
+
+def _is_same(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_all(one[key], other[key], same) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(_all(*pair, same) for pair in zip(one, other, strict=True))
     if isinstance(one, np.ndarray):
         return one.shape == other.shape and same(one, other)
     return bool(one == other)
