@@ -18,6 +18,7 @@ from amanda.tools.dynamic_prune._geometry import Geometry, geometry
 from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, framework, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
+from amanda.tools.kit import Latest
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
@@ -31,30 +32,30 @@ _POINTWISE = frozenset(
 class _Convolution:
     """A convolution of a residual branch.
 
-    size: elements of the kernel.  given, read: 0/1 of the positions that it gives and reads, for the last
-    input; read is None for the first of a branch, whose input others read too.
+    size: elements of the kernel.  latest: `given` and `read`, 0/1 of the positions that it gives and reads,
+    for the last input; read is None for the first of a branch, whose input others read too.
     """
 
     pruned: Pruned
     layout: str
     size: int
     geometry: Geometry
+    latest: Latest
     block: _Block | None = None
-    given: Any = None
-    read: Any = None
 
 
 @dataclass(eq=False)
 class _Block:
-    """A residual branch: its convolutions, the mask unit, and what that said of the last input."""
+    """A residual branch: its convolutions and the mask unit.
+
+    latest: of the last input the mask, and the multiply-accumulates that it leaves of the total.
+    """
 
     convolutions: Sequence[_Convolution]
     kernel: Any
     weight: Any
     bias: Any
-    mask: Any = None
-    used: Any = None
-    total: int = 0
+    latest: Latest
 
     @property
     def stride(self) -> tuple[int, int]:
@@ -97,7 +98,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """strength times the squared distance from the budget, of the last execution of each branch."""
-        done = [one for one in self._blocks.values() if one.used is not None]
+        done = [one.latest for one in self._blocks.values() if one.latest.used is not None]
         if not done:
             return 0.0
         used, total = [one.used for one in done], [one.total for one in done]
@@ -107,7 +108,7 @@ class ActivationPruneTool(DynamicPruneTool):
         """Forget what was pruned, and the masks of the last execution."""
         super().clear()
         for block in self._blocks.values():
-            block.mask = block.used = None
+            block.latest.clear()
 
     def _forget(self) -> None:
         self._convolutions.clear()
@@ -146,7 +147,7 @@ class ActivationPruneTool(DynamicPruneTool):
                 return None
             self._convolutions[self.place(context)] = _Convolution(
                 Pruned(context["type"], context.get_scope(), context.get_source(), "positions"),
-                context["layout"], prod(extents.values()), form,
+                context["layout"], prod(extents.values()), form, Latest(context),
             )  # fmt: skip
         return self._convolutions[self.place(context)]
 
@@ -158,6 +159,7 @@ class ActivationPruneTool(DynamicPruneTool):
                 self._trainable(context, "mask.kernel", like, lambda: self._uniform(9, (3, 3, channels))),
                 self._trainable(context, "mask.weight", like, lambda: self._uniform(1, (channels, 1))),
                 self._trainable(context, "mask.bias", like, lambda: np.zeros(1, np.float32)),
+                Latest(context),
             )
             for one, _ in inner:
                 one.block = block
@@ -176,15 +178,17 @@ class ActivationPruneTool(DynamicPruneTool):
             return None
         if block.convolutions[0] is one:
             self._decide(x, block)
-        if one.given is None:
+        given, read = one.latest.given, one.latest.read
+        if given is None:
             return None
-        kept = do("mean", stop(one.given))
-        one.pruned.add(1 - kept, one.size * prod(one.given.shape), 1 - kept)
-        return None if one.read is None else _masked(x, one.read, one.layout)
+        kept = do("mean", stop(given))
+        one.pruned.add(1 - kept, one.size * prod(given.shape), 1 - kept)
+        return None if read is None else _masked(x, read, one.layout)
 
     @amanda.differentiable
     def _at_end(self, branch: Any, block: _Block) -> Any:
-        return None if block.mask is None else _masked(branch, block.mask, block.convolutions[-1].layout)
+        mask = block.latest.mask
+        return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
 
     def _decide(self, x: Any, block: _Block) -> None:
         """The masks of a branch, from what it reads."""
@@ -193,18 +197,18 @@ class ActivationPruneTool(DynamicPruneTool):
         local = framework(x).local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         logits = local + mean[:, :, None]
-        mask = block.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
+        mask = block.latest.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
         sizes = [(int(x.shape[layout.index("H")]), int(x.shape[layout.index("W")]))]
         for one in block.convolutions[:-1]:
             sizes.append(one.geometry.given(sizes[-1]))
         used: Any = 0.0
-        block.total = 0
+        total = 0
         for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
             macs = one.size * prod(mask.shape)
-            used, block.total = used + macs * do("mean", mask), block.total + macs
-            one.given, mask = mask, one.geometry.needed(mask, size)
-            one.read = None if one is block.convolutions[0] else mask
-        block.used = used
+            used, total = used + macs * do("mean", mask), total + macs
+            one.latest.given, mask = mask, one.geometry.needed(mask, size)
+            one.latest.read = None if one is block.convolutions[0] else mask
+        block.latest.used, block.latest.total = used, total
 
 
 def _convolutions(ops: Sequence[Node]) -> list[tuple[_Convolution, int]]:

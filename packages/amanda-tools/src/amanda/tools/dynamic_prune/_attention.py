@@ -26,6 +26,7 @@ from amanda.tools.dynamic_prune._patterns import (
 )
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.dynamic_prune._skimming import Attention, Skimming, along
+from amanda.tools.kit import Latest
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
@@ -36,12 +37,12 @@ class _Sum:
     """A residual connection behind an attention.
 
     is_normed: whether it adds to what a normalisation gave; then one follows, which takes dropped tokens
-    back to the state that was added to.
+    back to the state that was added to: `latest.state`.
     """
 
     attention: Attention
     is_normed: bool
-    state: Any = None
+    latest: Latest
 
 
 class AttentionPruneTool(DynamicPruneTool):
@@ -87,7 +88,8 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """strength times the squared distance from `keep` of the mean share of tokens in the attentions."""
-        ran = [one for one in self._attentions.values() if one.later is not None and self._skimming.learned]
+        latest = [one.latest for one in self._attentions.values()]
+        ran = [one for one in latest if one.later is not None and self._skimming.learned]
         if not ran:
             return 0.0
         share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
@@ -97,7 +99,7 @@ class AttentionPruneTool(DynamicPruneTool):
         """Forget what was pruned, and the decisions of the last execution."""
         super().clear()
         for one in self._attentions.values():
-            one.alive = one.later = None
+            one.latest.clear()
 
     def _forget(self) -> None:
         self._attentions.clear()
@@ -148,7 +150,7 @@ class AttentionPruneTool(DynamicPruneTool):
                 Pruned(context["type"], context.get_scope(), context.get_source(),
                        "tokens" if self._skimming.size == 1 else f"blocks of {self._skimming.size}"),
                 node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
-                self._skim(context, count) if self._skimming.learned else (),
+                self._skim(context, count) if self._skimming.learned else (), Latest(context),
             )  # fmt: skip
             self._attentions[self.place(context)] = one
         one = node.notes["attention"] = self._attentions[self.place(context)]
@@ -176,7 +178,7 @@ class AttentionPruneTool(DynamicPruneTool):
             return
         made_by = (one.type for _, one in self._flow.back(found.identity) if one is not None)
         is_normed = next((one for one in made_by if one not in _PASSING), None) == "layer_norm"
-        one = node.notes["sum"] = _Sum(attention, is_normed)
+        one = node.notes["sum"] = _Sum(attention, is_normed, Latest(context))
         context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
 
     # ---- execution ----
@@ -196,19 +198,19 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
         """A residual connection adds nothing to dropped tokens."""
-        one.state = None
+        one.latest.state = None
         stays = along(one.attention, branch)
         if stays is None:
             return None
         if one.is_normed:
-            one.state = state
+            one.latest.state = state
             return None
         return branch * stays, state
 
     @amanda.differentiable
     def _restore(self, normed: Any, node: Node, one: _Sum) -> Any:
         """Dropped tokens stay what they were before a residual connection and the normalisation behind it."""
-        state, one.state = one.state, None
+        state, one.latest.state = one.latest.state, None
         stays = None if state is None else along(one.attention, normed)
         if stays is None:
             return None

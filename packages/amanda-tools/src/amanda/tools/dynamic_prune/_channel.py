@@ -23,6 +23,7 @@ from amanda.tools.dynamic_prune._math import (
     winners,
 )
 from amanda.tools.dynamic_prune._result import Pruned
+from amanda.tools.kit import Latest
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
@@ -31,10 +32,11 @@ _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
 
 @dataclass(eq=False)
 class _Layer:
-    """A convolution: its predictor, and what that said of the last input.
+    """A convolution and its predictor.
 
-    size: elements of the kernel.  gate: what the channels are multiplied by: (N, C).  given: share of the
-    channels that are kept; computed: of the products, since zeros of the input need none.
+    size: elements of the kernel.  latest: of the last input the saliency and the gate that the channels are
+    multiplied by, both (N, C), the share of the channels that are kept, and the share of the products, since
+    zeros of the input need none.
     """
 
     pruned: Pruned
@@ -42,10 +44,7 @@ class _Layer:
     weight: Any
     bias: Any
     size: int
-    saliency: Any = None
-    gate: Any = None
-    given: Any = 1.0
-    computed: Any = 1.0
+    latest: Latest
 
     @property
     def axis(self) -> int:
@@ -75,14 +74,14 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
-        said = [one.saliency for one in self._layers.values() if one.saliency is not None]
+        said = [one for layer in self._layers.values() if (one := layer.latest.saliency) is not None]
         return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
 
     def clear(self) -> None:
         """Forget what was pruned, and the saliencies of the last execution."""
         super().clear()
         for layer in self._layers.values():
-            layer.saliency = layer.gate = None
+            layer.latest.clear()
 
     def _forget(self) -> None:
         self._layers.clear()
@@ -137,6 +136,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
                 self._trainable(context, "saliency.weight", x, lambda: self._weight(given, made)),
                 self._trainable(context, "saliency.bias", x, lambda: np.ones(made, np.float32)),
                 prod(extents.values()),
+                Latest(context),
             )
         return self._layers[self.place(context)]
 
@@ -150,24 +150,25 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _predict(self, x: Any, layer: _Layer) -> None:
         squeezed = subsample(x, spatial_axes(layer.layout))
         squeezed = astype(squeezed, get_dtype_name(layer.weight))
-        layer.saliency = saliency(squeezed, layer.weight, layer.bias)
-        count = density_count(self._density, int(layer.bias.shape[0]))
-        kept = winners(layer.saliency, count)
-        layer.gate = layer.saliency * kept
-        given = do("mean", indicator(stop(layer.gate) > 0, kept), axis=-1)
+        latest = layer.latest
+        latest.saliency = saliency(squeezed, layer.weight, layer.bias)
+        kept = winners(latest.saliency, density_count(self._density, int(layer.bias.shape[0])))
+        latest.gate = latest.saliency * kept
+        given = do("mean", indicator(stop(latest.gate) > 0, kept), axis=-1)
         read = do("mean", indicator(stop(squeezed) > 0, kept), axis=-1)
-        layer.given, layer.computed = do("mean", given), do("mean", given * read)
+        latest.kept, latest.computed = do("mean", given), do("mean", given * read)
 
     @amanda.observer
     def _count(self, made: Any, layer: _Layer) -> None:
         positions = prod(made.shape) // int(layer.bias.shape[0])
-        layer.pruned.add(1 - layer.given, layer.size * positions, 1 - layer.computed)
+        layer.pruned.add(1 - layer.latest.kept, layer.size * positions, 1 - layer.latest.computed)
 
     @amanda.differentiable
     def _prune(self, value: Any, layer: _Layer, evenly: bool = False) -> Any:
-        if layer.gate is None:
+        gate = layer.latest.gate
+        if gate is None:
             return value
-        gate = astype(shares(layer.gate) if evenly else layer.gate, get_dtype_name(value))
+        gate = astype(shares(gate) if evenly else gate, get_dtype_name(value))
         return value * row(gate, layer.axis, len(value.shape))
 
     @staticmethod

@@ -22,17 +22,18 @@ from amanda.tools.dynamic_prune._math import (
     winners,
 )
 from amanda.tools.dynamic_prune._result import Pruned
+from amanda.tools.kit import Latest
 
 
 @dataclass(eq=False)
 class Attention:
-    """An attention, and what it decided for the last input.
+    """An attention.
 
     heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
-    before it.  skim: parameters of the learned predictor.  alive: 0/1, (N, T), the tokens that it was given;
-    None for all.  later: those that are left for the next.  count: of the units that are left, where each
-    input keeps as many.  carries: whether the sequences of later layers are the same, as far as residual
-    connections show: windows of images are others in each layer.
+    before it.  skim: parameters of the learned predictor.  latest: what it decided for the last input.
+    There `alive` is 0/1, (N, T), the tokens that it was given, None for all; `later`, those that are left for
+    the next; `count`, of the units that are left, where each input keeps as many; `is_apart`, whether the
+    sequences of later layers are others, as far as residual connections show: windows of images are.
     """
 
     pruned: Pruned
@@ -41,10 +42,7 @@ class Attention:
     width: int
     previous: Attention | None
     skim: tuple[Any, ...]
-    alive: Any = None
-    later: Any = None
-    count: int = 0
-    carries: bool = True
+    latest: Latest
 
 
 @dataclass(frozen=True)
@@ -64,33 +62,35 @@ class Skimming:
     def attend(self, probabilities: Any, one: Attention) -> Any:
         """The probabilities without what was dropped: (N, H, T, T); decides what is dropped next."""
         batch, heads, queries, keys = probabilities.shape
-        one.alive = one.later = None
+        latest, previous = one.latest, None if one.previous is None else one.previous.latest
+        latest.alive = latest.later = None
         if queries != keys:
             return probabilities
-        before = one.previous.later if one.previous is not None and one.previous.carries else None
+        before = None if previous is None or previous.is_apart else previous.later
         if before is not None and tuple(before.shape) == (batch, keys):
-            one.alive = before
+            latest.alive = before
             # A key of which most was attended to would get a gradient without bound.
             alive = astype(stop(before), get_dtype_name(probabilities))
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
-        if one.alive is None:
+        if latest.alive is None:
             one.pruned.add(0.0, macs, 0.0)
         else:
-            shares = do("mean", stop(one.alive), axis=-1)
+            shares = do("mean", stop(latest.alive), axis=-1)
             one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        one.later = self._left(probabilities, one)
+        latest.later = self._left(probabilities, one)
         return probabilities
 
     def _left(self, probabilities: Any, one: Attention) -> Any:
         """0/1 of the tokens that are left for later layers: (N, T)."""
         received = do("sum", wide(probabilities), axis=-2)
         length = int(received.shape[-1])
-        alive = do("ones_like", received[:, 0]) if one.alive is None else one.alive
+        latest = one.latest
+        alive = do("ones_like", received[:, 0]) if latest.alive is None else latest.alive
         units = per_unit(alive, self.size)
         count = int(units.shape[-1])
-        if one.alive is not None and one.previous is not None:
-            count = one.previous.count
+        if latest.alive is not None and one.previous is not None:
+            count = one.previous.latest.count or 0
         guarded = np.arange(units.shape[-1]) * self.size < self.protect
         first = framework(received).tensor(guarded[None].astype(np.float32), received)
         if self.learned:
@@ -98,8 +98,8 @@ class Skimming:
             left = units * (first + (1 - first) * hard)
         else:
             score = stop(per_unit(do("sum", received, axis=1), self.size)) * units
-            one.count = max(density_count(self.keep, count), int(guarded.sum()))
-            left = winners(score + 1e6 * first + units - 1, one.count) * units
+            latest.count = max(density_count(self.keep, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, latest.count) * units
         return per_token(left, self.size, length)
 
     def _predicted(self, probabilities: Any, received: Any, one: Attention) -> Any:
@@ -118,11 +118,12 @@ def along(attention: Attention, states: Any) -> Any:
 
     None where all are, and where the states are of other sequences than it attended in.
     """
-    if attention.later is None:
+    latest = attention.latest
+    if latest.later is None:
         return None
-    shape, own = tuple(states.shape[:2]), tuple(attention.later.shape)
-    if attention.alive is None or shape not in (own, own[::-1]):
-        attention.carries = shape in (own, own[::-1])
+    shape, own = tuple(states.shape[:2]), tuple(latest.later.shape)
+    if latest.alive is None or shape not in (own, own[::-1]):
+        latest.is_apart = shape not in (own, own[::-1])
         return None
-    alive = attention.alive if shape == own else do("transpose", attention.alive, (1, 0))
+    alive = latest.alive if shape == own else do("transpose", latest.alive, (1, 0))
     return astype(alive, get_dtype_name(states))[..., None]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Restore = Callable[[], None]
 Memory = tuple[Any, Callable[[], Restore]]
-"""A key that tells memory from other that is alive, and a function that copies it and returns its `Restore`."""
+"""A key that tells memory from other that is alive, and what copies it and returns its `Restore`."""
 
 
 class FoundMemory(amanda.Tool):

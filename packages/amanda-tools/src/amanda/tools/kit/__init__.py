@@ -2,6 +2,7 @@
 
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
+from amanda.tools.kit._latest import Latest
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
@@ -15,8 +16,8 @@ from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
-    "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
+    "Form", "Held", "HeldError", "Holders", "Latest", "Origin", "OtherForm", "Present", "SelectedRows",
+    "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
     "WeightSelection", "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters",
     "parameters_read", "source", "tensors_of", "weight_input",
 ]  # fmt: skip
