@@ -154,3 +154,23 @@ def test_the_profiler_sees_the_program_beside_any_tool(harmless: amanda.Tool) ->
         return [names.count("mine"), names.count("aten::addmm"), y, *gradients(model)]
 
     same_under(harmless, run)
+
+
+@pytest.mark.parametrize("change", ["transpose_", "squeeze_", "mul_"])
+def test_gradients_go_through_a_value_that_is_written_into_a_tensor_that_retains_its_own(change: str) -> None:
+    arguments: Any = {"transpose_": (0, 1), "squeeze_": (0,), "mul_": (1.0,)}[change]
+    x, tool = torch.ones(1, 3, requires_grad=True), amanda.Tool()
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_op().__name__ == change:
+            context.insert_after_op(amanda.differentiable(lambda y: y * 3))
+
+    tool.add_inst_for_op(analyse)
+    with amanda.apply(tool):
+        y = x.clone()
+        y.retain_grad()
+        getattr(y, change)(*arguments)
+        y.sum().backward()
+    assert y.flatten().tolist() == [3.0] * 3
+    assert x.grad is not None
+    assert x.grad.tolist() == [[3.0] * 3]

@@ -6,8 +6,11 @@ import torch
 
 
 def copied(value: Any) -> Any:
-    """Return a new tensor with the values and, unless they overlap, the strides of another."""
-    if not isinstance(value, torch.Tensor):
+    """Return a new tensor with the values and, unless they overlap, the strides of another.
+
+    What is no tensor, or has no values yet, is returned as it is.
+    """
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
         return value.clone()

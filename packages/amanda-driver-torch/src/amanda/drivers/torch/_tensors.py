@@ -132,7 +132,7 @@ class TorchTensors:
         if target.numel() == 0 and not target.requires_grad:
             target.resize_(value.shape)  # as `out=` does
         if not isolated:
-            target.copy_(_same_shape(target, value))
+            _write_recorded(target, _same_shape(target, value))
             return
         value = _detached(_fitting(target, value))
         if overlaps(target):
@@ -292,6 +292,20 @@ def _without_gradient(function: Callable[..., Any], *values: Any) -> Any:
         return function(*values)
     finally:
         torch._C._set_grad_enabled(before)
+
+
+def _write_recorded(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value, so that gradients go through it.
+
+    After `retain_grad` and an op such as transpose_ torch records the write, and raises before it writes.
+    """
+    before = target.grad_fn
+    try:
+        target.copy_(value)
+    except RuntimeError:
+        if not target.retains_grad or target.grad_fn is before:
+            raise
+        _without_gradient(target.detach().copy_, value.detach())
 
 
 def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
