@@ -7,12 +7,14 @@ from types import CodeType
 from typing import Any
 
 from amanda.tools.coverage._calls import Modules
+from amanda.tools.kit._requirements import check
 
 
 @cache
 def _codes() -> frozenset[CodeType]:
     from torch.nn import Module
 
+    check("coverage", "torch")
     return frozenset({Module._call_impl.__code__})
 
 

@@ -12,6 +12,7 @@ import amanda
 from amanda.tools.flops._aten import ELEMENTWISE
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
+from amanda.tools.kit._requirements import check
 from amanda.tools.mapping._pytorch import word
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _is_native(context: amanda.OpContext) -> bool:
 
 
 def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Inside:
+    check("flops", "torch")
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._pytree import tree_leaves, tree_map_only

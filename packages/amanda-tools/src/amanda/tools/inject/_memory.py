@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools.kit._requirements import check
 from amanda.tools.mapping import backend_of
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def _of_torch(value: Any) -> Iterator[Memory]:
     except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
         return
     if storage.nbytes():
+        check("inject", "torch")
         yield storage._cdata, partial(_copied_storage, value)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
 from amanda.tools.kit._parts import Form, form_of, holder_of
+from amanda.tools.kit._requirements import check
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,6 +113,7 @@ class Origins:
 
         if len(self._made) >= self._most:
             self.sweep()
+        check("kit", "torch")
         storage, of, form = made.untyped_storage(), source.of, source.form
         if compute is not None:
             of, form = partial(_selected, compute, of, inputs[1:]), None

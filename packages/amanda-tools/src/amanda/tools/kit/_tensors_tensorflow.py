@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
+from amanda.tools.kit._requirements import check
 from amanda.tools.kit._tensors import Array, Tensors
 
 _ALIGNED = 16
@@ -124,6 +125,7 @@ class TensorFlowTensors(Tensors):
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
         """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
+        check("kit", "tensorflow")
         from tensorflow.python.eager import record
 
         @_tf().custom_gradient  # type: ignore[untyped-decorator]
@@ -189,6 +191,7 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @cache
 def _eager_tensor() -> Any:
+    check("kit", "tensorflow")
     from tensorflow.python.framework.ops import EagerTensor
 
     return EagerTensor
@@ -196,6 +199,7 @@ def _eager_tensor() -> Any:
 
 @cache
 def _variable() -> Any:
+    check("kit", "tensorflow")
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     return ResourceVariable

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import amanda
+from amanda.tools.kit._requirements import check
 from amanda.tools.profile._memory import Storage
 
 
@@ -13,6 +14,7 @@ def roles(context: amanda.OpContext) -> None:
     """Write what the tool asks for in PyTorch's terms."""
     if context.is_backward():
         return
+    check("profile", "torch")
     context["profile.storages"] = storages
     context["profile.saved"], context["profile.sequence"] = saved, sequence
     context["profile.device"] = clock_for(context.get_inputs())

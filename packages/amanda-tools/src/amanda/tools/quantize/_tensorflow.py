@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
+from amanda.tools.kit._requirements import check
 from amanda.tools.kit._tensors_tensorflow import is_in_host_memory
 from amanda.tools.quantize._host import on_grid
 
@@ -33,6 +34,7 @@ def kernel(x: Any, scale: Any, zero_point: Any, low: int, high: int, axes: Seque
 
 def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
     """A tensor whose gradient passes to what it was made of where nothing was clipped."""
+    check("quantize", "tensorflow")
     from tensorflow.python.eager import record
 
     record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
@@ -80,6 +82,7 @@ def describe(context: amanda.OpContext) -> None:
 
 def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     """The op as a function of its inputs; None where TensorFlow has none of its name."""
+    check("quantize", "tensorflow")
     from tensorflow.python.framework import op_def_registry
 
     kind, found = context.get_op_type(), context.get_attrs()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda import interceptor
+from amanda.tools.kit._requirements import check
 from amanda.tools.remat._operation import flat
 from amanda.tools.remat._switches import Switches
 
@@ -96,6 +97,7 @@ class Torch:
     def __init__(self) -> None:
         import torch
 
+        check("remat", "torch")
         self.torch: Any = torch
         self._forward_ad: Any = torch.autograd.forward_ad
         self._switches = Switches(torch)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amanda.tools.kit._requirements import check
+
 if TYPE_CHECKING:
     import torch
 
@@ -117,6 +119,8 @@ HOOKS = ("register_hook", "retain_grad")
 def _classes() -> tuple[Any, Any, Any]:
     """Stand-ins; what leads gradients from one to what the op was given, and to one from its output."""
     import torch
+
+    check("rewrite", "torch")
 
     class Delayed(torch.Tensor):
         # torch's functions take it for what it stands for, so that the ops within them are the same

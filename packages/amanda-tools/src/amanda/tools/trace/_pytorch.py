@@ -9,6 +9,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
+from amanda.tools.kit._requirements import check
 from amanda.tools.trace._values import Description, Forget, Span, Values
 
 _PASSES_KEPT = 16
@@ -28,6 +29,7 @@ class PyTorchValues(Values):
         from torch.multiprocessing.reductions import StorageWeakRef
 
         super().__init__(shape, dtype)
+        check("trace", "torch")
         self._torch = torch
         self._weak = torch._C._WeakTensorRef  # type: ignore[attr-defined]
         self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

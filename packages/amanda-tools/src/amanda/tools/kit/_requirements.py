@@ -1,0 +1,107 @@
+"""What tools lean on beyond the documented names of frameworks, and what checks that it is there."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
+
+from amanda.errors import ToolError
+
+_MEMORY = ("torch:UntypedStorage._cdata",)
+_RECORD = ("tensorflow.python.eager.record:record_operation",)
+
+REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("coverage", "torch"): ("torch:nn.Module._call_impl",),
+    ("coverage", "keras"): ("keras.src.layers.layer:Layer._flatten_layers",),
+    ("flops", "torch"): (
+        *_MEMORY,
+        "torch:Tensor._nested_tensor_size",
+        "torch:_C.DisableTorchFunction",
+        "torch:_C.DisableTorchFunctionSubclass",
+        "torch:ops.aten.add.Tensor._schema",
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+    ),
+    ("inject", "torch"): _MEMORY,
+    ("inject", "tensorflow"): ("tensorflow.python.framework.ops:EagerTensor._handle_data",),
+    ("kit", "torch"): (*_MEMORY, "torch:Tensor._base"),
+    ("kit", "tensorflow"): (
+        *_RECORD,
+        "tensorflow.python.eager.record:stop_recording",
+        "tensorflow.python.framework.ops:EagerTensor._handle_data",
+        "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
+    ),
+    ("profile", "torch"): (
+        *_MEMORY,
+        "torch:_C.DisableTorchFunction",
+        "torch:_C._autograd._top_saved_tensors_default_hooks",
+        "torch:_C._functions.AccumulateGrad._sequence_nr",
+        "torch:autograd._get_sequence_nr",
+        "torch:autograd._profiler_enabled",
+        "torch:ops.profiler._record_function_enter_new",
+        "torch:ops.profiler._record_function_exit._RecordFunction",
+    ),
+    ("quantize", "tensorflow"): (*_RECORD, "tensorflow.python.framework.op_def_registry:get"),
+    ("remat", "torch"): (
+        *_MEMORY,
+        "torch:Tensor._version",
+        "torch:_C.DisableTorchFunction",
+        "torch:_C._autograd._saved_tensors_hooks_is_enabled",
+        "torch:_C._autograd._top_saved_tensors_default_hooks",
+        "torch:_C._get_function_stack_at",
+        "torch:_C._len_torch_dispatch_stack",
+        "torch:_C._len_torch_function_stack",
+        "torch:_C._storage_Use_Count",
+        "torch.autograd.forward_ad:_current_level",
+        "torch:ops.aten.add.Tensor._schema",
+        "torch.utils._python_dispatch:_disable_current_modes",
+    ),
+    ("rewrite", "torch"): (
+        *_MEMORY,
+        "torch:Tensor._backward_hooks",
+        "torch:Tensor._make_wrapper_subclass",
+        "torch:Tensor._version",
+        "torch:_C._ForceDispatchKeyGuard",
+        "torch:_C._disabled_torch_function_impl",
+        "torch:_C._dispatch_tls_local_exclude_set",
+        "torch:_C._dispatch_tls_local_include_set",
+    ),
+    ("trace", "torch"): (
+        *_MEMORY,
+        "torch:Tensor._cdata",
+        "torch:Tensor._version",
+        "torch:_C._WeakTensorRef",
+        "torch:_C._current_autograd_node",
+        "torch:_C._current_graph_task_id",
+        "torch:_C._functions.AccumulateGrad._sequence_nr",
+        "torch:autograd._get_sequence_nr",
+    ),
+}  # fmt: skip
+"""For a tool, or the kit, and a framework: module and attribute."""
+
+
+@cache
+def check(tool: str, framework: str) -> None:
+    """Raise ToolError, which names what is missing, where a framework lacks what a tool leans on."""
+    lacking = [name.replace(":", ".") for name in REQUIRED[tool, framework] if not _is_there(name)]
+    if lacking:
+        version = getattr(sys.modules.get(framework), "__version__", "of an unknown version")
+        raise ToolError(
+            f"{framework} {version} lacks {', '.join(lacking)}, which amanda.tools.{tool} leans on; "
+            f"install another version of {framework}, or a newer amanda-tools"
+        )
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        attrgetter(path)(import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Undocumented names of frameworks that tools lean on are listed, and what is missing is named."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import amanda
+import amanda.tools.kit as kit
+from amanda.errors import ToolError
+from amanda.tools.kit._requirements import REQUIRED, check
+from amanda.tools.remat import RematTool
+
+TOOLS = Path(kit.__file__).parent.parent
+HOMES = (TOOLS, Path(amanda.__file__).parent)
+PYTHONS = {"_asdict", "_getframe"}
+OPTIONAL = {"_descriptor", "_hf_hook"}
+"""Names that are asked for where they may be absent."""
+
+
+def own_names() -> set[str]:
+    """Every name that Amanda's own sources define."""
+    found: set[str] = set()
+    for path in (path for home in HOMES for path in home.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """Names with an underscore that a source reads, and what it imports from the insides of frameworks."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            root, *parts = node.module.split(".")
+            names = [one.name for one in node.names]
+            inside = any(one in ("python", "src") or one.startswith("_") for one in parts)
+            if root in ("torch", "tensorflow", "keras", "tf_keras"):
+                yield from (one for one in names if inside or one.startswith("_"))
+
+
+def test_every_undocumented_name_that_a_tool_reads_is_in_the_table() -> None:
+    known = {
+        part for names in REQUIRED.values() for name in names for part in name.replace(":", ".").split(".")
+    }
+    allowed = known | own_names() | PYTHONS | OPTIONAL
+    read = {(path.parent.name, name) for path in TOOLS.rglob("*.py") for name in undocumented(path)}
+    assert {one for one in read if one[1] not in allowed} == set()
+
+
+@pytest.mark.parametrize("who", REQUIRED, ids=" ".join)
+def test_the_frameworks_here_have_what_tools_lean_on(who: tuple[str, str]) -> None:
+    check.cache_clear()
+    check(*who)
+
+
+def test_a_tool_names_what_a_framework_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    check.cache_clear()
+    x = torch.ones(2, requires_grad=True)
+    lacking = r"torch .* lacks torch\._C\._storage_Use_Count, which .*remat leans on"
+    with pytest.raises(ToolError, match=lacking), amanda.apply(RematTool()):
+        (x * 2).sum()
+    monkeypatch.undo()
+    check.cache_clear()
+    with amanda.apply(RematTool()):
+        (x * 2).sum().backward()
+    assert x.grad is not None
