@@ -62,6 +62,7 @@ def test_a_context_tells_of_its_op() -> None:
     assert context.get_attrs() == {"slope": 0.5, "mode": "fan"}
     assert context.get_value("slope") == context.get_value(1) == context.get_value(-2) == 0.5
     assert context.namespace == Namespace("fake/1.0/eager")
+    assert context.is_eager()
     assert context.is_forward()
     assert not context.is_backward()
     assert context.get_backward_op() is context.get_backward_op_id() is None

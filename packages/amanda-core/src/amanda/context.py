@@ -187,6 +187,10 @@ class OpContext(dict[str, Any]):
         """Whether this is the context of a backward op."""
         return not self.is_forward()
 
+    def is_eager(self) -> bool:
+        """Return True if the op runs when the program calls it, False for an op of a graph."""
+        return self._facts.namespace[-1] == "eager"
+
     def is_static(self) -> bool:
         """Whether the op is of a file that is instrumented, where a routine has to be `@amanda.traceable`.
 

@@ -17,7 +17,7 @@ class Latest:
     """
 
     def __init__(self, context: amanda.OpContext) -> None:
-        self._is_eager = context.namespace[-1] == "eager"
+        self._is_eager = context.is_eager()
         self.clear()
 
     def clear(self) -> None:

@@ -111,7 +111,7 @@ class Dataflow:
         if known is None:
             known = self.nodes[op_id] = Node(
                 op_id, len(self.nodes), context["type"], context.get_op_type(), context.get_scope(),
-                context.get_source(), context.namespace[0], context.namespace[-1] == "eager",
+                context.get_source(), context.namespace[0], context.is_eager(),
                 context["in_place"], {}, context.get_op(),
             )  # fmt: skip
         known.attributes, known.op = context.get_attrs(), context.get_op()

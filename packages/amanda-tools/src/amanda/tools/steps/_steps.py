@@ -93,7 +93,7 @@ class Steps(amanda.Tool):
         if place is None:
             return
         if place not in self._candidates:
-            eager = context.namespace.matches("*/*/eager")
+            eager = context.is_eager()
             inside = not isinstance(place, tuple)
             thread = get_ident() if eager else None
             self._candidates[place] = _Candidate(inside, len(self._candidates), thread)
@@ -104,7 +104,7 @@ class Steps(amanda.Tool):
         op_id = context.get_op_id()
         if op_id in self._candidates:
             return op_id
-        if not context.namespace.matches("*/*/eager"):
+        if not context.is_eager():
             first, self._between_runs = self._between_runs, False
             return op_id if first else None
         if subjects := interceptor.subjects():

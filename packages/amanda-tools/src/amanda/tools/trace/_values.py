@@ -94,7 +94,7 @@ class Values:
 
     def is_symbolic(self, context: amanda.OpContext) -> bool:
         """Whether what the analysis is given stands for values that come later."""
-        return context.namespace[-1] != "eager"
+        return not context.is_eager()
 
     def call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Hear with which tensors, by their indices, an op calls functions."""
