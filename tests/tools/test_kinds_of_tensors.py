@@ -210,3 +210,30 @@ def test_memory_of_tensors_can_change_its_size_after_a_tool_has_read_it(
         model(x).sum().backward()
     for tensor in (x, *model.parameters()):
         assert tensor.untyped_storage().resizable()
+
+
+class Own(nn.Parameter):
+    """A subclass of parameters, as libraries have for weights of their own."""
+
+
+@pytest.mark.parametrize("name", ["prune", "quantize", "dynamic_channel_prune"])
+def test_subclasses_of_parameters_and_of_inputs_are_served_as_plain_ones(name: str) -> None:
+    def outcome(parameter: Callable[[Tensor], Tensor], kind: type[Tensor]) -> tuple[Tensor, Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+        for layer in (model[0], model[3]):
+            layer.weight = parameter(layer.weight.data)
+        tool = amanda.load_tool(name, **CHANGING.get(name, {}))
+        with amanda.apply(tool):
+            y = model(torch.rand(2, 3, 4, 4).as_subclass(kind))
+            y.sum().backward()
+        assert tool.result.rows()
+        return y.detach().as_subclass(Tensor), model[0].weight.grad
+
+    plain = outcome(nn.Parameter, Tensor)
+    for parameter, kind in ((Own, Tensor), (nn.Parameter, Marked), (Own, Marked)):
+        made = outcome(parameter, kind)
+        assert torch.equal(made[0], plain[0])
+        assert made[1] is not None
+        assert plain[1] is not None
+        assert torch.equal(made[1].as_subclass(Tensor), plain[1])
