@@ -1,18 +1,16 @@
-"""Which op made a tensor of which, as far as ops have been analysed."""
+"""Ops as they were analysed, and the ops that their inputs come from."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from typing import Any
 
 import amanda
+from amanda.tools.kit import Dataflow
 
-_KNOWN, _FAR, _AROUND = 100_000, 200, 1000
+_FAR, _AROUND = 200, 1000
 
 
 @dataclass(eq=False)
@@ -35,16 +33,11 @@ class Node:
         return next(iter(self.reads), None)
 
 
-class Flow:
-    """Numbers tensors as they are met, and remembers which op made each; it keeps no tensor alive."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._makers: dict[int, Node] = {}
-        self._next = count()
+class Flow(Dataflow[Node]):
+    """The ops that have made tensors, as nodes."""
 
     def node(self, context: amanda.OpContext) -> Node:
-        """The op that is about to run."""
+        """Return the op that is about to run."""
         shape, inputs = context["shape"], context.get_inputs()
         lists = [value if isinstance(value, (list, tuple)) else [value] for value in inputs]
         numbers = [
@@ -58,38 +51,8 @@ class Flow:
             tuple(one for each in numbers for one in each if one is not None),
         )  # fmt: skip
 
-    def made(self, node: Node, tensors: Iterable[Any]) -> None:
-        """Hear what an op has made, or what a routine gave in its place."""
-        for tensor in tensors:
-            number = self._renumbered(tensor)
-            if number is not None:
-                self._makers[number] = node
-                self._makers.pop(number - _KNOWN, None)
-
-    def number(self, tensor: Any) -> int | None:
-        """The number of a tensor; a new one for one that is not known, None for what is no tensor."""
-        held, number = self._numbers.get(id(tensor), (None, None))
-        known = held is not None and held() is tensor
-        return number if known else self._renumbered(tensor)
-
-    def _renumbered(self, tensor: Any) -> int | None:
-        key, number = id(tensor), next(self._next)
-        try:
-            held = weakref.ref(tensor, partial(self._forget, key))
-        except TypeError:
-            return None
-        self._numbers[key] = held, number
-        return number
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._numbers.pop(key, None)
-
-    def maker(self, number: int | None) -> Node | None:
-        """The op that made a tensor, by its number."""
-        return None if number is None else self._makers.get(number)
-
     def back(self, number: int | None) -> Iterator[tuple[int, Node | None]]:
-        """A tensor and its maker, then the first tensor that this one reads, and so on."""
+        """Yield a tensor and its maker, then the first tensor that this one reads, and so on."""
         for _ in range(_FAR):
             if number is None:
                 return
@@ -98,7 +61,7 @@ class Flow:
             number = None if node is None else node.data
 
     def nearest(self, numbers: Iterable[int | None], note: str) -> Any:
-        """What a tool has noted under a name of the nearest op that these tensors come from."""
+        """Return what a tool has noted under a name of the nearest op that these tensors come from."""
         waiting, seen = deque(numbers), set[int | None]()
         while waiting and len(seen) < _AROUND:
             number = waiting.popleft()

@@ -1,5 +1,6 @@
-"""What a tool needs beyond the context of an op: weights, and a base for tools that change them."""
+"""Weights and a base for tools that change them, arithmetic of tensors, and which op made which tensor."""
 
+from amanda.tools.kit._dataflow import Dataflow, TensorMap
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._latest import Latest
@@ -16,8 +17,8 @@ from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "Form", "Held", "HeldError", "Holders", "Latest", "Origin", "OtherForm", "Present", "SelectedRows",
-    "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
-    "WeightSelection", "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters",
-    "parameters_read", "source", "tensors_of", "weight_input",
+    "Dataflow", "Form", "Held", "HeldError", "Holders", "Latest", "Origin", "OtherForm", "Present",
+    "SelectedRows", "TensorMap", "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput",
+    "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights", "holders_of", "origin",
+    "packed_inputs", "parameters", "parameters_read", "source", "tensors_of", "weight_input",
 ]  # fmt: skip

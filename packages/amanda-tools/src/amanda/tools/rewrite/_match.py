@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from amanda.tools.rewrite._dataflow import Node
 from amanda.tools.rewrite._pattern import Capture, Maybe, Op, PatternError, Rule
+from amanda.tools.rewrite._program import Node
 
 Edge = tuple[int, int]
 """An input: the id of the op that reads it, and its position there."""

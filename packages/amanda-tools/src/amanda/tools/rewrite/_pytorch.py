@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.rewrite._dataflow import Node
+from amanda.tools.rewrite._program import Node
 from amanda.tools.rewrite._stand_ins import (
     HOOKS,
     Form,

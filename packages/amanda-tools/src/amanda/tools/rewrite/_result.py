@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amanda.tools.results import Column, Result, check_schema, shortened
 
 if TYPE_CHECKING:
-    from amanda.tools.rewrite._dataflow import Node
     from amanda.tools.rewrite._match import Site
+    from amanda.tools.rewrite._program import Node
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from amanda.tools.rewrite._dataflow import Dataflow, Node
 from amanda.tools.rewrite._match import Site, find
 from amanda.tools.rewrite._pattern import Rule
+from amanda.tools.rewrite._program import Node, Program
 
 _FORM_READERS = frozenset({"size", "dim", "numel", "Shape", "ShapeN", "Size", "Rank"})
 
@@ -26,13 +26,13 @@ class Sites:
         """The match that is replaced and has an op."""
         return self._roles.get(op_id)
 
-    def add(self, last: Node, dataflow: Dataflow) -> None:
+    def add(self, last: Node, program: Program) -> None:
         """Look for patterns that end with an op."""
         for rank, rule in enumerate(self._rules):
-            found = find(rule, last, dataflow.nodes)
+            found = find(rule, last, program.nodes)
             if found is None:
                 continue
-            nodes = sorted((dataflow.nodes[one] for one in found.ops.values()), key=lambda node: node.order)
+            nodes = sorted((program.nodes[one] for one in found.ops.values()), key=lambda node: node.order)
             others = [node.id for node in nodes if node is not last]
             order = nodes[0].order, -len(nodes), rank
             site = Site(rule, found, (*others, last.id), order)

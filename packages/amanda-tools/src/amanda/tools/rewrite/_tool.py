@@ -10,10 +10,10 @@ from typing import Any
 
 import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.rewrite._dataflow import Dataflow, Node
 from amanda.tools.rewrite._match import Edge, Match, OpCall, Site
 from amanda.tools.rewrite._named import named
 from amanda.tools.rewrite._pattern import PatternError, Rule
+from amanda.tools.rewrite._program import Node, Program
 from amanda.tools.rewrite._result import RewriteResult
 from amanda.tools.rewrite._sites import Sites
 from amanda.tools.rewrite._stand_ins import HOOKS
@@ -49,12 +49,12 @@ class RewriteTool(amanda.Tool):
     @property
     def result(self) -> RewriteResult:
         """The matches so far."""
-        return RewriteResult.of(list(self._sites), self._dataflow.nodes)
+        return RewriteResult.of(list(self._sites), self._program.nodes)
 
     def clear(self) -> None:
         """Forget the matches; ops are analysed anew."""
         self.load_state_dict({})
-        self._dataflow = Dataflow()
+        self._program = Program()
         self._sites = Sites(self.rules)
         self._steps: dict[str, Steps] = {}
 
@@ -86,9 +86,9 @@ class RewriteTool(amanda.Tool):
         for value in context.get_inputs():
             step = steps.of(value)
             if step is not None:
-                self._dataflow.let(value, step.node.id)
-        node = self._dataflow.enter(context, self._patterns)
-        self._sites.add(node, self._dataflow)
+                self._program.stand_for(value, step.node.id)
+        node = self._program.enter(context, self._patterns)
+        self._sites.add(node, self._program)
         self._decide(except_for=node)
         site = self._sites.role(node.id)
         if site is not None:
@@ -97,10 +97,10 @@ class RewriteTool(amanda.Tool):
             context.insert_before_op(self._settle, inputs=[0], steps=steps)
 
     def _leave(self, context: amanda.OpContext) -> None:
-        self._dataflow.leave(context)
+        self._program.leave(context)
 
     def _decide(self, except_for: Node | None = None) -> None:
-        changed = self._sites.decide(self._dataflow.nodes)
+        changed = self._sites.decide(self._program.nodes)
         if except_for is not None:
             changed.discard(except_for.id)
         if changed:
@@ -118,7 +118,7 @@ class RewriteTool(amanda.Tool):
         """In a graph the ops before the last stay as they are; what nothing reads any more does not run."""
         if last.id != site.last:
             return
-        nodes, edges = self._dataflow.nodes, site.found.edges
+        nodes, edges = self._program.nodes, site.found.edges
         read = [
             (index, i)
             for index in site.members
@@ -173,7 +173,7 @@ class RewriteTool(amanda.Tool):
         self, *inputs: Any, edges: Sequence[Edge], site: Site, reads: Sequence[Any] = ()
     ) -> Any:
         given = dict(zip(edges, (*inputs, *reads), strict=True))
-        result = _replaced(site, _match(site, self._dataflow.nodes, given))
+        result = _replaced(site, _match(site, self._program.nodes, given))
         site.replaced += 1
         return result
 
