@@ -46,7 +46,7 @@ class Summary:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Summary:
-        """What `to_dict` gave."""
+        """Return the entry that `to_dict` described."""
         return cls(Statistics.from_dict(value["statistics"]), tuple(map(float, value["sample"])))
 
 
@@ -82,7 +82,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Entry:
-        """What `to_dict` gave."""
+        """Return the entry that `to_dict` described."""
         known = {name: value[name] for name in cls.__dataclass_fields__}
         known.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
         return cls(**known)
@@ -94,7 +94,7 @@ def op_to_dict(op: Op) -> dict[str, Any]:
 
 
 def op_from_dict(value: Mapping[str, Any]) -> Op:
-    """What `op_to_dict` gave."""
+    """Return the op that `op_to_dict` described."""
     known = {name: value[name] for name in Op.__dataclass_fields__}
     known.update({name: known[name] and int(known[name], 16) for name in ("id", "of")})
     return Op(**known)

@@ -86,7 +86,7 @@ class DumpTool(amanda.Tool):
 
     @property
     def result(self) -> DumpResult:
-        """What was dumped so far; all of it is written."""
+        """The entries that were dumped so far, all of which are written."""
         self._writer.flush()
         result = DumpResult(self._writer.folder, self._writer.ops, self._writer.entries, self._bytes)
         result.remarks = list(self._packed)

@@ -139,7 +139,7 @@ class Writer:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What tells a file from one that is put into its place."""
+    """Return size and times of a file, by which another file in its place is noticed."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -47,7 +47,7 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """What was pruned so far."""
+        """The share of each op that was pruned so far."""
         return DynamicPruneResult(self._pruned())
 
     def clear(self) -> None:
@@ -56,7 +56,7 @@ class DynamicPruneTool(amanda.Tool):
             one.clear()
 
     def loss(self) -> Any:
-        """What training adds to its loss: of each op's last execution; 0.0 where there was none."""
+        """Return the term to add to the training's loss, of each op's last execution; 0.0 without one."""
         return 0.0
 
     def _pruned(self) -> Iterable[Pruned]:

@@ -145,7 +145,7 @@ class Extraction:
 
 
 def _layers(found: _Found, samples: int) -> list[Layer]:
-    """What of an op is on the path of each sample."""
+    """Return the parts of an op that are on the path of each sample."""
     step, tensors = found.step, list(found.elements)
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
     size: int = 0

@@ -108,7 +108,7 @@ class EffectivePath:
         return self.count(which) / size if size else None
 
     def count(self, which: Part = "synapses") -> int:
-        """How many are on the path."""
+        """Return the number on the path."""
         return sum(len(layer.part(which)) for layer in self.layers.values())
 
     # ---- comparison ----
@@ -126,7 +126,7 @@ class EffectivePath:
         return _share(sum(common for common, _ in found), sum(size for _, size in found))
 
     def jaccard(self, other: EffectivePath, which: Part = "synapses") -> float:
-        """What both paths have, of what either has."""
+        """Return the size of the intersection over that of the union."""
         common = sum(common for common, _ in self._common(other, which).values())
         return _share(common, self.count(which) + other.count(which) - common)
 
@@ -179,7 +179,7 @@ class EffectivePath:
 
 
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
-    """What is on any of the paths: of the images of a class, the path of the class.
+    """Return what is on any of the paths: for the images of a class the path of the class.
 
     Raises PathError where there are none.
     """

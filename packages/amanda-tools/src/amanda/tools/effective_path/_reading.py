@@ -95,7 +95,7 @@ class Reading(ABC):
 
     @abstractmethod
     def special(self) -> dict[str, Any]:
-        """What rules of products, sums and attention read: `turned`, `factors`, `signs`, `mask`, ..."""
+        """Return options for rules of products, sums and attention: `turned`, `factors`, `signs`, ..."""
 
     @abstractmethod
     def moves(self) -> Mapping[str, Move]:
@@ -121,7 +121,7 @@ class Reading(ABC):
 
 
 def padding_of_same(size: int, count: int, kernel: int, stride: int, dilation: int) -> int:
-    """How far windows reach outside of an axis, at both ends together, where a framework pads by itself."""
+    """Return the padding of an axis at both ends together, where a framework pads by itself."""
     return max((count - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
 
 

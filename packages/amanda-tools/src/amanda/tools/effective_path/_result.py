@@ -54,7 +54,7 @@ class EffectivePathResult(PlottedResult):
         return rows
 
     def notes(self) -> Sequence[str]:
-        """What the paths leave out."""
+        """Return what the paths leave out."""
         ends = [f"{kind} ({source})" for kind, source in self.missing.items()]
         notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
         return [f"There is no path: {self.reason}."] if self.reason else notes

@@ -131,5 +131,5 @@ def sum_of(coordinates: Sequence[Any], strides: Sequence[int]) -> Indices:
 
 
 def strides_of(shape: Sequence[int]) -> list[int]:
-    """How far apart neighbours along each axis are in a flat array."""
+    """Return the stride of each axis in a flat array."""
     return [prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -46,7 +46,7 @@ class _Place:
     outputs: list[Any] | None = None
 
     def may_vary(self, where: Where) -> bool:
-        """Whether an input can be no weight, and no scale or statistic of a normalisation."""
+        """Return True if an input can be no weight, and no scale or statistic of a normalisation."""
         return where[0] != self.weight and (self.kind not in FIRST or where[0] == 0)
 
 
@@ -229,7 +229,7 @@ def _varying(graph: Graph) -> set[int]:
 
 
 def _is_shape(tensor: Tensor) -> bool:
-    """Whether it is a row of integers, as extents, axes and positions are, which are no neurons."""
+    """Return True for a row of integers such as extents, axes and positions, which are no neurons."""
     return tensor.shape is not None and len(tensor.shape) < 2 and (tensor.dtype or "").startswith("int")
 
 

@@ -84,7 +84,7 @@ def _count_at_a_place(step: Step, output: int) -> int:
 
 
 def _pooled(step: Step, rows: Indices, output: int, outside: float) -> tuple[Indices, Indices, int]:
-    """What is under each window: flat indices, values, and how many there are of all windows."""
+    """Return flat indices and values under each window, and their number in all windows."""
     data, out = step.tensor(step.data), step.outputs[output]
     read, inside, valid = _windows(step, rows, output)
     place = np.unravel_index(rows, out.shape)

@@ -101,7 +101,7 @@ class Campaign:
         return self._run(program, self._memory.outlasting)
 
     def _golden(self, program: Program) -> tuple[Any, list[Site]]:
-        """What the program gives without faults, and where it can have them."""
+        """Return the program's output without faults, and the sites where faults fit."""
         self._tool.look()
         if self._watch is not None:
             self._watch.limit = float("inf")
@@ -156,7 +156,7 @@ class Campaign:
         return ("sdc" if self._compare(golden, output) else "masked"), ""
 
     def _run(self, program: Program, read: Callable[[Any], Any], *others: amanda.Tool) -> Any:
-        """What `read` makes of the program's output, before memory is put back."""
+        """Run the program, and return `read(output)` before memory is restored."""
         watches = () if self._watch is None else (self._watch,)
         for watch in watches:
             watch.start()

@@ -17,7 +17,7 @@ Compare = Callable[[Any, Any], bool]
 
 
 def arrays(output: Any) -> Any:
-    """What a program gave, with a copy as a NumPy array for each tensor.
+    """Return a program's output with a copy as a NumPy array for each tensor.
 
     Mappings become dicts, and lists and tuples lists; other objects are copied.
     """

@@ -29,7 +29,7 @@ class FoundMemory(amanda.Tool):
         self.add_inst_for_op(self._analyse)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Forget all memory."""
         self._found: dict[Any, Restore] = {}
         self._made: set[Any] = set()
 

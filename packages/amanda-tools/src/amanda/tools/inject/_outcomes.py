@@ -80,7 +80,7 @@ class CampaignResult(KeyedResult):
         self.tell_by(by, f"Outcomes of {len(self.trials):,} trials")
 
     def count(self, outcome: Outcome) -> int:
-        """How many trials had an outcome.  Raises AmandaError for what is none."""
+        """Return the number of trials with an outcome.  Raises AmandaError for an unknown outcome."""
         if outcome not in OUTCOMES:
             raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(OUTCOMES)}")
         return sum(trial.outcome == outcome for trial in self.trials)

@@ -56,7 +56,7 @@ class InjectResult(Result):
         self._seen = dict(seen)
 
     def counts(self, key: str) -> dict[Any, int]:
-        """How many injections have each value of "phase", "type", "module", "dtype", "bits" and so on."""
+        """Return the number of injections for each value of "phase", "type", "module", "dtype" and so on."""
         return dict(Counter(getattr(one, key) for one in self.injections))
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -69,11 +69,11 @@ class InjectResult(Result):
         ]  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """How many there were, also of those that are not in the rows."""
+        """Return the number of all injections, also of those that are not in the rows."""
         return {"injected": self.total, "executions": self.executions}
 
     def notes(self) -> Sequence[str]:
-        """How many there were, and which ops were not selected where none was."""
+        """Return the number of injections, and the ops that were met if none was selected."""
         notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
         if self.total > len(self.injections):
             notes.append(f"The first {len(self.injections):,} are kept; `limit` says how many.")

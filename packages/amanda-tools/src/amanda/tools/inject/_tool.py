@@ -145,7 +145,7 @@ class InjectTool(amanda.Tool):
 
     @property
     def result(self) -> InjectResult:
-        """What was changed so far, in an order that does not depend on that of threads."""
+        """The elements that were changed so far, in an order that does not depend on that of threads."""
         injections = sorted(self._injections, key=self._order)
         executions = self._executed_before + sum(self._executed.values())
         result = InjectResult(injections, self._total, executions, self._seen)
@@ -184,7 +184,7 @@ class InjectTool(amanda.Tool):
 
     @property
     def sites(self) -> list[Site]:
-        """What `look` let be noted."""
+        """The sites that were noted since `look`."""
         return sorted(self._sites or (), key=self._order)
 
     def try_at(self, trial: int, site: Site | None) -> None:

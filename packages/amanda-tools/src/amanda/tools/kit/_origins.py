@@ -75,7 +75,7 @@ class Origins:
         return Origin(holder, partial(_viewed, found.of, found.layout, form), own)
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Let an op leave word of what it makes of a parameter; call it in a forward analysis routine."""
+        """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
             return
         if self.source(next(iter(context.get_inputs()), None)) is None:
@@ -98,7 +98,7 @@ class Origins:
         self._symbols.pop(key, None)
 
     def is_selected(self, symbol: Any) -> bool:
-        """Whether a symbol of a graph was selected out of a parameter, or is a view of such a one."""
+        """Return True if a symbol of a graph was selected out of a parameter, or is a view of such."""
         base = getattr(symbol, "_base", None)
         known = self._symbols.get(id(symbol if base is None else base))
         return known is not None and known() is (symbol if base is None else base)
@@ -154,7 +154,7 @@ def _selected(
 
 
 def _viewed(of: Callable[[Tensor], Tensor], layout: Form, form: Form, whole: Tensor) -> Tensor:
-    """What `of` gives, laid out in memory like the tensor that it stands for, as a view of that one."""
+    """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
     import torch
 
     values = of(whole)
@@ -165,7 +165,7 @@ def _viewed(of: Callable[[Tensor], Tensor], layout: Form, form: Form, whole: Ten
 
 
 def _composed(part: Form, layout: Form, form: Form) -> Form | None:
-    """Which part of a parameter a view of a copy of a part is; None of one that no strides describe."""
+    """Return the part of a parameter that a view of a copy of a part is; None if no strides describe it."""
     import torch
 
     extents, strides, offset = part
@@ -186,7 +186,7 @@ def _composed(part: Form, layout: Form, form: Form) -> Form | None:
 
 
 def _is_stored(value: Any) -> bool:
-    """Whether a value is a tensor with memory of its own kind."""
+    """Return True for a strided tensor of PyTorch's own classes."""
     import torch
 
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:

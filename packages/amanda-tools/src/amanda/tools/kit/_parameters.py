@@ -105,7 +105,7 @@ def parameters(model: Any) -> Iterator[Held]:
 
 
 def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
-    """What accelerate keeps the values of a module's parameter in, and their key there."""
+    """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
     hook: Any = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", [hook]):
         values, key = getattr(one, "weights_map", None), name

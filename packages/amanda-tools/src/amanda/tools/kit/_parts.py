@@ -21,7 +21,7 @@ Form = tuple[Sequence[int], Sequence[int], int]
 
 
 def form_of(tensor: Tensor) -> Form:
-    """What tells parts of one tensor apart."""
+    """Return extents, strides and offset, by which parts of one tensor differ."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
@@ -34,7 +34,7 @@ def holder_of(weight: Tensor) -> Tensor | None:
 
 
 def may_vary(context: amanda.OpContext, index: int) -> bool:
-    """Whether an op may read another weight next time, in PyTorch's eager mode; its routine sees which."""
+    """Return True if an eager op of PyTorch may read another weight at its next execution."""
     if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
         return False
     import torch
@@ -59,7 +59,7 @@ def _is_parameter(context: amanda.OpContext, inputs: Sequence[Any], index: int, 
 
 
 def makes_a_weight(context: amanda.OpContext) -> bool:
-    """Whether a parametrization of PyTorch computes the op, which makes a weight for others to read."""
+    """Return True if the op belongs to a parametrization of PyTorch, which computes a weight."""
     return ".parametrizations." in f".{context.get_scope()}."
 
 

@@ -24,7 +24,7 @@ class Slices:
         self._made: dict[int, tuple[Any, bool]] = {}
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Let an op leave word of what it selects of a variable; call it in a forward analysis routine."""
+        """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
         name = context.get_op_type()
         if name not in SELECTS | _PASSES or not context.namespace.matches("tensorflow/*/eager"):
             return
@@ -36,7 +36,7 @@ class Slices:
             context.insert_after_op(self._note, chosen=chosen)
 
     def reads(self, context: amanda.OpContext, index: int, chosen: bool) -> bool:
-        """Whether an input of an op was selected out of a variable.
+        """Return True if an input of an op was selected out of a variable.
 
         chosen: whether the data have to choose it, as indices may in eager mode.
         """
@@ -58,7 +58,7 @@ class Slices:
 
 
 def _is_selected(symbol: Any, chosen: bool) -> bool:
-    """Whether a symbol of a graph was selected out of a variable; and by the data, if it is to be chosen."""
+    """Return True if a symbol of a graph was selected out of a variable; with `chosen`, by the data."""
     selects = False
     while True:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def local(tensor: Any) -> Any:
-    """What this process holds of a tensor: of a distributed one of PyTorch its shard, of others the whole.
+    """Return the part of a tensor that this process holds: the shard of a DTensor, all of any other tensor.
 
     One that a collective is still making is waited for.  Without a gradient where it is not `tensor` itself.
     """
@@ -22,14 +22,14 @@ def local(tensor: Any) -> Any:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Whether what processes hold of a distributed tensor is yet to be reduced to its values."""
+    """Return True for a DTensor whose values are a reduction over processes that has not run yet."""
     if not _is_wrapper(tensor.__class__):
         return False
     return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
 
 def share(tensors: Any) -> float:
-    """Which share of an op this process computes, by the first distributed tensor that it gives; else 1.
+    """Return the share of an op that this process computes, by the first DTensor among its outputs; else 1.
 
     A result that is sharded, or is yet to be reduced, takes each process its part; a replicated one all.
     """
@@ -46,5 +46,5 @@ def share(tensors: Any) -> float:
 
 @cache
 def _is_wrapper(kind: Any) -> bool:
-    """Whether tensors of a class are distributed ones or results on their way, by what they can do."""
+    """Return True for the classes of DTensors and of results of collectives that have not arrived."""
     return hasattr(kind, "to_local") or hasattr(kind, "trigger_wait")

@@ -69,7 +69,7 @@ def _kind(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
 
 
 def _spatial_axes(inputs: Sequence[Any]) -> int | None:
-    """How many axes there are beside batch and channels."""
+    """Return the number of axes beside batch and channels."""
     ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
     return next((rank - 2 for rank in ranks if rank > 2), None)
 
@@ -87,7 +87,7 @@ def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any
 
 
 def _is_held(context: OpContext, index: int) -> bool:
-    """Whether an input is an initializer, or made of one alone."""
+    """Return True if an input is an initializer, or computed from one alone."""
     return index < len(context.get_inputs()) and context.get_variable(index) is not None
 
 

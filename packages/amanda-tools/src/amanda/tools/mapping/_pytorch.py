@@ -93,7 +93,7 @@ def _phase(context: OpContext) -> str:
 
 
 def _is_differentiated(context: OpContext) -> bool:
-    """Whether autograd records it, as what a closure computes; a step of a user's own works on data."""
+    """Return True if autograd records the op, as in the closure of an optimizer's step."""
     import torch
 
     given = (one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value]))
@@ -156,7 +156,7 @@ def _weight_of_graph(context: OpContext, kind: str, inputs: Sequence[Any]) -> in
 
 
 def _is_parameter(value: Any) -> bool:
-    """Whether a tensor is a parameter, or a view of one such as `weight.t()`."""
+    """Return True if a tensor is a parameter, or a view of a parameter such as `weight.t()`."""
     from torch.nn import Parameter
 
     return isinstance(value, Parameter) or isinstance(getattr(value, "_base", None), Parameter)

@@ -81,7 +81,7 @@ def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | 
 
 
 def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
-    """Whether an input was read of a variable, also through a cast, or in another shape."""
+    """Return True if an input was read from a variable, also through a cast or a reshape."""
     if index in context.get_parameters():
         return True
     seen, value = 0, inputs[index]
@@ -162,7 +162,7 @@ def _weight_grad_index(context: OpContext, name: str) -> int | None:
 
 
 def _is_of_factor(context: OpContext, weight: int) -> bool:
-    """Whether a product in the gradient of a product is the gradient of this factor: TensorFlow marks it."""
+    """Return True if a product in the gradient of a product is the gradient of this factor."""
     for name in (("grad_a", "grad_x"), ("grad_b", "grad_y"))[weight]:
         try:
             return bool(context.get_backward_op().get_attr(name))

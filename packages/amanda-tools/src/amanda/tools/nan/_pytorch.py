@@ -48,7 +48,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor | None:
-    """What a tensor stores, as real numbers that `isfinite` takes; None on the meta device."""
+    """Return the elements of a tensor as real numbers that `isfinite` takes; None on the meta device."""
     import torch
 
     if tensor.is_meta:

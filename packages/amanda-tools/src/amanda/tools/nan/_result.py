@@ -30,7 +30,7 @@ class Finding:
 
     @property
     def makes_nan(self) -> bool:
-        """Whether NaN is among what it gave, not only Inf."""
+        """True if the op gave NaN, not only Inf."""
         return any(summary.nan for summary in self.outputs.values())
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class NanResult(Result):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> NanResult:
-        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
         check_schema(found, cls.name, cls.version)
         findings = [Finding(**{**one, **_summaries(one)}) for one in found["findings"]]
         entered = [
@@ -147,7 +147,7 @@ class NanResult(Result):
         return cls(findings, *counts, entered, found.get("skipped", 0), found.get("inf", True))
 
     def notes(self) -> Sequence[str]:
-        """What came in, how much was looked at, and what is not in the table."""
+        """Return sentences about NaN in inputs, the number of ops, and ops that are not in the table."""
         notes = [f"{one.what} holds {one.summary.nan:,} NaN." for one in self.entered]
         sought = "NaN or Inf" if self._inf else "NaN"
         if self:

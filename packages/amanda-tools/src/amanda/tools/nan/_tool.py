@@ -84,7 +84,7 @@ class NanTool(amanda.Tool):
 
     @property
     def result(self) -> NanResult:
-        """What was found so far."""
+        """The ops that made NaN or Inf so far."""
         pending = self._scaled.pending
         findings = [*self._findings, *(one for one in pending if isinstance(one, Finding))]
         dropped = self._dropped + max(len(findings) - self._limit, 0)

@@ -15,7 +15,7 @@ class DeviceClock(Protocol):
         """Put a mark behind what was launched; None where that cannot be done now."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether the device has come to a mark."""
+        """Return True if the device has reached a mark."""
 
     def wait(self, mark: Any) -> None:
         """Wait until it has."""

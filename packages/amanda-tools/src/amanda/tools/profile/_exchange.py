@@ -37,7 +37,7 @@ def as_dict(recording: Recording, at_peak: Mapping[int, int]) -> dict[str, Any]:
 
 
 def from_dict(found: Mapping[str, Any]) -> Recording:
-    """What `as_dict` gave, without a timeline and kernels."""
+    """Return the profile that `as_dict` described, without timeline and kernels."""
     places = [_place(one) for one in found["places"]]
     by_id = {(place.phase, place.id): place for place in places}
     peaks = []

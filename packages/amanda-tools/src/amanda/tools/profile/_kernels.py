@@ -149,7 +149,7 @@ class KernelResult(Result):
         return sorted(rows, key=lambda row: -row[-1])
 
     def notes(self) -> Sequence[str]:
-        """What the times are, and why there are none."""
+        """Return what the times measure, and why there are none."""
         if self._obstacle:
             return [f"torch.profiler did not tell: {self._obstacle}."]
         if not any(place.kernels for place in self.places):

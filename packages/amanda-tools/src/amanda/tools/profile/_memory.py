@@ -47,7 +47,7 @@ class Device:
     history: list[tuple[int, int]] = field(default_factory=list)
 
     def change(self, owner: Place, size: int) -> None:
-        """Let an op have more bytes alive, or fewer."""
+        """Add to the bytes that an op has alive; negative numbers for fewer."""
         share = self.shares.setdefault(owner, Share())
         if share.seen != self.peaks:  # the first change since the peak: keep what was
             share.before, share.seen = share.alive, self.peaks
@@ -106,7 +106,7 @@ class Memory:
             device.look()
 
     def stop(self) -> None:
-        """Let the peak be what it is."""
+        """Stop following memory; the peak stays."""
         self.drain()
         self.recording = False
 

@@ -60,5 +60,5 @@ class Place:
 
     @property
     def names(self) -> dict[str, str]:
-        """What rows tell it by."""
+        """Keys of the place in rows."""
         return {key: getattr(self, key) for key in KEYS}

@@ -36,7 +36,7 @@ class CudaClock:
         return event
 
     def passed(self, mark: Any) -> bool:
-        """Whether the stream has come to an event."""
+        """Return True if the stream has reached an event."""
         return bool(mark.query())
 
     def wait(self, mark: Any) -> None:
@@ -105,7 +105,7 @@ def sequence() -> int:
 
 
 def saved(outputs: Iterable[Any], since: int) -> list[Storage]:
-    """What the nodes that an op made, from a sequence number on, have saved for the backward pass.
+    """Return the storages that the nodes of an op, from a sequence number on, saved for the backward pass.
 
     Nodes of Python functions, and saved tensors that hooks pack, are left alone.
     """

@@ -77,14 +77,14 @@ class Recorder:
     # ---- steps ----
 
     def on_step(self, number: int) -> None:
-        """Hear that a step begins; a lower number than before if it turned out that others were none."""
+        """Begin a step; its number is lower than before if earlier steps turned out to be none."""
         if number < self._step:
             self._recount(number)
         self._step = number
         self._begin()
 
     def _recount(self, number: int) -> None:
-        """Let what came so far be one step, or, where a schedule asked for other steps, let it go."""
+        """Count the records so far as one step, or drop them where a schedule records other steps."""
         self._step = number
         self._first = min(self._first, number)
         if self.schedule != Schedule():

@@ -62,7 +62,7 @@ class Recording:
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> Recording:
-        """What a recorder has at present."""
+        """Return a copy of what a recorder has now."""
         kept = {
             place: replace(place, kernels={name: list(sums) for name, sums in place.kernels.items()})
             for place in recorder.places.values()

@@ -100,12 +100,12 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> ProfileResult:
-        """What `to_dict` gave, without the timeline; raises ValueError for another schema or version."""
+        """Return what `to_dict` described, without timeline; raises ValueError for another schema."""
         check_schema(found, cls.name, cls.version)
         return cls(from_dict(found), found["by"])
 
     def notes(self) -> Sequence[str]:
-        """What the times are, the peaks, and what is not in the table."""
+        """Return what the times measure, the peaks, and what is not in the table."""
         ops, steps, dropped = self.total(), self._recording.steps, self.timeline.dropped
         notes = []
         if self.places:

@@ -27,7 +27,7 @@ class Schedule(NamedTuple):
             raise ToolError(f"repeat={self.repeat} needs active, the number of steps to record in each cycle")
 
     def records(self, step: int) -> bool:
-        """Whether a step, counted from 0, is recorded."""
+        """Return True if a step, counted from 0, is recorded."""
         passed = self.wait + self.warmup
         if not self.active:
             return step >= passed
@@ -65,7 +65,7 @@ class Windows:
         self.number = number
 
     def note(self, begin: int, end: int) -> None:
-        """Hear of an execution within the step."""
+        """Add an execution to the step."""
         if self._begin is None or begin < self._begin:
             self._begin = begin
         if end > self._end:
@@ -100,7 +100,7 @@ class Windows:
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of steps."""
         return self._count + (self._present() is not None)
 
     @property

@@ -67,7 +67,7 @@ class ProfileTool(amanda.Tool):
 
     @property
     def result(self) -> ProfileResult:
-        """What was recorded so far."""
+        """The profile so far."""
         self._recorder.device_times.settle()
         self._read_kernels()
         if self._memory is not None:

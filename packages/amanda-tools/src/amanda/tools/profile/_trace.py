@@ -50,7 +50,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def is_meant(path: Path) -> bool:
-    """Whether a file's name is that of a trace: JSON, with `trace` at the end of a part before."""
+    """Return True for the file name of a trace: JSON, with `trace` at the end of an earlier part."""
     *parts, suffix = path.name.removesuffix(".gz").split(".")
     return suffix == "json" and any(part.endswith("trace") for part in parts)
 

@@ -82,7 +82,7 @@ def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 
 
 
 def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
-    """What is kept of weights of any shapes when the smallest of all their elements are dropped."""
+    """Return True for kept elements of weights of any shapes; the smallest of all elements are dropped."""
     check_sparsity(sparsity)
     tensors = tensors_of(magnitudes[0])
     row = tensors.flat(magnitudes)
@@ -90,7 +90,7 @@ def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
 
 
 def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
-    """What is kept of one weight (..., k) when n of each m along the last axis are."""
+    """Return True for kept elements of one weight (..., k): n of each m along the last axis."""
     *outer, k = shape(magnitudes)
     if not 0 < n <= m or k % m:
         raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
@@ -99,7 +99,7 @@ def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
 
 
 def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
-    """What is kept of matrices (k, n) by columns and by rows of tiles, ranked over all of them."""
+    """Return True for kept elements of matrices (k, n), by columns and rows of tiles, ranked over all."""
     check_sparsity(sparsity)
     if granularity < 1:
         raise PruneError(f"granularity is {granularity}; a tile has one column at least")
@@ -125,7 +125,7 @@ def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 
 
 
 def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -> list[Array]:
-    """What is kept of weights (channels, ...) when the channels of the smallest norms are dropped.
+    """Return True for kept elements of weights (channels, ...); channels of the smallest norms are dropped.
 
     Channels of several weights are compared by their norm over the one that all ones would have, and of each
     weight the best one stays.
@@ -174,7 +174,7 @@ def check_sparsity(sparsity: float) -> None:
 
 
 def size(array: Array) -> int:
-    """How many elements it has."""
+    """Return the number of elements."""
     return prod(shape(array))
 
 
@@ -199,6 +199,6 @@ def _tiles(columns: Any, granularity: int) -> list[Any]:
 
 
 def _spread(units: Array, other: Array) -> Array:
-    """What is kept of the first axis, for every element."""
+    """Broadcast a flag for each index of the first axis to all elements."""
     ones = do("reshape", units, (-1, *[1] * (len(shape(other)) - 1)))
     return do("broadcast_to", ones, shape(other))

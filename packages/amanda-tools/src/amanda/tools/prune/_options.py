@@ -53,17 +53,17 @@ class Options:
 
     @property
     def is_global(self) -> bool:
-        """Whether all weights share one budget."""
+        """True if all weights share one budget."""
         return self.scope == "global"
 
     @property
     def exchanges(self) -> bool:
-        """Whether as many come back as are dropped for them."""
+        """True if as many elements come back as are dropped for them."""
         return self.regrow in ("gradient", "random")
 
     @property
     def needs_steps(self) -> bool:
-        """Whether masks are made at another time than the first."""
+        """True if masks are made at another time than the first execution."""
         return self.is_global or self.schedule.begin > 0 or self.schedule.goes_on
 
 

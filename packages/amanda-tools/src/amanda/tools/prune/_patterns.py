@@ -19,7 +19,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def kept(self, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
-        """What is kept of weights (outputs, inputs, ...); magnitudes: -1 where one is dropped already."""
+        """Return True for kept elements of weights (outputs, inputs, ...); magnitudes: -1 if dropped."""
 
     def misfit(self, extents: Sequence[int], has_axes: bool) -> str | None:
         """Why a weight of these extents cannot have the pattern; None where it can."""

@@ -46,7 +46,7 @@ def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -
 
 
 def _exchanged(channels: _Floats, others: _Floats, n: int) -> tuple[float, _Floats]:
-    """What is kept of a group's m - 1 other channels, and how much more of it with each of all channels."""
+    """Return the magnitude that n of a group's m - 1 other channels keep, and the gain by each channel."""
     largest = np.sort(others, 0)[-n:]
     return float(largest.sum()), np.maximum(channels - largest[0], 0).sum(1)
 

@@ -14,7 +14,7 @@ from amanda.tools.prune._masks import size, split
 def regrown_kept(
     magnitudes: Sequence[Array], growth: Sequence[Array], sparsity: float, fraction: float
 ) -> list[Array]:
-    """What is kept of weights when the smallest are exchanged for those of the highest growth scores.
+    """Return True for kept elements; the smallest are exchanged for those of the highest growth scores.
 
     magnitudes: -1 where a weight is dropped already.  growth: magnitudes of gradients (RigL) or random
     numbers (SET), not negative.  Of what the sparsity lets be kept, the share `fraction` is exchanged.

@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def goes_on(self) -> bool:
-        """Whether masks are made again after the first time."""
+        """True if masks are made again after the first time."""
         return self.kind == "cubic" or self.frequency is not None
 
     def at(self, step: int) -> float:

@@ -32,7 +32,7 @@ class Grid:
 
     @property
     def bits(self) -> int:
-        """How many bits the integers take."""
+        """Number of bits of the integers."""
         return (self.high - self.low).bit_length()
 
     @classmethod

@@ -110,7 +110,7 @@ def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
 
 
 def _counted(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
-    """How many values lie in each of the bins between two bounds, as torch.histc counts."""
+    """Return the number of values in each bin between two bounds, as torch.histc counts."""
     if least == most:
         least, most = least - _F(1), most + _F(1)
     if float(most) - float(least) > np.finfo(_F).max / bins:  # the end of float32 is near

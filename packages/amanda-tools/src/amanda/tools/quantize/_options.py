@@ -66,7 +66,7 @@ class Options:
             )
 
     def told(self) -> dict[str, Any]:
-        """What scales are for: those made for other options than these mean something else."""
+        """Return the options that scales depend on."""
         names = ("method", "weight_bits", "activation_bits", "per_channel", "symmetric_weights",
                  "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
@@ -78,7 +78,7 @@ class Options:
         return Grid.of(bits, self.symmetric_weights if weight else self.symmetric_activations)
 
     def make_observer(self, weight: bool, axes: Sequence[int]) -> Observer:
-        """What calibrates a tensor."""
+        """Return an observer that calibrates a tensor."""
         name = self.weight_observer if weight else self.observer
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 

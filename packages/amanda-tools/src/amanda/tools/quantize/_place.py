@@ -91,7 +91,7 @@ class Place:
     def _find_part(
         self, context: amanda.OpContext, make: Make, parts: PartQuantizers
     ) -> Callable[[Any, Origin | None], Quantizer | None] | None:
-        """What gives the quantizer of the weight that is read now; None where it is always the same."""
+        """Return what finds the quantizer of the weight that is read; None if the weight never changes."""
         index = self._weight.position
         if index is None or self._weight.varies:
             return None
@@ -122,7 +122,7 @@ class Place:
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything that is to have a scale has one."""
+        """True if every quantised tensor has a scale."""
         return all(one.settled for one in self.quantizers.values() if one.parts)
 
     def settle(self) -> None:
@@ -132,7 +132,7 @@ class Place:
 
     @property
     def has_parts(self) -> bool:
-        """Whether its weight is a part of a parameter, of which it may read another each time."""
+        """True if the weight is a part of a parameter, and the op may read another part each time."""
         return self._part is not None and not self._is_fixed
 
     def observe(self, values: Sequence[Any], origin: Origin | None = None) -> None:
@@ -144,7 +144,7 @@ class Place:
     def quantized(
         self, values: Sequence[Any], frozen: bool, measure: bool, origin: Origin | None = None
     ) -> list[Any]:
-        """What takes the place of the values at its positions; origin: of its weight, if it has parts."""
+        """Return quantised values for the positions of the op; origin: of the weight, if it has parts."""
         results = list(values)
         for quantizer, index, item, value in self._given(values, origin):
             made = quantizer(value, frozen)
@@ -203,7 +203,7 @@ class Place:
             self.output.add(one, other)
 
     def rows(self) -> Iterator[Quantized]:
-        """What is told of each tensor."""
+        """Return a row for each tensor."""
         for one in self.made:
             scale, zero_point = one.qparams() or (None, None)
             yield Quantized(

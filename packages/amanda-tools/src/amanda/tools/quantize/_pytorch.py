@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def has_kernel(x: Tensor, axes: Sequence[int]) -> bool:
-    """Whether `kernel` takes such a tensor."""
+    """Return True if `kernel` takes such a tensor."""
     import torch
 
     return x.dtype == torch.float32 and len(axes) < 2

@@ -84,10 +84,10 @@ class Quantizer(ABC):
 
     @abstractmethod
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """What takes the place of `x`."""
+        """Return the quantised `x`."""
 
     def arrays(self) -> dict[str, Any]:
-        """What is kept, as arrays of float32, zero points of int32; nothing as long as there is no scale."""
+        """Return the state as arrays of float32, zero points as int32; nothing without a scale."""
         found = {part: self._read(part) for part in self.state} if self.settled else {}
         return {
             part: one.astype("int32" if part == "zero_point" else "float32") for part, one in found.items()

@@ -85,7 +85,7 @@ class QuantizeResult(Result):
         return sorted(measured, key=lambda one: one[2])[:count]
 
     def notes(self) -> Sequence[str]:
-        """What the columns say."""
+        """Return what the columns mean."""
         left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
         if not self.tensors:
             return left or ["No op of the types that are to be quantised was met."]
@@ -107,7 +107,7 @@ class QuantizeResult(Result):
 
 
 def _finite(ratio: float | None) -> float | None:
-    """What JSON has a number for."""
+    """Return a number that JSON can write, else None."""
     return ratio if ratio is not None and isfinite(ratio) else None
 
 

@@ -17,7 +17,7 @@ from amanda.tools.quantize._host import on_grid
 
 
 def has_kernel(x: Any, axes: Sequence[int]) -> bool:
-    """Whether `kernel` takes such a tensor: one in host memory."""
+    """Return True if `kernel` takes such a tensor: one in host memory."""
     follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
     return follow and is_in_host_memory(x) and x.dtype == _tf().float32
 

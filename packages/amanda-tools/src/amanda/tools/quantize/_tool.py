@@ -87,7 +87,7 @@ class QuantizeTool(amanda.Tool):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """What is executed within calibrates, and computes as without quantisation; then scales are fixed.
+        """Calibrate with what runs in this context, without quantisation; then scales are fixed.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
@@ -104,7 +104,7 @@ class QuantizeTool(amanda.Tool):
         self._frozen = True
 
     def unfreeze(self) -> None:
-        """Let the scales of "qat" follow the values again."""
+        """Make the scales of "qat" follow the values again."""
         self._frozen = False
 
     # ---- what was found ----

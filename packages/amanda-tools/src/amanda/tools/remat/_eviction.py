@@ -46,7 +46,7 @@ class Eviction(History):
                 passed.add(victim)
 
     def _drop_unneeded(self) -> None:
-        """Let go of what came back and was read for the last time."""
+        """Drop rematerialised storages that were read for the last time."""
         for one in self.ledger.storages():
             if one.copy is not None and not (one.handles or one.locks) and one.maker and one.maker.is_over:
                 one.copy = None
@@ -63,7 +63,7 @@ class Eviction(History):
         return best
 
     def _is_ours(self, storage: Storage) -> bool:
-        """Whether nothing but this tool holds it."""
+        """Return True if nothing but this tool holds a storage."""
         own = len(storage.held) + (storage.copy is not None)
         return own > 0 and self.torch.uses(storage.address) == own
 
@@ -101,7 +101,7 @@ class Eviction(History):
         return True
 
     def _commit(self, target: Operation) -> bool:
-        """Whether all that an op needs can be had, now and later; what could go away otherwise is held."""
+        """Return True if all inputs of an op can be had again; hold those that would be freed otherwise."""
         order = self._closure(target)
         good: set[Operation] = set()
         for operation in order:

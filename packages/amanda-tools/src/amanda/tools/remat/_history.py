@@ -30,7 +30,7 @@ class History:
         self._busy = False
 
     def meet(self, tensor: Any) -> Storage:
-        """What is known of a tensor's storage; a new one is as given, and cannot be made again."""
+        """Return the record of a tensor's storage; a new storage is an input, never recomputed."""
         memory = self.torch.memory(tensor)
         entry = self.ledger.find(memory)
         if entry is None:
@@ -74,7 +74,7 @@ class History:
         return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
 
     def save(self, operation: Operation, tensor: Any, index: int) -> Handle:
-        """What autograd shall keep of a tensor that it saves while an op runs, as the index-th."""
+        """Return the handle that autograd keeps for the index-th tensor that an op saves."""
         version = None if tensor.is_inference() else tensor._version
         if not self.torch.is_plain(tensor):
             return Handle(tensor.detach(), version, None, None)

@@ -25,7 +25,7 @@ class Entry:
 
     @property
     def storage(self) -> Storage | None:
-        """What it holds; None where that is not known, or no longer of use."""
+        """The record of what the memory holds; None if that is unknown, or of no more use."""
         record = self.record
         return record if record is None or isinstance(record, Storage) else record()
 
@@ -44,7 +44,7 @@ class Ledger:
         self.peak = 0
 
     def find(self, memory: Any) -> Entry | None:
-        """What is known of memory."""
+        """Return the entry of memory; None for unknown memory."""
         entry = self._entries.get(memory._cdata)
         return entry if entry is not None and entry.memory() is memory else None
 
@@ -80,7 +80,7 @@ class Ledger:
                     self._on_death(storage)
 
     def written(self, memory: Any) -> Storage | None:
-        """Hear that memory is written: what it held is no longer there; what that was."""
+        """Forget what memory held, since it is written; return its record."""
         entry = self.find(memory)
         storage = None if entry is None else entry.storage
         if entry is not None and storage is not None:
@@ -88,13 +88,13 @@ class Ledger:
         return storage
 
     def loosen(self, storage: Storage) -> None:
-        """Hear that a storage holds its memory by itself now, and not the other way round."""
+        """Keep no strong reference to a storage that holds its memory itself from now on."""
         entry = self._entries.get(storage.address)
         if entry is not None and entry.record is storage:
             entry.record = weakref.ref(storage)
 
     def storages(self) -> list[Storage]:
-        """What is alive."""
+        """Return the storages that are alive."""
         found = [entry.storage for entry in list(self._entries.values())]
         return [one for one in found if one is not None]
 

@@ -66,7 +66,7 @@ def children(storage: Storage) -> Iterator[Storage]:
 
 
 def is_gone(storage: Storage) -> bool:
-    """Whether it has no memory, and may have to be made again."""
+    """True if a storage has no memory, and may have to be computed again."""
     maker = storage.maker
     if maker is None or storage.alive is not None:
         return False
@@ -74,7 +74,7 @@ def is_gone(storage: Storage) -> bool:
 
 
 def join_neighbours(storage: Storage) -> None:
-    """Hear that a storage has no memory now."""
+    """Join a storage that has lost its memory with its evicted neighbours."""
     if not is_gone(storage):
         return
     storage.cluster = Cluster(storage.cost)
@@ -85,7 +85,7 @@ def join_neighbours(storage: Storage) -> None:
 
 
 def leave_neighbours(storage: Storage) -> None:
-    """Hear that a storage is back."""
+    """Remove a storage that has memory again from its evicted neighbours."""
     if storage.cluster is not None:
         storage.cluster.leave(storage.cost)
         storage.cluster = None

@@ -75,7 +75,7 @@ class Storage:
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written into it since this tool holds it."""
+        """True if the program has written into the copy since this tool holds it."""
         return self.copy is not None and self.copy._version != self.version
 
     @property
@@ -167,7 +167,7 @@ class Operation:
 
     @property
     def is_over(self) -> bool:
-        """Whether its backward op has run for the last time, after those of all that read its results."""
+        """True if the backward op has run for the last time, after those of all readers."""
         return bool(self.saved) and all(handle() is None for handle in self.saved)
 
 

@@ -109,7 +109,7 @@ class Torch:
     # ---- what may be followed ----
 
     def records(self, inputs: Sequence[Any]) -> bool:
-        """Whether autograd records an op on these inputs, and all is as this tool can repeat it."""
+        """Return True if autograd records an op on these inputs, and this tool can run it again."""
         torch = self.torch
         if not torch.is_grad_enabled() or self._forward_ad._current_level >= 0:
             return False
@@ -119,14 +119,14 @@ class Torch:
         return not torch._C._len_torch_dispatch_stack() and not self._has_modes()
 
     def _has_modes(self) -> bool:
-        """Whether there is a mode for functions besides the one that holds the default device."""
+        """Return True if a mode for functions is active besides that of the default device."""
         count = self.torch._C._len_torch_function_stack()
         return count > 0 and any(
             type(self.torch._C._get_function_stack_at(i)).__name__ != "DeviceContext" for i in range(count)
         )
 
     def is_plain(self, tensor: Any) -> bool:
-        """Whether a tensor is its storage's numbers and no more."""
+        """Return True if a tensor is a plain view of its storage."""
         torch = self.torch
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -151,11 +151,11 @@ class Torch:
         return tensor.untyped_storage()
 
     def uses(self, address: int) -> int:
-        """How many tensors share a storage."""
+        """Return the number of tensors that share a storage."""
         return int(self._uses(address)) - self._offset
 
     def geometry(self, tensor: Any) -> Geometry:
-        """How it lies in its storage."""
+        """Return extents, strides, offset and element type of a tensor in its storage."""
         return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def view(self, memory: Any, geometry: Geometry) -> Any:
@@ -174,14 +174,14 @@ class Torch:
     # ---- running ----
 
     def as_it_is(self, value: Any) -> Any:
-        """What is no tensor; the bounds of a slice may be tensors, which the program may write later."""
+        """Return an input that is no tensor; tensors in the bounds of a slice become numbers."""
         if not isinstance(value, slice):
             return value
         bounds = (value.start, value.stop, value.step)
         return slice(*(int(one) if isinstance(one, self.torch.Tensor) else one for one in bounds))
 
     def settings(self, inputs: Sequence[Any]) -> Settings:
-        """What is in force."""
+        """Return the global settings that an op depends on."""
         torch = self.torch
         devices = sorted({"cpu", *(one.device.type for one in self.tensors(inputs))})
         states = tuple(
@@ -200,7 +200,7 @@ class Torch:
         return states
 
     def are_equal(self, states: Sequence[Any], others: Sequence[Any]) -> bool:
-        """Whether nothing was drawn meanwhile."""
+        """Return True if no random number was drawn between two states."""
         return all(self.torch.equal(one, other) for one, other in zip(states, others, strict=True))
 
     def saving(self, pack: Any, unpack: Any) -> AbstractContextManager[Any] | None:

@@ -130,7 +130,7 @@ class Store(Eviction):
     # ---- writes, and the end ----
 
     def before_write(self, tensors: Sequence[Any]) -> None:
-        """Hear that tensors will be written: what only their present values could restore comes back."""
+        """Before tensors are written, bring back what only their present values can restore."""
         with self._alone():
             self._tidy()
             self.ledger.drain()

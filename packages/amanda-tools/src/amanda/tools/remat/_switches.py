@@ -29,7 +29,7 @@ class Switches:
         self._setters = [getattr(torch._C, setter) for _, setter in known]
 
     def read(self) -> list[Any]:
-        """How they stand."""
+        """Return the present states."""
         return [get() for get in self._getters]
 
     @contextmanager

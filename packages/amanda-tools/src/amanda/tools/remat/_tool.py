@@ -74,7 +74,7 @@ class RematTool(amanda.Tool):
 
     @property
     def result(self) -> RematResult:
-        """What was evicted and run again so far."""
+        """The evictions and the ops that ran again so far."""
         store = self._store
         peak = max(self._peak, store.ledger.peak if store else 0)
         short = max(self._short, store.short if store else 0)
@@ -206,7 +206,7 @@ class _Saving:
 
 
 def _signature(value: Any) -> Hashable:
-    """What the bytes that an op makes depend on."""
+    """Return what the bytes that an op makes depend on."""
     if type(value) in (list, tuple):
         return tuple(map(_signature, value))
     if hasattr(value, "requires_grad"):

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
-    """What `make` makes of the content of a JSON file, which may be gzipped.
+    """Return `make(content)` for the content of a JSON file, which may be gzipped.
 
     what: such a file, for messages: "file of statistics".
     Raises TooLargeError, and AmandaError where there is none, and where it is another: for what `make`
@@ -59,7 +59,7 @@ def schema_of(found: Any) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """What was the matter with a content."""
+    """Return a sentence about a content that cannot be read."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, (ValueError, AmandaError)):

@@ -22,11 +22,11 @@ class Mergeable(Protocol):
 
     @classmethod
     def from_dict(cls: type[ResultT], found: Mapping[str, Any]) -> ResultT:
-        """What `to_dict` gave, also in another process; raises ValueError for another schema or version."""
+        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
 
 
 def can_merge(result: object) -> bool:
-    """Whether results like this one become one result, and not rows side by side."""
+    """Return True if results of this class merge into one result, instead of rows side by side."""
     columns = result.columns if isinstance(result, Result) else ()
     return isinstance(result, Mergeable) or any(column.merge for column in columns)
 
@@ -79,7 +79,7 @@ def by_rank(results: Mapping[str, Result]) -> Table:
 
 
 def told_apart(sentences: Mapping[str, Sequence[str]]) -> list[str]:
-    """What all say, once; before what some say, who says it."""
+    """Return sentences: those of all results once, and those of some results with the results' names."""
     told: dict[str, list[str]] = {}
     for name, each in sentences.items():
         for sentence in each:

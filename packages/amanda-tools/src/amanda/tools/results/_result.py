@@ -46,7 +46,7 @@ class Column:
     merge: Literal["sum", "min", "max", "mean", ""] = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """What files say of it."""
+        """Return the column as files describe it."""
         told = {"name": self.name, "total": self.total, "unit": self.unit}
         return {**told, "merge": self.merge} if self.merge else told
 
@@ -73,7 +73,7 @@ class Result(ABC):
         return ()
 
     def facts(self) -> Mapping[str, Any]:
-        """What files have besides the rows."""
+        """Return what files contain besides the rows."""
         return {}
 
     @property

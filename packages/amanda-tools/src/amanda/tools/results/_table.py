@@ -38,16 +38,16 @@ class Table(Result):
         return self._rows
 
     def notes(self) -> Sequence[str]:
-        """What the result said of itself."""
+        """Return the notes of the result."""
         return self._notes
 
     def facts(self) -> Mapping[str, Any]:
-        """What it had besides the rows."""
+        """Return the facts of the result."""
         return self._facts
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Table:
-        """What any result's `to_dict` gave.  Raises KeyError or TypeError for anything else."""
+        """Return a table of what any result's `to_dict` gave.  Raises KeyError or TypeError for others."""
         rows = found["rows"]
         columns = [_column(one, [row[one["name"]] for row in rows]) for one in found["columns"]]
         told = {"schema", "version", "title", "notes", "columns", "rows"}
@@ -59,7 +59,7 @@ class Table(Result):
 
 
 def load(path: str | Path) -> Result:
-    """What `save` wrote as JSON: the result as its tool has it, or a table where the tool cannot be asked.
+    """Load a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
 
     Raises AmandaError for a file that is none of a result, or of a version that its tool does not read.
     """

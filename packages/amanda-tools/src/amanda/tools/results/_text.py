@@ -44,7 +44,7 @@ def not_met(what: str, names: Sequence[str]) -> list[str]:
 def fitting(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, numbers: Sequence[bool]
 ) -> tuple[list[int], int]:
-    """Which columns of a table have room in a width (None: any), and how long their texts may be.
+    """Return the columns of a table that fit a width (None: any), and the longest text of a cell.
 
     Texts give way first, then the column "source", then columns from the right; three stay.
     """

@@ -30,7 +30,7 @@ def _is_pytorch(context: amanda.OpContext) -> bool:
 
 
 def is_attention(match: Match) -> bool:
-    """Whether shapes, axis and constants are those that the fused call takes."""
+    """Return True if the fused call takes these shapes, axis and constants."""
     query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
     if min(query.dim(), key.dim(), value.dim()) < 3 or match["dim"] not in (-1, query.dim() - 1):
         return False
@@ -45,7 +45,7 @@ def is_attention(match: Match) -> bool:
 
 
 def _is_mask(mask: Any, shape: Sequence[int]) -> bool:
-    """Whether a tensor can be added to scores without making them more."""
+    """Return True if a tensor can be added to scores without broadcasting the scores."""
     sizes = getattr(mask, "shape", None)
     if sizes is None or len(sizes) > len(shape):
         return False

@@ -92,7 +92,7 @@ def _convolved(convolution: OpCall, scale: Any, shift: Any) -> Any:
 
 
 def _is_per_channel(context: amanda.OpContext) -> bool:
-    """Whether one of two inputs is a vector along the last axis, in which TensorFlow has channels."""
+    """Return True if one of two inputs is a vector along the last axis, which has TensorFlow's channels."""
     if not context.namespace.matches("tensorflow"):
         return False
     if (context.get_attrs().get("data_format") or b"NHWC") not in (b"NHWC", "NHWC"):

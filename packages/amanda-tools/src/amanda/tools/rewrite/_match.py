@@ -108,7 +108,7 @@ class Site:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What tells it from others."""
+        """Key of the site among all sites."""
         return self.rule.name, self.members
 
 
@@ -156,12 +156,12 @@ class Match:
         return name in self._captures
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What a Capture is; the default where what it is given to is absent."""
+        """Return the value of a Capture; the default where its op is absent."""
         edge = self._captures.get(name)
         return default if edge is None else self._calls[edge[0]].inputs[edge[1]]
 
     def original(self) -> Any:
-        """What the ops of the match make, computed one by one."""
+        """Compute the ops of the match one by one; return the output of the last."""
         made: dict[int, Any] = {}
 
         def value(op_id: int) -> Any:

@@ -22,7 +22,7 @@ def _first(match: Match) -> Any:
 
 
 def insert_after(pattern: Op, function: Callable[[Any], Any], name: str = "") -> Rule:
-    """What the last op of a pattern makes goes through a function, which takes part in autodiff."""
+    """Return a rule that passes the output of a pattern through a function, which takes part in autodiff."""
     told = name or f"insert {getattr(function, '__name__', function)}"
     return Rule(pattern, lambda match: function(match.original()), name=told)
 

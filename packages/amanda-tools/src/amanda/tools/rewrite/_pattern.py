@@ -69,7 +69,7 @@ class Op:
         self.commutative = commutative
 
     def fits(self, context: amanda.OpContext) -> bool:
-        """Whether an op is of the type, and `where` accepts it."""
+        """Return True if an op is of the type, and `where` accepts it."""
         names = (context["type"], context.get_op_type())
         if not any(fnmatchcase(name, one) for name in names for one in self.types):
             return False
@@ -82,7 +82,7 @@ class Op:
 
     @property
     def passed(self) -> Op | Maybe | Capture | None:
-        """What takes the op's place where it is absent: its first input that is told."""
+        """Return what replaces the op where it is absent: its first input in the pattern."""
         return next((one for one in self.inputs if one is not None), None)
 
     def __repr__(self) -> str:

@@ -42,7 +42,7 @@ class TorchSteps(Steps):
         self.waiting: weakref.WeakSet[Delay] = weakref.WeakSet()
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """What stands for the output, or the output itself where its form is not known yet."""
+        """Return a stand-in for the output, or the output itself where its form is not known yet."""
         delay = Delay(node, inputs, compute, self.makers(inputs), self._read)
         key = (node.op, _signature(inputs), delay.modes)
         known = key in self._forms
@@ -110,7 +110,7 @@ class Delay(Step):
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing has been written into its inputs since."""
+        """True if nothing has been written into the inputs of the op since it was called."""
         return not self.is_written and _versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
@@ -175,7 +175,7 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
 
 
 def _signature(values: Sequence[Any]) -> Hashable:
-    """What the form of an output depends on."""
+    """Return all that the form of an output depends on."""
     return tuple([_sign(one) for one in values])
 
 

@@ -65,7 +65,7 @@ class RewriteResult(Result):
         return cls(made)
 
     def count(self, rule: str | None = None) -> int:
-        """How many matches are replaced, of one rule or of all."""
+        """Return the number of matches that are replaced, of one rule or of all."""
         return sum(not one.obstacle and rule in (None, one.rule) for one in self.matches)
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -82,7 +82,7 @@ class RewriteResult(Result):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> RewriteResult:
-        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
         check_schema(found, cls.name, cls.version)
         return cls([Rewritten(**{**one, "ops": tuple(one["ops"])}) for one in found["matches"]])
 
@@ -91,7 +91,7 @@ class RewriteResult(Result):
         return RewriteResult([one for result in (self, *others) for one in result.matches])
 
     def notes(self) -> Sequence[str]:
-        """How many matches there are, and of which rules."""
+        """Return the number of matches of each rule."""
         if not self.matches:
             return ["No rule's pattern was met."]
         rules = dict.fromkeys(one.rule for one in self.matches)

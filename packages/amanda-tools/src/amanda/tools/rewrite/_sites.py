@@ -39,7 +39,7 @@ class Sites:
             self._sites.setdefault(site.key, site)
 
     def decide(self, nodes: Mapping[int, Node]) -> set[int]:
-        """Which matches are replaced, by all that is known now; ids of ops whose part has changed."""
+        """Decide which matches are replaced; return the ids of ops whose role has changed."""
         roles: dict[int, Site] = {}
         for site in self:
             site.obstacle = site.broken or _obstacle(site, nodes)

@@ -39,7 +39,7 @@ def form_of(value: Any, inputs: Sequence[Any] = ()) -> Form | None:
 
 
 def delayed(delay: Delay, form: Form) -> torch.Tensor:
-    """What stands for the output of a delay."""
+    """Return a stand-in for the output of a delayed op."""
     if not form.requires_grad:
         return _stand_in(delay, form)
     delay.is_put_off = True
@@ -49,7 +49,7 @@ def delayed(delay: Delay, form: Form) -> torch.Tensor:
 
 
 def delay_of(value: Any) -> Delay | None:
-    """What a tensor stands for; None of others."""
+    """Return the delay behind a stand-in; None for any other tensor."""
     found: Delay | None = getattr(value, "_amanda_delay", None)
     return found
 

@@ -28,11 +28,11 @@ class Step:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing has been written into its inputs since."""
+        """True if nothing has been written into the inputs of the op since it was called."""
         return True
 
     def is_read(self) -> bool:
-        """Whether anything outside of the match has read its output, or wants its gradient."""
+        """Return True if anything outside of the match has read the output, or wants its gradient."""
         return bool(self.reader)
 
 

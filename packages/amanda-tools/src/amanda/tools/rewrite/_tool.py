@@ -63,7 +63,7 @@ class RewriteTool(amanda.Tool):
         return nullcontext()
 
     def scope_left(self) -> None:
-        """What was put off and lives on is computed while what it reads is as it was."""
+        """Compute the delayed ops whose outputs live on, while their inputs are unchanged."""
         for steps in self._steps.values():
             with suppress(Exception):  # whoever reads it is told
                 steps.settle()
@@ -183,7 +183,7 @@ class RewriteTool(amanda.Tool):
         steps.settle(written if isinstance(written, (list, tuple)) else [written])
 
     def _read(self, step: Step) -> None:
-        """What an op of a match was to make is read by something else."""
+        """Break a match: an op outside of it reads the output of a delayed op."""
         site = self._sites.role(step.node.id)
         if site is not None and step.is_used:
             if step.reader in HOOKS:

@@ -57,7 +57,7 @@ class Selection:
             tool.wrap_routines(_backward_alone)
 
     def __call__(self, context: amanda.OpContext) -> bool:
-        """Whether the analysis routines are called for an op."""
+        """Return True if the analysis routines are called for an op."""
         self._met = True
         if not self._has_phase(context):
             return False

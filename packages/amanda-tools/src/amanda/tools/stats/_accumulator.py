@@ -37,7 +37,7 @@ _FRAMEWORKS = {"torch": _pytorch, "tensorflow": _tensorflow}
 
 
 def numbers(tensor: Any) -> Any:
-    """What a tensor of any layout stores, in one row, complex numbers as magnitudes; None without numbers."""
+    """Return the elements of a tensor of any layout in one row, magnitudes of complex ones."""
     framework = framework_of(tensor)
     return None if framework.place(tensor) is None else framework.numbers(tensor)[0]
 
@@ -137,7 +137,7 @@ def _folded(vectors: list[Any]) -> Any:
 
 
 def _binned(block: Any, finite: Any, bins: Bins) -> Any:
-    """How many numbers of a block are in each bin, and behind these how many are not finite.
+    """Return the number of elements of a block in each bin, and behind these the number that is not finite.
 
     finite: which are; None if all of them.
     """

@@ -44,7 +44,7 @@ def leading_bits(block: Any, bits: int) -> tuple[Any, int]:
 
 
 def counts(indices: Any, total: int) -> Any:
-    """How many indices there are of each."""
+    """Return the number of times that each index occurs."""
     return np.bincount(indices, minlength=total)
 
 

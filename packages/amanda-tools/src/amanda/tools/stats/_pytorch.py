@@ -66,7 +66,7 @@ def leading_bits(block: Tensor, bits: int) -> tuple[Tensor, int]:
 
 
 def counts(indices: Tensor, total: int) -> Tensor:
-    """How many indices there are of each; torch.bincount would wait for the device."""
+    """Return the number of times that each index occurs; torch.bincount would wait for the device."""
     found = indices.new_zeros(total)
     return found.scatter_add_(0, indices, indices.new_ones(1).expand_as(indices))
 

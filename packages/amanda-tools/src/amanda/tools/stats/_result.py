@@ -86,7 +86,7 @@ class StatsResult(Result):
         ]  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """What the numbers are of, and how far quantiles are off at most."""
+        """Return what the numbers count, and the largest error of quantiles."""
         notes = ["Of finite numbers; of complex ones their magnitudes. NaN and Inf are counted apart."]
         errors = [one.sketch.bins.error for one in self.measured if one.sketch is not None]
         if errors and self.quantiles:
@@ -121,7 +121,7 @@ class StatsResult(Result):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:
-        """What `to_dict` gave; raises ValueError for what is not of this schema and version."""
+        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
         check_schema(found, cls.name, cls.version)
         measured = [
             Measured(

@@ -147,6 +147,6 @@ class Sketch:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, object]) -> Sketch:
-        """What `to_dict` gave."""
+        """Return the sketch that `to_dict` described."""
         pairs: Iterable[tuple[int, int]] = value["counts"]  # type: ignore[assignment]
         return cls(Bins(int(value["bits"])), {int(i): int(n) for i, n in pairs})  # type: ignore[call-overload]

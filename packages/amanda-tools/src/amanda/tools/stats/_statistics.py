@@ -89,6 +89,6 @@ class Statistics:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:
-        """What `to_dict` gave."""
+        """Return the statistics that `to_dict` described."""
         given = {name: value[name] for name in cls.__dataclass_fields__ if value[name] is not None}
         return cls(**given)

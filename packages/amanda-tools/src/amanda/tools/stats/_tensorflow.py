@@ -40,7 +40,7 @@ def leading_bits(block: Any, bits: int) -> tuple[Any, int]:
 
 
 def counts(indices: Any, total: int) -> Any:
-    """How many indices there are of each."""
+    """Return the number of times that each index occurs."""
     import tensorflow as tf
 
     return tf.math.bincount(indices, minlength=total, maxlength=total, dtype=tf.int64)

@@ -32,7 +32,7 @@ class _Place:
     measured: dict[str, _Stream] = field(default_factory=dict)
 
     def read(self) -> Iterator[Measured]:
-        """What was measured so far; waits for the devices."""
+        """Return the statistics so far; wait for the devices."""
         for tensor, stream in list(self.measured.items()):
             yield Measured(
                 self.phase, self.type, self.module, self.source, tensor, stream.dtype,
@@ -88,7 +88,7 @@ class StatsTool(amanda.Tool):
 
     @property
     def result(self) -> StatsResult:
-        """What was measured so far; waits for the devices."""
+        """Return the statistics so far; wait for the devices."""
         result = StatsResult(self._read(), self._quantiles)
         result.remarks = list(self._packed)
         return result

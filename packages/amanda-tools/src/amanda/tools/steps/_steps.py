@@ -29,7 +29,7 @@ class _Candidate:
     executions: int = 0
 
     def leads(self, other: _Candidate | None) -> bool:
-        """Whether steps go by this one rather than by the other."""
+        """Return True if this op begins steps rather than the other one."""
         if other is None or other is self:
             return True
         if self.inside != other.inside:
@@ -100,7 +100,7 @@ class Steps(amanda.Tool):
         context.insert_before_op(self._execute, inputs=[], place=place)
 
     def _place(self, context: amanda.OpContext) -> Hashable:
-        """What names an op that may lead; None for one that does not."""
+        """Return the key of an op that may begin steps; None for an op that may not."""
         op_id = context.get_op_id()
         if op_id in self._candidates:
             return op_id

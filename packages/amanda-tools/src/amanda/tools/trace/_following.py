@@ -51,7 +51,7 @@ class Following:
 
     @amanda.observer
     def leave(self, *outputs: Any, place: Place) -> None:
-        """It has run."""
+        """Take the outputs of an op that has run."""
         frame = self._frames.pop(place)
         if frame is None:
             return
@@ -109,7 +109,7 @@ class Following:
     def read_gradients(
         self, gradients: Sequence[Any], arrived: list[list[int]] | None
     ) -> tuple[Position, ...]:
-        """What is at each gradient that enters: where several have arrived, they are added up."""
+        """Return the recorded tensor of each gradient that enters an op; several that arrive are added up."""
         read: list[Position] = []
         for i, gradient in enumerate(gradients):
             sent = [] if arrived is None else arrived[i]
@@ -121,7 +121,7 @@ class Following:
 
     @amanda.observer
     def leave_backward(self, *gradients: Any, place: Place) -> None:
-        """It has run."""
+        """Take the outputs of an op that has run."""
         frame = self._frames.pop(place)
         if frame is None:
             return
@@ -228,7 +228,7 @@ class Following:
         return found
 
     def _after_write(self, frame: Frame, executed: Executed, position: int, tensor: Any, op: int) -> int:
-        """What a written input is now: an output, or a tensor of its own."""
+        """Return the recorded tensor of an input after a write: an output of the op, or a new tensor."""
         index = self.living.last_index(tensor)
         if index is not None and index in spread(executed.outputs):
             return index
@@ -238,7 +238,7 @@ class Following:
 
 
 def agree(roots: Sequence[Position], recorded: Sequence[Position]) -> bool:
-    """Whether inputs are those of a recorded op, where an unknown one may be any."""
+    """Return True if inputs are those of a recorded op, where an unknown input may be any."""
     if len(roots) != len(recorded):
         return False
     for one, other in zip(roots, recorded, strict=True):

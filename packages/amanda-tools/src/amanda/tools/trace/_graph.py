@@ -164,7 +164,7 @@ class Graph:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Graph:
-        """What `to_dict` gave, also after JSON.
+        """Return the graph that `to_dict` described, also after JSON.
 
         Raises ValueError for another schema or version.
         """

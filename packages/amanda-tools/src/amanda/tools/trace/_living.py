@@ -38,17 +38,17 @@ class Living:
     # ---- what is known ----
 
     def last_index(self, tensor: Any) -> int | None:
-        """What a tensor was when an op read or made it; None of an unknown one."""
+        """Return the index that a tensor had when an op read or made it; None for an unknown tensor."""
         known = self._known.get(self.values.key(tensor))
         return None if known is None else known.index
 
     def is_current(self, tensor: Any) -> bool:
-        """Whether it is known, and nothing was written into its memory since."""
+        """Return True if a tensor is known, and nothing was written into its memory since."""
         known = self._known.get(self.values.key(tensor))
         return known is not None and not self.memory.since(self.values, tensor, known.serial)
 
     def index_of(self, tensor: Any) -> int | None:
-        """What a tensor is at this moment: another one after each write that left something in it."""
+        """Return the present index of a tensor: another one after each write into its elements."""
         known = self._known.get(self.values.key(tensor))
         if known is None:
             return None
@@ -66,7 +66,7 @@ class Living:
         return self._recorder.add_tensor(described, old.kind, old.name, op, before, same=True)
 
     def know(self, tensor: Any, index: int) -> None:
-        """Hear that a living tensor is this recorded one."""
+        """Map a living tensor to a recorded one."""
         key = self.values.key(tensor)
         known = self._known.get(key)
         if known is not None:
@@ -98,7 +98,7 @@ class Living:
     # ---- what goes into an op ----
 
     def root_of(self, value: Any) -> Position:
-        """What a value was before it was written for the first time; UNKNOWN of an unknown tensor."""
+        """Return the index of a value before its first write; UNKNOWN for an unknown tensor."""
         if isinstance(value, (list, tuple)):
             roots = tuple(map(self.root_of, value))
             return roots if any(one is not None for one in roots) else None  # type: ignore[return-value]
@@ -108,11 +108,11 @@ class Living:
         return UNKNOWN if index is None else self._recorder.values[index].root
 
     def read_all(self, values: Sequence[Any]) -> tuple[Position, ...]:
-        """What is at each input."""
+        """Return the recorded tensor of each input."""
         return tuple(self.read(value) for value in values)
 
     def read(self, value: Any, kind: str | None = None) -> Position:
-        """What is at an input: what is not known yet comes from outside, as a tensor of that kind."""
+        """Return the recorded tensor of an input; an unknown one comes from outside, of that kind."""
         if isinstance(value, (list, tuple)):
             found = tuple(self.read(one, kind) for one in value)
             return found if any(one is not None for one in found) else None  # type: ignore[return-value]

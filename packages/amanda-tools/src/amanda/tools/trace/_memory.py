@@ -30,7 +30,7 @@ class Memory:
         self._swept_at = 1024
 
     def note(self, values: Values, tensor: Any, op: int) -> None:
-        """Hear that an op has written a tensor."""
+        """Record that an op has written a tensor."""
         span = values.span(tensor)
         if span is None:
             return
@@ -69,7 +69,7 @@ class Memory:
 
 
 def overlap(one: Span, other: Span) -> bool:
-    """Whether two tensors of one memory have an element in common; True where that takes long to tell."""
+    """Return True if two tensors in one memory share an element, or if that takes too long to compute."""
     if 0 in one.shape or 0 in other.shape:
         return False
     first, second = _bounds(one), _bounds(other)

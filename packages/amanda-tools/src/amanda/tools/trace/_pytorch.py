@@ -38,7 +38,7 @@ class PyTorchValues(Values):
         self._arriving: dict[int, dict[Hashable, list[int]]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether it is a tensor."""
+        """Return True for a tensor."""
         return isinstance(value, self._torch.Tensor)
 
     def key(self, tensor: Any) -> Hashable:
@@ -51,7 +51,7 @@ class PyTorchValues(Values):
         return self._weak(tensor)
 
     def is_gone(self, held: Any) -> bool:
-        """Whether the tensor is freed."""
+        """Return True if the tensor is freed."""
         return bool(held.expired())
 
     def describe(self, tensor: Any) -> Description:
@@ -89,7 +89,7 @@ class PyTorchValues(Values):
         return self._weak_storage(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def is_memory_gone(self, held: Any) -> bool:
-        """Whether the storage is freed."""
+        """Return True if the storage is freed."""
         return bool(held.expired())
 
     # ---- parameters ----
@@ -121,21 +121,21 @@ class PyTorchValues(Values):
     numbers_nodes = True
 
     def in_backward(self) -> bool:
-        """Whether a backward pass is under way in this thread."""
+        """Return True if a backward pass runs in this thread."""
         return bool(self._torch._C._current_graph_task_id() != -1)
 
     def next_number(self) -> int | None:
-        """What autograd counts this thread's next node with."""
+        """Return the sequence number of this thread's next node."""
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return number
 
     def node_number(self) -> int | None:
-        """What it has counted the node that runs with; leaves have none."""
+        """Return the sequence number of the node that runs; leaves have none."""
         node = self._torch._C._current_autograd_node()
         return None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
 
     def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
-        """What was sent to the node that runs; None where nothing was."""
+        """Return the gradients that were sent to the node that runs; None without any."""
         node = self._torch._C._current_autograd_node()
         sent = self._arriving.get(self._torch._C._current_graph_task_id())
         if node is None or sent is None:

@@ -60,7 +60,7 @@ class TraceResult(Result):
         return self.graph.to_dict()
 
     def notes(self) -> Sequence[str]:
-        """How much there is, and what is not in the graph."""
+        """Return the number of ops and tensors, and what is not in the graph."""
         ops: Sequence[Op] = self.graph.ops
         counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in ops)}
         *others, last = (f"{count:,} {phase}" for phase, count in counts.items())

@@ -28,11 +28,11 @@ class TensorFlowValues(Values):
         self._arguments: dict[str, Sequence[int]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether it is a tensor, also one of unknown rank."""
+        """Return True for a tensor, also one of unknown rank."""
         return hasattr(value, "_id") and self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
-        """Whether a tensor stands for a variable, an iterator or a dataset."""
+        """Return True if a tensor stands for a variable, an iterator or a dataset."""
         return self._dtype(tensor) in _HANDLES
 
     def key(self, tensor: Any) -> Hashable:
@@ -103,7 +103,7 @@ class TensorFlowValues(Values):
     # ---- functions ----
 
     def outer(self, tensor: Any) -> Any:
-        """What a function captured, or what it is called with."""
+        """Return the tensor that a function captured or is called with, or its position."""
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None

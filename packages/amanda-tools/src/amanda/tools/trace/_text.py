@@ -23,7 +23,7 @@ def listing(graph: Graph) -> str:
 
 
 def value_name(tensor: Tensor) -> str:
-    """What a listing calls a tensor: its name where it has one to itself."""
+    """Return the word for a tensor in a listing: its name if no other tensor has that name."""
     if tensor.name is None:
         return f"%{tensor.index}"
     return f"%{tensor.name}" if tensor.producer is None else f"%{tensor.name}.{tensor.index}"

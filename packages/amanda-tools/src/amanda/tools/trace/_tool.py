@@ -78,7 +78,7 @@ class TraceTool(amanda.Tool):
     # ---- frameworks ----
 
     def _rules(self) -> list[list[Any]]:
-        """What follows a framework's tensors: a rule leaves it in the context, under the tool's key."""
+        """Return the rules that put a framework's `Living` into the context, under the tool's key."""
         known = {"pytorch": self._pytorch, "tensorflow": self._tensorflow, "onnxruntime": self._onnxruntime}
         return [*map(list, known.items()), ["*", self._other]]
 

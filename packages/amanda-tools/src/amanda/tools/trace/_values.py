@@ -43,11 +43,11 @@ class Values:
         self._dtype = dtype
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether it is a tensor, also one of unknown rank."""
+        """Return True for a tensor, also one of unknown rank."""
         return self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
-        """Whether a tensor has no elements, but stands for a variable, an iterator or their like."""
+        """Return True if a tensor has no elements, but stands for a variable, an iterator or their like."""
         return False
 
     def key(self, tensor: Any) -> Hashable:
@@ -62,7 +62,7 @@ class Values:
             return tensor
 
     def is_gone(self, held: Any) -> bool:
-        """Whether the tensor of a weak reference does not live any more."""
+        """Return True if the tensor of a weak reference is freed."""
         return False
 
     def describe(self, tensor: Any) -> Description:
@@ -81,7 +81,7 @@ class Values:
         return "activation" if context.is_forward() else "gradient"
 
     def brings_in(self, context: amanda.OpContext) -> bool:
-        """Whether what an op makes is new data from outside each time."""
+        """Return True if an op gives new data from outside at each execution."""
         return False
 
     def name(self, tensor: Any) -> str | None:
@@ -93,11 +93,11 @@ class Values:
         return None
 
     def is_symbolic(self, context: amanda.OpContext) -> bool:
-        """Whether what the analysis is given stands for values that come later."""
+        """Return True if the analysis is given symbols, whose values come later."""
         return not context.is_eager()
 
     def call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
-        """Hear with which tensors, by their indices, an op calls functions."""
+        """Take the indices of the tensors with which an op calls functions."""
 
     def op_name(self, context: amanda.OpContext) -> str:
         """The framework's own name of the op that runs."""
@@ -105,7 +105,7 @@ class Values:
         return str(getattr(op, "__name__", op))
 
     def version(self, tensor: Any) -> int | None:
-        """What changes when a tensor is written; None where that cannot be told."""
+        """Return a counter that changes when a tensor is written; None without one."""
         return None
 
     def written(self, context: amanda.OpContext) -> Sequence[int]:
@@ -121,7 +121,7 @@ class Values:
         return None
 
     def is_memory_gone(self, held: Any) -> bool:
-        """Whether the memory of such a reference is freed."""
+        """Return True if the memory of such a reference is freed."""
         return False
 
     # ---- the backward pass, where its edges are known apart from the gradients ----
@@ -130,15 +130,15 @@ class Values:
     """Whether autodiff counts the nodes that it makes."""
 
     def in_backward(self) -> bool:
-        """Whether a backward pass is under way in this thread, as far as that can be told."""
+        """Return True if a backward pass is known to run in this thread."""
         return False
 
     def next_number(self) -> int | None:
-        """What autodiff counts the next node with."""
+        """Return the number of autodiff's next node."""
         return None
 
     def node_number(self) -> int | None:
-        """What it has counted the node that runs with; None of one that adds up a leaf's gradient."""
+        """Return the number of the node that runs; None for a node that adds up a leaf's gradient."""
         return None
 
     def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
@@ -149,7 +149,7 @@ class Values:
         return None
 
     def leave(self, gradients: Sequence[int | None]) -> None:
-        """Hear which recorded gradients leave the op."""
+        """Take the recorded gradients that leave the op."""
 
     def accumulated(self) -> Any:
         """The tensor in which the op adds gradients up; None of others."""
