@@ -121,6 +121,7 @@ def counts() -> dict[str, int]:
         "subjects": len(mortality.ops),
         "ops": sum(map(len, mortality.ops.values())),
         "marks": Mark.alive(),
+        "ops of tools": sum(len(one._amanda.analysed) for layer in mortality.layers for one in layer.applied),
     }
 
 

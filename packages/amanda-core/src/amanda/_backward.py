@@ -120,7 +120,7 @@ class BackwardStep:
         self._state = state
         self.id = backward_id(trace.op_id, op.__name__, place)
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
-        self._fresh: list[tuple[Plan, Draft[BackwardPlan]]] = []
+        self._fresh: list[tuple[Layer, Plan, Draft[BackwardPlan]]] = []
         self._plans: list[BackwardPlan] = []
         self._missing: list[tuple[Layer, Plan]] = []
         self._complete = True  # no layer has routines for it whose scope is closed
@@ -193,7 +193,7 @@ class BackwardStep:
         if isinstance(draft, BackwardPlan):
             return draft
         draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)
-        self._fresh.append((plan, draft))
+        self._fresh.append((layer, plan, draft))
         return draft.plan
 
     def after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
@@ -203,9 +203,11 @@ class BackwardStep:
         if replacement is not None and self._state.is_open(replacement.tool):
             grads = self._replaced(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
-        for plan, draft in self._fresh:
+        for layer, plan, draft in self._fresh:
             draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             plan.backward[self.id] = draft.plan
+            if self._state.cache and not layer.has(self._trace.op_id, plan):  # its model died meanwhile
+                layer.bury(self._trace.op_id)
         self._fresh = []
         for action in in_turn((one for plan in self._plans for one in plan.after), True):
             grads = self._run(action, grads)

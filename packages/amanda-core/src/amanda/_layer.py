@@ -106,11 +106,21 @@ class Layer:
             else:
                 self.relearn(op_id)
 
+    def has(self, op_id: int, plan: Plan) -> bool:
+        """Return True if a plan of an op is kept."""
+        return any(one is plan for one in self.plans.get(op_id, {}).values())
+
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""
         self.plans.pop(op_id, None)
         self.writers.discard(op_id)
         self.table.discard(op_id)
+
+    def bury(self, op_id: int) -> None:
+        """Drop every plan of an op that is gone for good, and tell the tools."""
+        self.forget(op_id)
+        for tool in self.applied:
+            tool._amanda.on_death(op_id)
 
 
 def layer_of(tools: Sequence[Tool], parent: Layer | None) -> Layer:

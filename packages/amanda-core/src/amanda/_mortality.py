@@ -102,9 +102,7 @@ class Mortality:
                 if other in self.ops:
                     self.ops[other].discard(op_id)
             for layer in list(self.layers):
-                layer.forget(op_id)
-                for tool in layer.applied:
-                    tool._amanda.on_death(op_id)
+                layer.bury(op_id)
 
 
 mortality = Mortality()
