@@ -1,84 +1,52 @@
-"""Ops that are under way, and the tensors that they were given."""
+"""Ops that are under way."""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from amanda.tools.trace._graph import Position
+from amanda.tools.trace._living import Given
 from amanda.tools.trace._recorder import Place
 
 _KEPT = 256
-"""Frames of ops that raised stay behind; so many ops may be under way within one another."""
-
-
-class Given(NamedTuple):
-    """A tensor that an op was given: a weak reference, what it was recorded as, and its version then."""
-
-    reference: Callable[[], Any]
-    tensor: int
-    version: int | None
+"""Most ops under way within one another; frames of ops that raised stay until then."""
 
 
 class Frame(NamedTuple):
     """An op under way.
 
-    given: by flat position.  target: the recorded op that stands for this execution; None for a new one.
-    serial: of the last write before the op.  number: that autodiff's next node would have had.
+    target: the recorded op that the execution is one of; None for a new op.  forward: of a backward op.
+    given: the tensors among the inputs by flat position.  serial: of the last write before the op.
+    number: that autodiff's next node would have had.
     """
 
     place: Place
     inputs: tuple[Position, ...]
-    target: int | None = None
+    target: int | None
     forward: int | None = None
     given: Sequence[Given | None] = ()
     serial: int = 0
     number: int | None = None
 
 
-class Frames:
+class Frames(threading.local):
     """The ops under way in each thread, the innermost last."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._frames: list[Frame] = []
 
     def push(self, frame: Frame) -> None:
-        """An op begins."""
-        frames = self._of_thread()
-        del frames[:-_KEPT]
-        frames.append(frame)
+        """Begin an op."""
+        del self._frames[:-_KEPT]
+        self._frames.append(frame)
 
     def pop(self, place: Place) -> Frame | None:
-        """An op ends: its frame. Those within it are of ops that raised."""
-        frames = self._of_thread()
-        for i in range(len(frames) - 1, -1, -1):
-            if frames[i].place is place:
-                frame = frames[i]
-                del frames[i:]
+        """End an op, and return its frame; frames within that one are of ops that raised."""
+        for i in range(len(self._frames) - 1, -1, -1):
+            if self._frames[i].place is place:
+                frame = self._frames[i]
+                del self._frames[i:]
                 return frame
         return None
-
-    def _of_thread(self) -> list[Frame]:
-        frames: list[Frame] | None = getattr(self._local, "frames", None)
-        if frames is None:
-            frames = self._local.frames = []
-        return frames
-
-
-def flat(values: Sequence[Any]) -> Iterator[Any]:
-    """Values, each list among them as its elements."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from flat(value)
-        else:
-            yield value
-
-
-def reference(tensor: Any) -> Callable[[], Any]:
-    """A weak reference where there can be one."""
-    try:
-        return weakref.ref(tensor)
-    except TypeError:
-        return lambda: tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -76,21 +76,37 @@ class Op:
     @property
     def reads(self) -> tuple[int, ...]:
         """Indices of all tensors among the inputs."""
-        return tuple(spread(self.inputs))
+        return tuple(flat_indices(self.inputs))
 
     @property
     def makes(self) -> tuple[int, ...]:
         """Indices of all tensors among the outputs, and of those written."""
-        return (*spread(self.outputs), *self.writes)
+        return (*flat_indices(self.outputs), *self.writes)
 
 
-def spread(positions: Sequence[Position]) -> Iterator[int]:
-    """The tensor indices at positions."""
-    for one in positions:
-        if isinstance(one, tuple):
-            yield from (index for index in one if index is not None)
-        elif one is not None:
-            yield one
+def flat(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield values, and for each list among them its elements."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from flat(value)
+        else:
+            yield value
+
+
+def flat_indices(positions: Sequence[Position]) -> Iterator[int]:
+    """Yield the tensor indices at positions."""
+    return (one for one in flat(positions) if one is not None)
+
+
+def each(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:
+    """Return what a function gives for a value, or for each element of a list.
+
+    keep: lists for whose elements the function gives None alone, instead of None for them.
+    """
+    if not isinstance(value, (list, tuple)):
+        return None if value is None else function(value)
+    found: Any = tuple(each(function, one, keep) for one in value)
+    return found if keep or any(one is not None for one in found) else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a tool that depends on the tracing one reads in its analyses."""
+"""The graph for tools that depend on the tracing one, in their analyses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from amanda.tools.trace._graph import Graph, Op, Tensor
 
 if TYPE_CHECKING:
     import amanda
-    from amanda.tools.trace._following import Following
     from amanda.tools.trace._tool import TraceTool
 
 
@@ -24,17 +23,17 @@ class GraphSoFar:
         return self._tool.graph
 
     def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:
-        """The recorded tensors that the op of a context is given; of a backward op the gradients."""
-        following: Following = context[self._tool.key]
-        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(following.given(context))))
+        """Return the recorded tensors that the op of a context is given; of a backward op the gradients."""
+        given = self._tool.following(context).given(context)
+        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(given)))
 
     def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:
-        """The ops that made what the op of a context is given."""
+        """Return the ops that made what the op of a context is given."""
         made_by = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
         return tuple(self._tool.recorder.op(index) for index in made_by if index is not None)
 
     def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
-        """The producers, their producers and so on, the nearest first, each once.
+        """Return the producers, their producers and so on, the nearest first, each once.
 
         distance: over how many tensors at most; None for all.
         """
@@ -48,6 +47,6 @@ class GraphSoFar:
         return tuple(found.values())
 
     def op(self, context: amanda.OpContext) -> Op | None:
-        """The recorded op of a context; None before its first execution."""
+        """Return the recorded op of a context; None before its first execution."""
         index = self._tool.last_execution(context)
         return None if index is None else self._tool.recorder.op(index)

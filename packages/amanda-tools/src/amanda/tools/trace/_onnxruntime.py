@@ -1,4 +1,4 @@
-"""Values of ONNX' graphs: names, and which of them initializers hold."""
+"""Values of ONNX graphs: names, and initializers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import amanda
 from amanda.tools.trace._values import Values
 
 
-class OnnxValues(Values):
-    """Symbols, of which a graph has one for each value."""
+class FrameworkValues(Values):
+    """Answers of ONNX Runtime, whose graphs have one symbol for each value."""
 
     def name(self, tensor: Any) -> str | None:
-        """The value's name in the graph."""
+        """Return the value's name in the graph."""
         return str(tensor.name)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
-        """An initializer, or what is made of one alone; another constant; or what the graph is given."""
+        """Return kind and name: of an initializer or a value made of one alone, a constant, or an input."""
         if tensor.root is not None:
             return "parameter", str(tensor.root)
         return "input" if tensor.constant is None else "constant", self.name(tensor)
 
     def made(self, context: amanda.OpContext) -> str:
-        """Constants are told apart from activations."""
+        """Return the kind of an op's outputs: also of constants."""
         return "constant" if context.get_op_type() == "Constant" else "activation"
 
     def op_name(self, context: amanda.OpContext) -> str:
-        """The node's name, or its type where it has none."""
+        """Return the node's name, or its type where it has none."""
         op = context.get_op()
         return str(op.name or op.type)
