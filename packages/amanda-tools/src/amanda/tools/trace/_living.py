@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from amanda.tools.trace._graph import Position, each
+from amanda.tools.trace._graph import Position
 from amanda.tools.trace._memory import Memory
 from amanda.tools.trace._recorder import UNKNOWN, Place, Recorder
 from amanda.tools.trace._values import Values
@@ -24,15 +24,13 @@ class Given(NamedTuple):
     version: int | None
 
 
-class Known:
+@dataclass(slots=True, eq=False)
+class _Known:
     """A living tensor: its index, as of a write into its memory, and a weak reference."""
 
-    __slots__ = ("index", "reference", "serial")
-
-    def __init__(self, index: int, serial: int, reference: Callable[[], Any]) -> None:
-        self.index = index
-        self.serial = serial
-        self.reference = reference
+    index: int
+    serial: int
+    reference: Callable[[], Any]
 
 
 class Living:
@@ -42,7 +40,7 @@ class Living:
         self.values = values
         self.memory = Memory(values)
         self._recorder = recorder
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, _Known] = {}
 
     def given(self, value: Any) -> Given | None:
         """Return an input as it is before the op; None for a value that is no recorded tensor."""
@@ -65,26 +63,32 @@ class Living:
         known.serial = self.memory.serial
         return known.index
 
-    def add_version(self, op: int, before: int, tensor: Any) -> int:
-        """Record a tensor as an op has left it that wrote it, or a part of its memory."""
-        old = self._recorder.values[before].tensor
-        self._recorder.add_consumer(before, op)
-        described = self.values.describe(tensor)
-        return self._recorder.add_tensor(described, old.kind, old.name, op, before, same=True)
+    def add_version(self, op: int, before: int | None, tensor: Any) -> int:
+        """Record a tensor as an op has left it that wrote it, or a part of its memory.
+
+        before: its index until then; None for a gradient that begins.
+        """
+        kind, name = "gradient", None
+        if before is not None:
+            old = self._recorder.values[before].tensor
+            kind, name = old.kind, old.name
+            self._recorder.add_consumer(before, op)
+        described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=before)
+        return self._recorder.add_tensor(described, same=True)
 
     def identify(self, tensor: Any, index: int) -> None:
         """Note the index of a living tensor."""
-        key = id(tensor)
-        known = self._known.get(key)
-        if known is not None:
+        known = self._known.get(id(tensor))
+        if known is None:
+            self._known[id(tensor)] = _Known(index, self.memory.serial, self._reference(tensor, id(tensor)))
+        else:
             known.index, known.serial = index, self.memory.serial
-            return
-        reference: Callable[[], Any]
+
+    def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
         try:
-            reference = weakref.ref(tensor, lambda _: self._known.pop(key, None))
+            return weakref.ref(tensor, lambda _: self._known.pop(key, None))
         except TypeError:
-            reference = partial(_same, tensor)
-        self._known[key] = Known(index, self.memory.serial, reference)
+            return lambda: tensor
 
     def identify_all(
         self, values: Sequence[Any], positions: Sequence[Position], only_changed: bool = False
@@ -112,12 +116,8 @@ class Living:
         index = None if self.values.is_handle(value) else self.last_index(value)
         return UNKNOWN if index is None else self._recorder.values[index].root
 
-    def read_all(self, values: Sequence[Any]) -> tuple[Position, ...]:
-        """Return the indices at each input, after recording the tensors that come from outside."""
-        return tuple(each(self.read, value) for value in values)
-
     def read(self, value: Any, kind: str | None = None) -> int | None:
-        """Return the index of one input; kind: of a tensor that comes from outside."""
+        """Return the index of an input, after recording it if it comes from outside, as of a kind."""
         if not self.values.is_tensor(value):
             return None
         index = self.current_index(value)
@@ -126,27 +126,19 @@ class Living:
             index = outer if outer is None or isinstance(outer, int) else self.read(outer)
             if index is None:
                 found, name = self.values.origin(value)
-                index = self._recorder.add_tensor(self.values.describe(value), kind or found, name)
+                described = self.values.describe(value, kind=kind or found, name=name)
+                index = self._recorder.add_tensor(described)
             self.identify(value, index)
         return index
 
     # ---- outputs ----
 
-    def make_all(
-        self, place: Place, values: Sequence[Any], op: int, given: Sequence[Given] = ()
-    ) -> tuple[Position, ...]:
-        """Record an op's outputs, which become known.  given: the tensors among its inputs."""
-        made = tuple(
-            each(lambda one: self._make(place, one, op, given), value, keep=True) for value in values
-        )
-        self.identify_all(values, made)
-        return made
-
-    def _make(self, place: Place, value: Any, op: int, given: Sequence[Given]) -> int | None:
+    def make(self, place: Place, value: Any, op: int, given: Sequence[Given]) -> int | None:
+        """Return the index of an output, after recording it.  given: the tensors among the inputs."""
         if not self.values.is_tensor(value):
             return None
         alias = self.last_index(value)
-        kind, name = place.makes, self.values.name(value)
+        kind, name = place.facts.makes, self.values.name(value)
         same = alias is not None
         if alias is None:
             alias = self._sharing(value, () if place.symbolic else given) if kind else given[0].tensor
@@ -156,21 +148,15 @@ class Living:
         owner = None if alias is None else self._recorder.values[alias].tensor
         if owner is not None and (not kind or (owner.kind in _STATE and same)):
             kind, name = owner.kind, owner.name
-        index = self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias, same)
-        if place.brings_in:
-            self._recorder.values[index].root = UNKNOWN
-        return index
+        described = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
+        return self._recorder.add_tensor(described, same, from_outside=place.facts.brings_in)
 
     def _sharing(self, value: Any, given: Sequence[Given]) -> int | None:
         """Return the index of the given tensor whose memory a value shares."""
-        span = self.values.span(value) if given else None
-        for one in given if span is not None else ():
+        place = self.values.memory(value) if given else None
+        for one in given if place is not None else ():
             tensor = one.reference()
-            other = None if tensor is None else self.values.span(tensor)
-            if other is not None and span is not None and other.memory == span.memory:
+            other = None if tensor is None else self.values.memory(tensor)
+            if other is not None and place is not None and other[0] is place[0]:
                 return one.tensor
         return None
-
-
-def _same(tensor: Any) -> Any:
-    return tensor

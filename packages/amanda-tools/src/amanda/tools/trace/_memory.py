@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -31,29 +30,25 @@ class Memory:
     def __init__(self, values: Values) -> None:
         self.serial = 0
         self._values = values
-        self._writes: dict[Hashable, tuple[Any, list[Write]]] = {}
+        self._writes: WeakKeyDictionary[Any, list[Write]] = WeakKeyDictionary()
 
     def note(self, tensor: Any, op: int) -> None:
         """Record that an op has written a tensor."""
-        span = self._values.span(tensor)
-        if span is None:
-            return
-        self.serial += 1
-        key = span.memory
-        if key not in self._writes:
-            freed = weakref.ref(self._values.memory(tensor), lambda _: self._writes.pop(key, None))
-            self._writes[key] = freed, []
-        writes = self._writes[key][1]
-        writes.append(Write(self.serial, op, span))
-        del writes[:-_KEPT]
+        found = self._values.memory(tensor)
+        if found is not None:
+            self.serial += 1
+            writes = self._writes.setdefault(found[0], [])
+            writes.append(Write(self.serial, op, found[1]))
+            del writes[:-_KEPT]
 
     def since(self, tensor: Any, serial: int) -> list[Write]:
         """Return the writes after one that left something in a tensor, in their order."""
-        span = None if serial == self.serial else self._values.span(tensor)
         found: list[Write] = []
-        if span is None or span.memory not in self._writes:
+        place = None if serial == self.serial else self._values.memory(tensor)
+        if place is None:
             return found
-        for write in reversed(self._writes[span.memory][1]):
+        memory, span = place
+        for write in reversed(self._writes.get(memory, ())):
             if write.serial <= serial:
                 break
             if write.span == span:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import amanda
-from amanda.tools.trace._values import Values
+from amanda.tools.trace._values import Facts, Values
 
 
 class FrameworkValues(Values):
@@ -21,11 +21,8 @@ class FrameworkValues(Values):
             return "parameter", str(tensor.root)
         return "input" if tensor.constant is None else "constant", self.name(tensor)
 
-    def made(self, context: amanda.OpContext) -> str:
-        """Return the kind of an op's outputs: also of constants."""
-        return "constant" if context.get_op_type() == "Constant" else "activation"
-
-    def op_name(self, context: amanda.OpContext) -> str:
-        """Return the node's name, or its type where it has none."""
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op, whose name is the node's, or the type where the node has none."""
         op = context.get_op()
-        return str(op.name or op.type)
+        makes = "constant" if context.get_op_type() == "Constant" else "activation"
+        return Facts(str(op.name or op.type), makes)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.trace._values import Ask, Description, Span, Values
+from amanda.tools.trace._graph import Tensor
+from amanda.tools.trace._values import Ask, Facts, Span, Values
 
 _PASSES_KEPT = 16
 _AVERAGES = (3, 4)
@@ -35,34 +37,31 @@ class FrameworkValues(Values):
         """Return True for a tensor."""
         return isinstance(value, self._torch.Tensor)
 
-    def describe(self, tensor: Any) -> Description:
-        """Return extents, element type, device and size."""
-        found = super().describe(tensor)
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return what to record of a tensor."""
+        found = super().describe(tensor, **fields)
         known = found.shape is not None and None not in found.shape
-        return found._replace(bytes=tensor.numel() * tensor.element_size()) if known else found
+        return replace(found, bytes=tensor.numel() * tensor.element_size()) if known else found
 
     def version(self, tensor: Any) -> int | None:
         """Return autograd's count of writes; None for a tensor of the inference mode."""
         version: int | None = None if tensor.is_inference() else tensor._version
         return version
 
-    def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """Return positions of inputs that an op writes: also running averages, whose version stays."""
-        if context["type"] in ("batch_norm", "instance_norm"):
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op: of a normalisation also that it writes averages, whose version stays."""
+        found = super().facts(context)
+        if context.is_forward() and context["type"] in ("batch_norm", "instance_norm"):
             attributes = context.get_attrs()
             if attributes.get("training") or attributes.get("use_input_stats"):
-                return _AVERAGES
-        return super().written(context)
+                return found._replace(written=_AVERAGES)
+        return found
 
-    def memory(self, tensor: Any) -> Any:
-        """Return the storage."""
-        return tensor.untyped_storage()
-
-    def span(self, tensor: Any) -> Span | None:
-        """Return the place of the elements; None for a sparse tensor, and where a transform hides it."""
+    def memory(self, tensor: Any) -> tuple[Any, Span] | None:
+        """Return the storage and the place in it; None for a sparse tensor, or where a transform hides it."""
         try:
-            memory, start = id(tensor.untyped_storage()), tensor.storage_offset()
-            return Span(memory, start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
+            storage, start = tensor.untyped_storage(), tensor.storage_offset()
+            return storage, Span(start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
         except (NotImplementedError, RuntimeError):
             return None
 
@@ -103,35 +102,27 @@ class FrameworkValues(Values):
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return number
 
-    def node_number(self) -> int | None:
-        """Return the number of the node that runs; leaves have none."""
+    def arrived(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the node that runs, which leaves have not, and what was sent to the node."""
         node = self._torch._C._current_autograd_node()
-        return None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
-
-    def arrived(self, count: int, take: bool = True) -> list[list[int]] | None:
-        """Return the gradients that were sent to the node that runs; None where none was."""
-        node = self._torch._C._current_autograd_node()
+        number = None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
         sent = self._sent.get(self._torch._C._current_graph_task_id())
         if node is None or sent is None:
-            return None
+            return number, [()] * count
         name, look = self._name_of(node), sent.pop if take else sent.get
-        return [look((name, position), []) for position in range(count)]
+        return number, [look((name, position), ()) for position in range(count)]
 
-    def send(self, gradients: Sequence[int | None]) -> None:
-        """Send gradients on to the nodes that come next."""
+    def send(self, gradients: Sequence[int | None]) -> Any:
+        """Send gradients on to the nodes that come next; return the gradient of a leaf."""
         node = self._torch._C._current_autograd_node()
         if node is None:
-            return
+            return None
         sent = self._sent.setdefault(self._torch._C._current_graph_task_id(), {})
         for (after, position), gradient in zip(node.next_functions, gradients, strict=False):
             if after is not None and gradient is not None:
                 sent.setdefault((self._name_of(after), position), []).append(gradient)
         while len(self._sent) > _PASSES_KEPT:
             del self._sent[next(iter(self._sent))]
-
-    def accumulated(self) -> Any:
-        """Return the gradient of the leaf at which gradients are accumulated."""
-        node = self._torch._C._current_autograd_node()
         return node.variable.grad if isinstance(node, self._leaf) else None
 
     def _name_of(self, node: Any) -> Hashable:

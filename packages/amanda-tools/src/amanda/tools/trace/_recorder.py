@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from amanda.tools.trace._graph import Graph, Op, Position, Tensor, each, flat_indices
-from amanda.tools.trace._values import Description
+from amanda.tools.trace._values import Facts
 
 UNKNOWN = -1
 """Stands for a tensor that may be any."""
+
+
+class Frame(NamedTuple):
+    """An execution under way.
+
+    target: the recorded op that the execution is one of; None for a new op.  forward: of a backward op.
+    given: the tensors among the inputs by flat position.  serial: of the last write before the op.
+    number: that autodiff's next node would have had.
+    """
+
+    inputs: tuple[Position, ...]
+    target: int | None
+    forward: int | None = None
+    given: Sequence[Any] = ()
+    serial: int = 0
+    number: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -17,26 +34,23 @@ class Place:
     """An op of the program, forward or backward, and the recorded ops that are executions of it.
 
     op: has the fields that all executions share.  framework: its namespace.  forward: of a backward op.
-    makes: kind of the outputs; "" for that of the first input.  written: positions of inputs that it writes.
     symbolic: whether it is of a graph, and analysed on symbols.
-    brings_in: whether its outputs are new data from outside, as of an iterator.
+    ops: the recorded ones.  last: the one that was executed last.  frames: executions under way, by thread.
     in_backward: whether it is a forward op that a backward pass executed first.
-    ops: the recorded ones.  last: the one that was executed last.
     nodes: of autodiff that its executions have made: the number of the first, that after the last, the op.
     resumed: the forward op of the backward op under way.  by_forward: of a backward op, by the forward op.
     """
 
     op: Op
+    facts: Facts
     framework: str
-    forward: Place | None
-    makes: str
     symbolic: bool
-    written: Sequence[int]
-    brings_in: bool
+    forward: Place | None
     ops: list[int] = field(default_factory=list)
+    last: int | None = None
+    frames: dict[int, Frame] = field(default_factory=dict)
     is_dropped: bool = False
     in_backward: bool = False
-    last: int | None = None
     nodes: list[tuple[int, int, int]] = field(default_factory=list)
     resumed: int | None = None
     by_forward: dict[int | None, int] = field(default_factory=dict)
@@ -91,20 +105,15 @@ class Recorder:
         self._dropped = 0
         self._graph: Graph | None = None
 
-    def add_tensor(
-        self,
-        described: Description,
-        kind: str,
-        name: str | None = None,
-        producer: int | None = None,
-        alias_of: int | None = None,
-        same: bool = False,
-    ) -> int:
-        """Return the index of a new tensor.  same: it is its alias, but written or handed on."""
-        index = len(self.values)
-        root = self.values[alias_of].root if same and alias_of is not None else index
-        tensor = Tensor(index, *described, kind, name, producer, (), alias_of)
-        self.values.append(Value(tensor, root))
+    def add_tensor(self, described: Tensor, same: bool = False, from_outside: bool = False) -> int:
+        """Return the index of a new tensor.
+
+        same: it is its alias, but written or handed on.  from_outside: it is new data in each execution.
+        """
+        index = root = len(self.values)
+        if same and described.alias_of is not None:
+            root = self.values[described.alias_of].root
+        self.values.append(Value(replace(described, index=index), UNKNOWN if from_outside else root))
         self._graph = None
         return index
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.trace._values import Ask, Description, Values
+from amanda.tools.trace._graph import Tensor
+from amanda.tools.trace._values import Ask, Facts, Values
 
 _WRITES = re.compile(r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign")
 _HANDLES = ("resource", "variant")
-_READS = frozenset({"ReadVariableOp"})
-_MAKES_VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+_MAKES = {"ReadVariableOp": "", "Const": "constant"}
+_MAKES.update(dict.fromkeys(("VarHandleOp", "VariableV2", "Variable"), "parameter"))
+"""Kinds of what some types of operations make."""
 _FUNCTION = re.compile(r"__(?:inference|forward|backward)_(.+)_\d+")
 
 
@@ -35,10 +38,10 @@ class FrameworkValues(Values):
         """Return True for a reference to a variable, an iterator or a dataset."""
         return self._dtype(tensor) in _HANDLES
 
-    def describe(self, tensor: Any) -> Description:
-        """Return extents, element type, device and size; for a handle, the variable's."""
-        found = super().describe(tensor)
-        return found._replace(bytes=None) if found.dtype in (*_HANDLES, "string") else found
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return what to record of a tensor; for a handle, the variable's extents and no size."""
+        found = super().describe(tensor, **fields)
+        return replace(found, bytes=None) if found.dtype in (*_HANDLES, "string") else found
 
     def name(self, tensor: Any) -> str | None:
         """Return a symbol's name; eager tensors have none."""
@@ -63,33 +66,16 @@ class FrameworkValues(Values):
                 name = str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
                 self._variables.setdefault(handle._id, (kind, name))
 
-    def made(self, context: amanda.OpContext) -> str:
-        """Return the kind of an op's outputs: also of constants and variables."""
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op, whose name is that of its graph, or its type in eager mode."""
         if context.is_backward():
-            return "gradient"
-        kind = context.get_op_type()
-        if kind in _READS:
-            return ""
-        if kind in _MAKES_VARIABLES:
-            return "parameter"
-        return "constant" if kind == "Const" else "activation"
-
-    def brings_in(self, context: amanda.OpContext) -> bool:
-        """Return True for an iterator, which is another one in each epoch."""
-        return context.get_op_type().startswith("IteratorGetNext")
-
-    def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """Return positions of the variables that an op assigns to: all whose handles it is given."""
-        if context.is_backward() or not _WRITES.fullmatch(context.get_op_type()):
-            return ()
-        inputs = context.get_inputs()
-        handles = tuple(i for i, one in enumerate(inputs) if self._dtype(one) == "resource")
-        return handles or (0,)
-
-    def op_name(self, context: amanda.OpContext) -> str:
-        """Return the operation's name in its graph, its type in eager mode."""
-        op = context.get_op() if context.is_forward() else context.get_backward_op()
-        return str(op.name)
+            return Facts(str(context.get_backward_op().name), "gradient")
+        kind, inputs = context.get_op_type(), context.get_inputs()
+        written: Sequence[int] = ()
+        if _WRITES.fullmatch(kind):
+            written = [i for i, one in enumerate(inputs) if self._dtype(one) == "resource"] or (0,)
+        makes = _MAKES.get(kind, "activation")
+        return Facts(str(context.get_op().name), makes, written, kind.startswith("IteratorGetNext"))
 
     # ---- functions ----
 

@@ -148,22 +148,16 @@ class TraceTool(amanda.Tool):
         return context.get_op_id(), context.get_backward_op_id()
 
     def _new_place(self, context: amanda.OpContext) -> Place:
-        values, backward = self.following(context).values, context.is_backward()
-        attributes = plain(context.get_attrs()) if self._attributes and not backward else None
+        facts, backward = self.following(context).values.facts(context), context.is_backward()
         op = Op(
             -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
-            values.op_name(context), -1, context.get_scope(), context.get_source(), (), (),
-            in_place=context["in_place"] and not backward, attributes=attributes,
+            facts.name, -1, context.get_scope(), context.get_source(), (), (),
+            in_place=context["in_place"] and not backward,
+            attributes=plain(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip
-        return Place(
-            op,
-            str(context.namespace),
-            self._places.get((context.get_op_id(), None)) if backward else None,
-            values.made(context),
-            values.is_symbolic(context),
-            () if backward else values.written(context),
-            not backward and values.brings_in(context),
-        )
+        forward = self._places.get((context.get_op_id(), None)) if backward else None
+        symbolic = not context.namespace.matches("*/*/eager")
+        return Place(op, facts, str(context.namespace), symbolic, forward)
 
     def last_execution(self, context: amanda.OpContext) -> int | None:
         """Return the index of the last recorded op of a context; None before its first execution."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from math import prod
@@ -10,27 +10,29 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.mapping import itemsize
+from amanda.tools.trace._graph import Tensor
 
 Ask = Callable[[Any], Any]
 """A function from a tensor, such as `shape` and `dtype` of StandardMapping."""
 
 
-class Description(NamedTuple):
-    """Fields of a recorded tensor that are read off the tensor itself."""
+class Facts(NamedTuple):
+    """What there is to know of an op besides the words of StandardMapping.
 
-    shape: tuple[int | None, ...] | None
-    dtype: str | None
-    device: str | None
-    bytes: int | None
+    name: the framework's own.  makes: kind of the outputs; "" for that of the first input.
+    written: positions of inputs that the op writes, besides those whose version changes.
+    brings_in: whether the outputs are new data from outside each time, as of an iterator.
+    """
+
+    name: str
+    makes: str
+    written: Sequence[int] = ()
+    brings_in: bool = False
 
 
 class Span(NamedTuple):
-    """Place of a tensor's elements in memory, in elements of `width` bytes from the start of the memory.
+    """Place of a tensor's elements, in elements of `width` bytes from the start of the memory."""
 
-    memory: tells the memory from all other that is in use.
-    """
-
-    memory: Hashable
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -40,9 +42,23 @@ class Span(NamedTuple):
 class Values:
     """Answers for a framework of which only the words of StandardMapping are known."""
 
+    numbers_nodes = False
+    """True where autodiff numbers the nodes that it makes."""
+
     def __init__(self, shape: Ask, dtype: Ask) -> None:
         self._shape = shape
         self._dtype = dtype
+
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op, forward or backward."""
+        if context.is_backward():
+            op = context.get_backward_op()
+            return Facts(str(getattr(op, "__name__", op)), "gradient")
+        op = context.get_op()
+        return Facts(str(getattr(op, "__name__", op)), "activation", (0,) if context["in_place"] else ())
+
+    def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
+        """Note the indices of the tensors with which an op calls functions."""
 
     # ---- tensors ----
 
@@ -54,12 +70,12 @@ class Values:
         """Return True for a tensor without elements, which refers to a variable, an iterator or the like."""
         return False
 
-    def describe(self, tensor: Any) -> Description:
-        """Return extents, element type, device and size."""
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return what to record of a tensor: extents, element type, device and size, and given fields."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
         size = None if shape is None or None in shape else prod(shape) * (itemsize(dtype) or 0)
         device = getattr(tensor, "device", None)
-        return Description(shape, dtype, str(device) if device else None, size)
+        return Tensor(-1, shape, dtype, str(device) if device else None, size, **fields)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and name of a tensor that no recorded op made."""
@@ -77,44 +93,11 @@ class Values:
         """Return a number that changes when the tensor is written; None where there is none."""
         return None
 
-    def memory(self, tensor: Any) -> Any:
-        """Return the object that owns the tensor's memory, of which there may be weak references."""
+    def memory(self, tensor: Any) -> tuple[Any, Span] | None:
+        """Return the object that owns the tensor's memory, and the place in it; None where there is none."""
         return None
-
-    def span(self, tensor: Any) -> Span | None:
-        """Return the place of the elements in memory; None where that has no meaning."""
-        return None
-
-    # ---- ops ----
-
-    def made(self, context: amanda.OpContext) -> str:
-        """Return the kind of an op's outputs; "" for an op that reads out its first input."""
-        return "activation" if context.is_forward() else "gradient"
-
-    def brings_in(self, context: amanda.OpContext) -> bool:
-        """Return True for an op whose outputs are new data from outside each time."""
-        return False
-
-    def is_symbolic(self, context: amanda.OpContext) -> bool:
-        """Return True where the analysis is given symbols of a graph, instead of values."""
-        return not context.namespace.matches("*/*/eager")
-
-    def op_name(self, context: amanda.OpContext) -> str:
-        """Return the framework's own name of the op that runs."""
-        op = context.get_op() if context.is_forward() else context.get_backward_op()
-        return str(getattr(op, "__name__", op))
-
-    def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """Return positions of inputs that an op writes, besides those whose version changes."""
-        return (0,) if context["in_place"] else ()
-
-    def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
-        """Note the indices of the tensors with which an op calls functions."""
 
     # ---- the backward pass, where its edges are known apart from the gradients ----
-
-    numbers_nodes = False
-    """True where autodiff numbers the nodes that it makes."""
 
     def in_backward(self) -> bool:
         """Return True if a backward pass is known to be under way in this thread."""
@@ -124,22 +107,18 @@ class Values:
         """Return the number that autodiff's next node will have."""
         return None
 
-    def node_number(self) -> int | None:
-        """Return the number of the node that runs; None for a node that accumulates a leaf's gradient."""
-        return None
+    def arrived(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the node that runs, and the recorded gradients of which each one is the sum.
 
-    def arrived(self, count: int, take: bool = True) -> list[list[int]] | None:
-        """Return the recorded gradients that are added up to each of the op's; None where none is known.
-
-        take: forget them.
+        The number is None for a node that accumulates a leaf's gradient.  take: forget the gradients.
         """
-        return None
+        return None, [()] * count
 
-    def send(self, gradients: Sequence[int | None]) -> None:
-        """Note the recorded gradients that leave the op, for the ops that they go to."""
+    def send(self, gradients: Sequence[int | None]) -> Any:
+        """Note the recorded gradients that leave an op, for the ops that they go to.
 
-    def accumulated(self) -> Any:
-        """Return the tensor in which the op accumulates gradients; None for other ops."""
+        Return the tensor in which the op has accumulated gradients; None for other ops.
+        """
         return None
 
 
