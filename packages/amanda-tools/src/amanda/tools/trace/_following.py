@@ -111,15 +111,18 @@ class Following:
 
     # ---- for the tool, and for tools that depend on it ----
 
-    def add_symbols(self, place: Place, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-        """Record an op of a graph, whose inputs and outputs are symbols; return True if it is new."""
+    def add_symbols(self, context: amanda.OpContext, place: Place) -> None:
+        """Record the op of a graph, whose inputs and outputs are symbols, if it is new."""
         if place.ops:
-            return False
-        backward = place.op.phase == "backward"
-        enter, leave = (self.enter_backward, self.leave_backward) if backward else (self.enter, self.leave)
-        enter(*inputs, place=place)
-        leave(*outputs, place=place)
-        return bool(place.ops)
+            return
+        if context.is_backward():
+            self.enter_backward(*(context.get_grad_outputs() or ()), place=place)
+            self.leave_backward(*(context.get_grad_inputs() or ()), place=place)
+            return
+        self.enter(*context.get_inputs(), place=place)
+        self.leave(*(context.get_outputs() or ()), place=place)
+        for index in place.ops:
+            self.values.note_call(context, list(flat_indices(self._recorder.ops[index].op.inputs)))
 
     def given(self, context: amanda.OpContext) -> list[int]:
         """Return the recorded tensors that the op of a context is given at this moment."""

@@ -11,7 +11,7 @@ from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace._attributes import plain
 from amanda.tools.trace._following import Following
-from amanda.tools.trace._graph import Graph, Op, flat_indices
+from amanda.tools.trace._graph import Graph, Op
 from amanda.tools.trace._live import GraphSoFar
 from amanda.tools.trace._recorder import Place, Recorder
 from amanda.tools.trace._result import TraceResult
@@ -50,8 +50,8 @@ class TraceTool(amanda.Tool):
         self.add_inst_for_op(self._before)
         self.add_closing_inst_for_op(self._after, require_outputs=True)
         if backward:
-            self.add_inst_for_op(self._before_backward, backward=True)
-            self.add_closing_inst_for_op(self._after_backward, backward=True, require_outputs=True)
+            self.add_inst_for_op(self._before, backward=True)
+            self.add_closing_inst_for_op(self._after, backward=True, require_outputs=True)
 
     @property
     def result(self) -> TraceResult:
@@ -77,37 +77,28 @@ class TraceTool(amanda.Tool):
 
     def _before(self, context: amanda.OpContext) -> None:
         place, following = self._place(context), self.following(context)
-        if not place.symbolic:
+        if place.symbolic:
+            return
+        if context.is_forward():
             context.insert_before_op(following.enter, place=place)
+            return
+        if not following.values.numbers_nodes:
+            context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
+        context.insert_before_backward_op(following.enter_backward, place=place)
 
     def _after(self, context: amanda.OpContext) -> None:
         place, following = self._place(context), self.following(context)
-        if not place.symbolic:
+        if place.symbolic:
+            following.add_symbols(context, place)
+            if self._count:
+                insert = context.insert_after_op if context.is_forward() else context.insert_after_backward_op
+                insert(self._count_execution, [], place=place)
+        elif context.is_backward():
+            context.insert_after_backward_op(following.leave_backward, place=place)
+        else:
             context.insert_after_op(following.leave, place=place)
             if not following.values.numbers_nodes:
                 context.insert_after_op(self._keep_execution, outputs=[], place=place)
-            return
-        if following.add_symbols(place, context.get_inputs(), context.get_outputs() or []):
-            arguments = self.recorder.ops[place.ops[0]].op.inputs
-            following.values.note_call(context, list(flat_indices(arguments)))
-        if self._count:
-            context.insert_after_op(self._count_execution, outputs=[], place=place)
-
-    def _before_backward(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context), self.following(context)
-        if not place.symbolic:
-            if not following.values.numbers_nodes:
-                context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
-            context.insert_before_backward_op(following.enter_backward, place=place)
-
-    def _after_backward(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context), self.following(context)
-        if not place.symbolic:
-            context.insert_after_backward_op(following.leave_backward, place=place)
-            return
-        following.add_symbols(place, context.get_grad_outputs() or [], context.get_grad_inputs() or [])
-        if self._count:
-            context.insert_after_backward_op(self._count_execution, grad_inputs=[], place=place)
 
     @amanda.observer
     def _count_execution(self, place: Place) -> None:
