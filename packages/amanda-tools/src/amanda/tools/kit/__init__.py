@@ -2,6 +2,7 @@
 
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
+from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
@@ -16,6 +17,6 @@ from amanda.tools.kit._weights import Weights
 __all__ = [
     "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
     "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters", "source", "tensors_of",
-    "weight_input",
+    "WeightTool", "Weights", "holders_of", "leaves", "origin", "packed_inputs", "parameters", "source",
+    "tensors_of", "weight_input",
 ]  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import amanda
-from amanda.tools.trace._graph import Position, each, flat, flat_indices
+from amanda.tools.kit import leaves
+from amanda.tools.trace._graph import Position, each, indices_at
 from amanda.tools.trace._living import Living
 from amanda.tools.trace._recorder import UNKNOWN, Executed, Frame, Place, Recorder
 from amanda.tools.trace._values import Values
@@ -45,14 +45,14 @@ class Following:
         else:
             read = self._recorder.ops[target].op.inputs
             self._living.identify_all(inputs, read, only_changed=True)
-        given = [self._living.given(one) for one in flat(inputs)]
+        given = [self._living.given(one) for one in leaves(inputs)]
         serial, number = self._living.memory.serial, self.values.next_number()
-        place.frames[get_ident()] = Frame(read, target, None, given, serial, number)
+        place.begin(Frame(read, target, None, given, serial, number))
 
     @amanda.observer
     def leave(self, *outputs: Any, place: Place) -> None:
         """Record what an op has made and written."""
-        frame = place.frames.pop(get_ident(), None)
+        frame = place.end()
         if frame is None:
             return
         written = self._written(place, frame)
@@ -67,7 +67,7 @@ class Following:
         for position, tensor in written.items():
             if frame.target is None:
                 after = self._living.last_index(tensor)
-                if after is None or place.symbolic or after not in flat_indices(executed.outputs):
+                if after is None or place.symbolic or after not in indices_at(executed.outputs):
                     after = self._living.add_version(index, frame.given[position].tensor, tensor)
                 executed.written[position] = after
             if position in executed.written:
@@ -91,12 +91,12 @@ class Following:
         for gradient, sent in zip(gradients, arrived, strict=True) if target is None else ():
             found = each(partial(self._living.read, kind="gradient"), gradient) if not sent else sent[0]
             read.append(tuple(sent) if len(sent) > 1 else found)
-        place.frames[get_ident()] = Frame(tuple(read), target, forward)
+        place.begin(Frame(tuple(read), target, forward))
 
     @amanda.observer
     def leave_backward(self, *gradients: Any, place: Place) -> None:
         """Record the gradients that leave a backward op, or are accumulated by it."""
-        frame = place.frames.pop(get_ident(), None)
+        frame = place.end()
         if frame is None:
             return
         index, executed = self._executed(place, frame)
@@ -122,7 +122,7 @@ class Following:
         self.enter(*context.get_inputs(), place=place)
         self.leave(*(context.get_outputs() or ()), place=place)
         for index in place.ops:
-            self.values.note_call(context, list(flat_indices(self._recorder.ops[index].op.inputs)))
+            self.values.note_call(context, list(indices_at(self._recorder.ops[index].op.inputs)))
 
     def given(self, context: amanda.OpContext) -> list[int]:
         """Return the recorded tensors that the op of a context is given at this moment."""
@@ -131,7 +131,7 @@ class Following:
             _, arrived = self.values.arrived(len(values), take=False)
             if any(arrived):
                 return [index for sent in arrived for index in sent]
-        found = map(self._living.current_index, filter(self.values.is_tensor, flat(values)))
+        found = map(self._living.current_index, filter(self.values.is_tensor, leaves(values)))
         return [index for index in found if index is not None]
 
     # ---- executions ----

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from amanda.tools.kit import leaves
 from amanda.tools.results import check_schema
 
 if TYPE_CHECKING:
@@ -76,26 +77,17 @@ class Op:
     @property
     def reads(self) -> tuple[int, ...]:
         """Indices of all tensors among the inputs."""
-        return tuple(flat_indices(self.inputs))
+        return tuple(indices_at(self.inputs))
 
     @property
     def makes(self) -> tuple[int, ...]:
         """Indices of all tensors among the outputs, and of those written."""
-        return (*flat_indices(self.outputs), *self.writes)
+        return (*indices_at(self.outputs), *self.writes)
 
 
-def flat(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield values, and for each list among them its elements."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from flat(value)
-        else:
-            yield value
-
-
-def flat_indices(positions: Sequence[Position]) -> Iterator[int]:
+def indices_at(positions: Sequence[Position]) -> Iterator[int]:
     """Yield the tensor indices at positions."""
-    return (one for one in flat(positions) if one is not None)
+    return (one for one in leaves(positions) if one is not None)
 
 
 def each(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:

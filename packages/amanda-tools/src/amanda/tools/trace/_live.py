@@ -29,24 +29,24 @@ class GraphSoFar:
 
     def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:
         """Return the ops that made what the op of a context is given."""
-        made_by = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
-        return tuple(self._tool.recorder.op(index) for index in made_by if index is not None)
+        return self.ancestors(context, 1)
 
     def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
         """Return the producers, their producers and so on, the nearest first, each once.
 
         distance: over how many tensors at most; None for all.
         """
-        found: dict[int, Op] = {}
-        level = self.producers(context)
+        recorder, found = self._tool.recorder, dict[int, Op]()
+        makers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
+        level = [recorder.op(index) for index in makers if index is not None]
         while level and distance != 0:
             found.update({op.index: op for op in level})
-            above = {one.index: one for op in level for one in self._tool.recorder.producers(op)}
-            level = tuple(one for index, one in above.items() if index not in found)
             distance = None if distance is None else distance - 1
+            above = (one for op in level for one in recorder.producers(op)) if distance != 0 else ()
+            level = [*{one.index: one for one in above if one.index not in found}.values()]
         return tuple(found.values())
 
     def op(self, context: amanda.OpContext) -> Op | None:
         """Return the recorded op of a context; None before its first execution."""
-        index = self._tool.last_execution(context)
-        return None if index is None else self._tool.recorder.op(index)
+        executed = self._tool.place_of(context).ops
+        return self._tool.recorder.op(executed[-1]) if executed else None

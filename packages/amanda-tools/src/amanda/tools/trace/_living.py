@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from amanda.tools.trace._graph import Position
@@ -142,12 +142,12 @@ class Living:
         same = alias is not None
         if alias is None:
             alias = self._sharing(value, () if place.symbolic else given) if kind else given[0].tensor
-        elif place.symbolic and self._recorder.values[alias].tensor.producer is None:
-            self._recorder.set_producer(alias, op, kind)  # a loop has read it before it is made
+        owner = None if alias is None else self._recorder.values[alias]
+        if owner is not None and same and place.symbolic and owner.tensor.producer is None:
+            owner.tensor = replace(owner.tensor, producer=op, kind=kind)  # a loop reads it before it is made
             return alias
-        owner = None if alias is None else self._recorder.values[alias].tensor
-        if owner is not None and (not kind or (owner.kind in _STATE and same)):
-            kind, name = owner.kind, owner.name
+        if owner is not None and (not kind or (owner.tensor.kind in _STATE and same)):
+            kind, name = owner.tensor.kind, owner.tensor.name
         described = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
         return self._recorder.add_tensor(described, same, from_outside=place.facts.brings_in)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any, NamedTuple
 
-from amanda.tools.trace._graph import Graph, Op, Position, Tensor, each, flat_indices
+from amanda.tools.trace._graph import Graph, Op, Position, Tensor, each, indices_at
 from amanda.tools.trace._values import Facts
 
+_FRAMES_KEPT = 256
 UNKNOWN = -1
 """Stands for a tensor that may be any."""
 
@@ -35,7 +37,8 @@ class Place:
 
     op: has the fields that all executions share.  framework: its namespace.  forward: of a backward op.
     symbolic: whether it is of a graph, and analysed on symbols.
-    ops: the recorded ones.  last: the one that was executed last.  frames: executions under way, by thread.
+    ops: the recorded ones.  last: the one that was executed last.
+    frames: executions under way, each with its thread, and some that raised.
     in_backward: whether it is a forward op that a backward pass executed first.
     nodes: of autodiff that its executions have made: the number of the first, that after the last, the op.
     resumed: the forward op of the backward op under way.  by_forward: of a backward op, by the forward op.
@@ -48,12 +51,25 @@ class Place:
     forward: Place | None
     ops: list[int] = field(default_factory=list)
     last: int | None = None
-    frames: dict[int, Frame] = field(default_factory=dict)
+    frames: list[tuple[int, Frame]] = field(default_factory=list)
     is_dropped: bool = False
     in_backward: bool = False
     nodes: list[tuple[int, int, int]] = field(default_factory=list)
     resumed: int | None = None
     by_forward: dict[int | None, int] = field(default_factory=dict)
+
+    def begin(self, frame: Frame) -> None:
+        """Begin an execution in this thread."""
+        self.frames.append((get_ident(), frame))
+        del self.frames[:-_FRAMES_KEPT]
+
+    def end(self) -> Frame | None:
+        """End the innermost execution in this thread; return None where none is known."""
+        thread = get_ident()
+        for i in range(len(self.frames) - 1, -1, -1):
+            if self.frames[i][0] == thread:
+                return self.frames.pop(i)[1]
+        return None
 
     def maker(self, number: int | None) -> int | None:
         """Return the op that has made the node of this number; without one, the first op."""
@@ -117,11 +133,6 @@ class Recorder:
         self._graph = None
         return index
 
-    def set_producer(self, tensor: int, op: int, kind: str) -> None:
-        """Record the op that makes a tensor which another op has read before."""
-        value = self.values[tensor]
-        value.tensor = replace(value.tensor, producer=op, kind=kind)
-
     def add_op(self, place: Place, inputs: tuple[Position, ...], forward: int | None) -> int:
         """Return the index of a new op, which reads its inputs."""
         index = len(self.ops)
@@ -130,7 +141,7 @@ class Recorder:
         roots = tuple(each(lambda tensor: self.values[tensor].root, one) for one in inputs)
         self.ops.append(Executed(op, None if place.symbolic else 1, roots))
         place.ops.append(index)
-        for tensor in flat_indices(inputs):
+        for tensor in indices_at(inputs):
             self.add_consumer(tensor, index)
         self._graph = None
         return index
@@ -157,7 +168,7 @@ class Recorder:
     def op(self, index: int) -> Op:
         """Return a recorded op as it is now."""
         executed = self.ops[index]
-        made = set(flat_indices(executed.outputs))
+        made = set(indices_at(executed.outputs))
         writes = (*executed.written.values(), *executed.parts)
         return replace(
             executed.op, outputs=executed.outputs, calls=executed.calls,

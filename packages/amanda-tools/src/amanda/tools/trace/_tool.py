@@ -76,7 +76,7 @@ class TraceTool(amanda.Tool):
     # ---- analysis ----
 
     def _before(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context), self.following(context)
+        place, following = self.place_of(context), self.following(context)
         if place.symbolic:
             return
         if context.is_forward():
@@ -87,7 +87,7 @@ class TraceTool(amanda.Tool):
         context.insert_before_backward_op(following.enter_backward, place=place)
 
     def _after(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context), self.following(context)
+        place, following = self.place_of(context), self.following(context)
         if place.symbolic:
             following.add_symbols(context, place)
             if self._count:
@@ -125,18 +125,15 @@ class TraceTool(amanda.Tool):
             self._followings[framework] = Following(values, self.recorder, self._executions, self._limit)
         return self._followings[framework]
 
-    def _place(self, context: amanda.OpContext) -> Place:
-        key = self._key(context)
+    def place_of(self, context: amanda.OpContext) -> Place:
+        """Return the place of a context's op."""
+        key = context.get_op_id(), context.get_backward_op_id()
         place = self._places.get(key)
         if place is None:
             place = self._new_place(context)
             if len(self.recorder.ops) < self._limit:
                 self._places[key] = place
         return place
-
-    @staticmethod
-    def _key(context: amanda.OpContext) -> Hashable:
-        return context.get_op_id(), context.get_backward_op_id()
 
     def _new_place(self, context: amanda.OpContext) -> Place:
         facts, backward = self.following(context).values.facts(context), context.is_backward()
@@ -149,8 +146,3 @@ class TraceTool(amanda.Tool):
         forward = self._places.get((context.get_op_id(), None)) if backward else None
         symbolic = not context.namespace.matches("*/*/eager")
         return Place(op, facts, str(context.namespace), symbolic, forward)
-
-    def last_execution(self, context: amanda.OpContext) -> int | None:
-        """Return the index of the last recorded op of a context; None before its first execution."""
-        place = self._places.get(self._key(context))
-        return place.ops[-1] if place is not None and place.ops else None
