@@ -76,12 +76,12 @@ class Op:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Indices of all tensors among the inputs."""
+        """Return the indices of all tensors among the inputs."""
         return tuple(indices_at(self.inputs))
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """Indices of all tensors among the outputs, and of those written."""
+        """Return the indices of all tensors among the outputs, and of those written."""
         return (*indices_at(self.outputs), *self.writes)
 
 

@@ -19,7 +19,7 @@ class GraphSoFar:
 
     @property
     def graph(self) -> Graph:
-        """All that was recorded."""
+        """Return all that was recorded."""
         return self._tool.graph
 
     def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:

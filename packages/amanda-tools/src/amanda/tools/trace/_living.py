@@ -70,9 +70,9 @@ class Living:
         """
         kind, name = "gradient", None
         if before is not None:
-            old = self._recorder.values[before].tensor
-            kind, name = old.kind, old.name
-            self._recorder.add_consumer(before, op)
+            old = self._recorder.values[before]
+            kind, name = old.tensor.kind, old.tensor.name
+            old.consumers[op] = None
         described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=before)
         return self._recorder.add_tensor(described, same=True)
 

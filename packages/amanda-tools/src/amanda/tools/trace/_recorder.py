@@ -102,7 +102,7 @@ class Value:
     """One recorded tensor.
 
     root: the tensor before it was first written; UNKNOWN for new data from outside.
-    consumers: keys, in the order in which they came.
+    consumers: the ops that read it, or write a part of its memory, as keys.
     """
 
     tensor: Tensor
@@ -142,13 +142,9 @@ class Recorder:
         self.ops.append(Executed(op, None if place.symbolic else 1, roots))
         place.ops.append(index)
         for tensor in indices_at(inputs):
-            self.add_consumer(tensor, index)
+            self.values[tensor].consumers[index] = None
         self._graph = None
         return index
-
-    def add_consumer(self, tensor: int, op: int) -> None:
-        """Note that an op reads a tensor, or writes a part of its memory."""
-        self.values[tensor].consumers[op] = None
 
     def count(self, op: int) -> None:
         """Note a further execution of an op."""

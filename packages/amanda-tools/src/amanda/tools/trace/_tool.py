@@ -55,12 +55,12 @@ class TraceTool(amanda.Tool):
 
     @property
     def result(self) -> TraceResult:
-        """The graph so far, as a table and in its forms."""
+        """Return the graph so far, as a table and in its forms."""
         return TraceResult(self.graph)
 
     @property
     def graph(self) -> Graph:
-        """The graph so far."""
+        """Return the graph so far."""
         return self.recorder.graph()
 
     def clear(self) -> None:

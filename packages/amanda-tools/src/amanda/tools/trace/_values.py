@@ -17,7 +17,7 @@ Ask = Callable[[Any], Any]
 
 
 class Facts(NamedTuple):
-    """What there is to know of an op besides the words of StandardMapping.
+    """Facts of an op besides the words of StandardMapping.
 
     name: the framework's own.  makes: kind of the outputs; "" for that of the first input.
     written: positions of inputs that the op writes, besides those whose version changes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from amanda.errors import AmandaError
@@ -11,30 +10,11 @@ from amanda.tools.view._files import Source, is_number
 from amanda.tools.view._tables import KEYS, Ops
 
 Event = Mapping[str, Any]
+Track = tuple[Any, Any]
 _MOST = 200_000
 """Events on one page; a browser draws these at ease."""
-
-
 _EVENT = ("track", "depth", "start", "duration", "name", "op", "args")
 """Columns of the events."""
-
-
-@dataclass
-class _Track:
-    """One thread of one process.  ends: when the events that are open end, the outermost first."""
-
-    name: str
-    index: int
-    ends: list[float] = field(default_factory=list)
-    depth: int = 1
-
-    def depth_of(self, span: Event) -> int:
-        """Return the number of events that are around an event; they come in the order of time."""
-        while self.ends and self.ends[-1] <= span["ts"]:
-            self.ends.pop()
-        self.ends.append(span["ts"] + span["dur"])
-        self.depth = max(self.depth, len(self.ends))
-        return len(self.ends) - 1
 
 
 def timeline(source: Source, ops: Ops) -> dict[str, Any]:
@@ -44,32 +24,45 @@ def timeline(source: Source, ops: Ops) -> dict[str, Any]:
     """
     events = source.list_of("traceEvents")
     every = _spans(source, events)
-    spans = sorted(sorted(every, key=lambda span: -span["dur"])[:_MOST], key=_in_time)
+    spans = sorted(every, key=lambda span: -span["dur"])[:_MOST]
+    spans.sort(key=lambda span: (span["ts"], -span["dur"]))
     counters = [one for one in events if one.get("ph") == "C" and is_number(one.get("ts"))]
     start = min((one["ts"] for one in [*spans, *counters]), default=0)
-    tracks = _tracks(events, spans)
+    names = _tracks(events, spans)
+    tracks: list[dict[str, Any]] = [{"name": name, "depth": 1} for name in names.values()]
+    ends: dict[Track, tuple[int, list[float]]] = {key: (i, []) for i, key in enumerate(names)}
     rows: list[tuple[Any, ...]] = []
     seen: dict[tuple[int, ...], int] = {}
     for span in spans:
-        track = tracks[span.get("pid"), span.get("tid")]
+        track, around = ends[_track(span)]
+        depth = _depth(around, span)
+        tracks[track]["depth"] = max(tracks[track]["depth"], depth + 1)
         found = ops.about(_place(span))
         executed = seen[tuple(found)] = seen.get(tuple(found), -1) + 1
         rows.append((
-            track.index, track.depth_of(span), round(span["ts"] - start, 3), round(span["dur"], 3),
-            str(span.get("name", "")), found[executed % len(found)] if found else -1,
+            track, depth, round(span["ts"] - start, 3), round(span["dur"], 3), str(span.get("name", "")),
+            found[executed % len(found)] if found else -1,
             {key: value for key, value in _args(span).items() if key not in (*KEYS, "op")},
         ))  # fmt: skip
     return {
         "name": source.name,
-        "tracks": [{"name": track.name, "depth": track.depth} for track in tracks.values()],
+        "tracks": tracks,
         "events": {name: [row[i] for row in rows] for i, name in enumerate(_EVENT)},
         "counters": _counters(counters, start),
         "dropped": len(every) - len(spans),
     }
 
 
-def _in_time(span: Event) -> tuple[float, float]:
-    return span["ts"], -span["dur"]
+def _depth(ends: list[float], span: Event) -> int:
+    """Return the number of events around an event.  ends: of those, the outermost first, up to date."""
+    while ends and ends[-1] <= span["ts"]:
+        ends.pop()
+    ends.append(span["ts"] + span["dur"])
+    return len(ends) - 1
+
+
+def _track(event: Event) -> Track:
+    return event.get("pid"), event.get("tid")
 
 
 def _args(event: Event) -> Event:
@@ -94,9 +87,9 @@ def _place(event: Event) -> dict[str, Any]:
 def _spans(source: Source, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return complete events; what begins and ends apart is made one."""
     spans = [one for one in events if one.get("ph") == "X"]
-    open_: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    open_: dict[Track, list[dict[str, Any]]] = {}
     for event in events:
-        stack = open_.setdefault((event.get("pid"), event.get("tid")), [])
+        stack = open_.setdefault(_track(event), [])
         if event.get("ph") == "B":
             stack.append(event)
         elif event.get("ph") == "E" and stack:
@@ -112,22 +105,22 @@ def _spans(source: Source, events: Sequence[dict[str, Any]]) -> list[dict[str, A
     return spans
 
 
-def _tracks(events: Sequence[Event], spans: Sequence[Event]) -> dict[tuple[Any, Any], _Track]:
+def _tracks(events: Sequence[Event], spans: Sequence[Event]) -> dict[Track, str]:
+    """Return the names of the threads in which there are spans, in order."""
     names: dict[tuple[Any, ...], str] = {}
     for event in events:
         kind = event.get("name")
         if event.get("ph") == "M" and kind in ("thread_name", "process_name") and _args(event):
             tid = event.get("tid") if kind == "thread_name" else None
             names[kind, event.get("pid"), tid] = str(_args(event).get("name", ""))
-    tracks: dict[tuple[Any, Any], _Track] = {}
-    for pid, tid in sorted({(one.get("pid"), one.get("tid")): None for one in spans}, key=_in_order):
+    tracks: dict[Track, str] = {}
+    for pid, tid in sorted(dict.fromkeys(map(_track, spans)), key=_in_order):
         process = names.get(("process_name", pid, None), f"process {pid}")
-        thread = names.get(("thread_name", pid, tid), f"thread {tid}")
-        tracks[pid, tid] = _Track(f"{process} · {thread}", len(tracks))
+        tracks[pid, tid] = f"{process} · {names.get(('thread_name', pid, tid), f'thread {tid}')}"
     return tracks
 
 
-def _in_order(track: tuple[Any, Any]) -> list[tuple[float, str]]:
+def _in_order(track: Track) -> list[tuple[float, str]]:
     """Return a key for sorting by number, and names after numbers."""
     return [(one, "") if is_number(one) else (float("inf"), repr(one)) for one in track]
 
