@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -67,6 +68,7 @@ def overlap(one: Span, other: Span) -> bool:
         return True
 
 
+@lru_cache(1024)
 def _stand_in(span: Span) -> Any:
     """Return an array at addresses like the tensor's, whose elements nobody reads."""
     interface = {
