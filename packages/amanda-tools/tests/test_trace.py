@@ -105,6 +105,13 @@ def test_lists_of_tensors_are_one_input_and_several_results_are_several_outputs(
     assert cat.inputs[0] == (c, a, split.inputs[0])
 
 
+def test_a_list_of_lists_of_numbers_has_no_tensors() -> None:
+    x = torch.rand(2, 2)
+    graph = trace(lambda: x.exp().tolist())
+    op = graph.ops[-1]
+    assert (op.type, graph.outputs(op), graph.consumers(op)) == ("tolist", (), ())
+
+
 def test_an_lstm_is_one_op_whose_outputs_are_told_apart() -> None:
     lstm, x = nn.LSTM(3, 5), torch.rand(7, 2, 3)
 

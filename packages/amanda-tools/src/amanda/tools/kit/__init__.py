@@ -3,7 +3,7 @@
 from amanda.tools.kit._dataflow import Dataflow, TensorMap
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
-from amanda.tools.kit._latest import Latest
+from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
@@ -17,8 +17,8 @@ from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "Dataflow", "Form", "Held", "HeldError", "Holders", "Latest", "Origin", "OtherForm", "Present",
-    "SelectedRows", "TensorMap", "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput",
-    "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights", "holders_of", "origin",
-    "packed_inputs", "parameters", "parameters_read", "source", "tensors_of", "weight_input",
+    "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
+    "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
+    "WeightTool", "Weights", "holders_of", "leaves", "origin", "packed_inputs", "parameters", "source",
+    "tensors_of", "weight_input",
 ]  # fmt: skip

@@ -3,183 +3,145 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import amanda
-from amanda.tools.trace._frames import Frame, Frames, Given, flat, reference
-from amanda.tools.trace._graph import Position, spread
+from amanda.tools.kit import leaves
+from amanda.tools.trace._graph import Position, each, indices_at
 from amanda.tools.trace._living import Living
-from amanda.tools.trace._recorder import UNKNOWN, Executed, Place, Recorder
+from amanda.tools.trace._recorder import UNKNOWN, Executed, Frame, Place, Recorder
 from amanda.tools.trace._values import Values
 
 _NODES_KEPT = 256
-"""So many executions of an op may be between its forward and its backward pass."""
+"""Most executions of an op between its forward and its backward pass."""
 
 
 class Following:
     """Follows the tensors of a framework from op to op.
 
     An execution is the same op as one before if its inputs are the same tensors, apart from having been
-    written, and from new ones that come from outside.  executions: so many ops one place may have; further
-    executions are counted at the last.  limit: of ops.
+    written, and from new ones that come from outside.  executions: most ops of one place; further executions
+    are counted at the last.  limit: most ops.
     """
 
     def __init__(self, values: Values, recorder: Recorder, executions: int, limit: int) -> None:
         self.values = values
-        self.living = Living(values, recorder)
+        self._living = Living(values, recorder)
         self._recorder = recorder
         self._executions = executions
         self._limit = limit
-        self._frames = Frames()
 
     # ---- forward ops ----
 
     @amanda.observer
     def enter(self, *inputs: Any, place: Place) -> None:
-        """An op is about to run."""
+        """Record what an op reads that is about to run."""
         if self._is_dropped(place):
             return
-        target = self._same(place, inputs)
-        if target is not None:
-            read = self._recorder.ops[target].inputs
-            self.living.recall_all(inputs, read)
+        target = self._target(place, inputs)
+        if target is None:
+            read = tuple(each(self._living.read, one) for one in inputs)
         else:
-            read = self.living.read_all(inputs)
-        given = [self._given(one) for one in flat(inputs)]
-        number = self.values.next_number()
-        self._frames.push(Frame(place, read, target, None, given, self.living.memory.serial, number))
+            read = self._recorder.ops[target].op.inputs
+            self._living.identify_all(inputs, read, only_changed=True)
+        given = [self._living.given(one) for one in leaves(inputs)]
+        serial, number = self._living.memory.serial, self.values.next_number()
+        place.begin(Frame(read, target, None, given, serial, number))
 
     @amanda.observer
     def leave(self, *outputs: Any, place: Place) -> None:
-        """Take the outputs of an op that has run."""
-        frame = self._frames.pop(place)
+        """Record what an op has made and written."""
+        frame = place.end()
         if frame is None:
             return
-        written = self._written(frame)
-        index, executed, folded = self._executed(frame)
-        self._note_nodes(frame, index)
-        if not folded:
-            known = [one for one in frame.given if one is not None]
-            read, near = [one.tensor for one in known], [one.reference() for one in known]
-            executed.outputs = tuple(self.living.make(place, one, index, read, near) for one in outputs)
+        written = self._written(place, frame)
+        index, executed = self._executed(place, frame)
+        number = self.values.next_number()
+        if number is not None and frame.number is not None and number != frame.number:
+            place.nodes.append((frame.number, number, index))
+            del place.nodes[:-_NODES_KEPT]
         for tensor in written.values():
-            self.living.memory.note(self.values, tensor, index)
-        self.living.know_all(outputs, executed.outputs)
+            self._living.memory.note(tensor, index)
+        self._make(place, frame, executed, outputs)
         for position, tensor in written.items():
-            if not folded:
-                executed.written[position] = self._after_write(frame, executed, position, tensor, index)
+            if frame.target is None:
+                after = self._living.last_index(tensor)
+                if after is None or place.symbolic or after not in indices_at(executed.outputs):
+                    after = self._living.add_version(index, frame.given[position].tensor, tensor)
+                executed.written[position] = after
             if position in executed.written:
-                self.living.know(tensor, executed.written[position])
-
-    def add_symbols(self, place: Place, inputs: Sequence[Any], outputs: Sequence[Any]) -> int | None:
-        """Record an op of a graph, whose inputs and outputs stand for values; its index if it is new."""
-        if place.ops or self._is_dropped(place):
-            return None
-        read = self.living.read_all(inputs)
-        index = self._recorder.add_op(place, read, None, calls=None)
-        executed = self._recorder.ops[index]
-        flat_read = list(spread(read))
-        executed.outputs = tuple(self.living.make(place, one, index, flat_read) for one in outputs)
-        self.living.know_all(outputs, executed.outputs)
-        for position in place.written:
-            before = read[position] if position < len(read) else None
-            if isinstance(before, int):
-                executed.written[position] = self.living.written_by(index, before, inputs[position])
-                self.living.know(inputs[position], executed.written[position])
-        return index
+                self._living.identify(tensor, executed.written[position])
 
     # ---- backward ops ----
 
     @amanda.observer
     def enter_backward(self, *gradients: Any, place: Place) -> None:
-        """A backward op is about to run."""
+        """Record the gradients that enter a backward op: several where they are added up."""
         if self._is_dropped(place):
             return
-        arrived = self.values.entering(len(gradients))
-        number = self.values.node_number()
-        forward, place.recalled = place.recalled, None
+        number, arrived = self.values.arrived(len(gradients))
+        forward, place.resumed = place.resumed, None
         if forward is None and place.forward is not None:
             forward = place.forward.maker(number)
         target = place.by_forward.get(forward)
         if target is None and len(self._recorder.ops) >= self._limit:
             target = place.ops[-1]
-        read = () if target is not None else self.read_gradients(gradients, arrived)
-        self._frames.push(Frame(place, read, target, forward))
-
-    def read_gradients(
-        self, gradients: Sequence[Any], arrived: list[list[int]] | None
-    ) -> tuple[Position, ...]:
-        """Return the recorded tensor of each gradient that enters an op; several that arrive are added up."""
         read: list[Position] = []
-        for i, gradient in enumerate(gradients):
-            sent = [] if arrived is None else arrived[i]
-            if len(sent) > 1:
-                read.append(tuple(sent))
-            else:
-                read.append(sent[0] if sent else self.living.read(gradient, "gradient"))
-        return tuple(read)
+        for gradient, sent in zip(gradients, arrived, strict=True) if target is None else ():
+            found = each(partial(self._living.read, kind="gradient"), gradient) if not sent else sent[0]
+            read.append(tuple(sent) if len(sent) > 1 else found)
+        place.begin(Frame(tuple(read), target, forward))
 
     @amanda.observer
     def leave_backward(self, *gradients: Any, place: Place) -> None:
-        """Take the outputs of an op that has run."""
-        frame = self._frames.pop(place)
+        """Record the gradients that leave a backward op, or are accumulated by it."""
+        frame = place.end()
         if frame is None:
             return
-        index, executed, folded = self._executed(frame)
+        index, executed = self._executed(place, frame)
         place.by_forward[frame.forward] = index
-        if not folded:
-            executed.outputs = tuple(self.living.make(place, one, index) for one in gradients)
-        self.living.know_all(gradients, executed.outputs)
-        self.values.leave([one if isinstance(one, int) else None for one in executed.outputs])
-        total = self.values.accumulated()
-        if total is not None:
-            self._accumulate(executed, index, total, folded)
+        self._make(place, frame, executed, gradients)
+        total = self.values.send([one if isinstance(one, int) else None for one in executed.outputs])
+        if total is not None and frame.target is None:
+            before = self._living.current_index(total)
+            executed.parts.append(self._living.add_version(index, before, total))
+        if total is not None and executed.parts:
+            self._living.identify(total, executed.parts[0])
 
-    def add_backward_symbols(self, place: Place, entering: Sequence[Any], leaving: Sequence[Any]) -> None:
-        """Record a backward op of a graph."""
-        if place.ops or self._is_dropped(place):
+    # ---- for the tool, and for tools that depend on it ----
+
+    def add_symbols(self, context: amanda.OpContext, place: Place) -> None:
+        """Record the op of a graph, whose inputs and outputs are symbols, if it is new."""
+        if place.ops:
             return
-        read = self.read_gradients(entering, None)
-        forward = None if place.forward is None else place.forward.maker(None)
-        index = self._recorder.add_op(place, read, forward, calls=None)
-        executed = self._recorder.ops[index]
-        executed.outputs = tuple(self.living.make(place, one, index, list(spread(read))) for one in leaving)
-        self.living.know_all(leaving, executed.outputs)
-
-    def _accumulate(self, executed: Executed, index: int, total: Any, folded: bool) -> None:
-        """A leaf's gradient has a new value."""
-        if not folded:
-            before = self.living.index_of(total)
-            if before is None:
-                described = self.values.describe(total)
-                executed.parts.append(self._recorder.add_tensor(described, "gradient", None, index))
-            else:
-                executed.parts.append(self.living.written_by(index, before, total))
-        if executed.parts:
-            self.living.know(total, executed.parts[0])
-
-    # ---- for tools that depend on the tool ----
+        if context.is_backward():
+            self.enter_backward(*(context.get_grad_outputs() or ()), place=place)
+            self.leave_backward(*(context.get_grad_inputs() or ()), place=place)
+            return
+        self.enter(*context.get_inputs(), place=place)
+        self.leave(*(context.get_outputs() or ()), place=place)
+        for index in place.ops:
+            self.values.note_call(context, list(indices_at(self._recorder.ops[index].op.inputs)))
 
     def given(self, context: amanda.OpContext) -> list[int]:
-        """The recorded tensors that the op of a context is given at this moment."""
-        if context.is_forward():
-            values = context.get_inputs()
-        else:
-            values = context.get_grad_outputs() or []
-            arrived = self.values.entering(len(values), take=False)
-            if arrived is not None and any(arrived):
+        """Return the recorded tensors that the op of a context is given at this moment."""
+        values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or []
+        if context.is_backward():
+            _, arrived = self.values.arrived(len(values), take=False)
+            if any(arrived):
                 return [index for sent in arrived for index in sent]
-        tensors = filter(self.values.is_tensor, flat(values))
-        return [index for index in map(self.living.index_of, tensors) if index is not None]
+        found = map(self._living.current_index, filter(self.values.is_tensor, leaves(values)))
+        return [index for index in found if index is not None]
 
-    # ---- what ops lean on ----
+    # ---- executions ----
 
-    def _same(self, place: Place, inputs: Sequence[Any]) -> int | None:
-        """The recorded op that an execution is another one of; None where it is a new op."""
+    def _target(self, place: Place, inputs: Sequence[Any]) -> int | None:
+        """Return the recorded op that an execution is another one of; None for a new op."""
         if not place.ops:
             place.in_backward = self.values.in_backward()
             return None
-        roots = [*map(self.living.root_of, inputs)]
+        roots = tuple(each(self._living.root_of, one) for one in inputs)
         for index in place.ops:
             if agree(roots, self._recorder.ops[index].roots):
                 return index
@@ -187,22 +149,23 @@ class Following:
         full = len(place.ops) >= self._executions or len(self._recorder.ops) >= self._limit
         return place.ops[-1] if again or full else None
 
-    def _executed(self, frame: Frame) -> tuple[int, Executed, bool]:
-        """The op of the graph for an execution, and whether it was there before."""
+    def _executed(self, place: Place, frame: Frame) -> tuple[int, Executed]:
+        """Return the recorded op of an execution: a new one, or one more time the target."""
         if frame.target is None:
-            index = self._recorder.add_op(frame.place, frame.inputs, frame.forward)
+            index = self._recorder.add_op(place, frame.inputs, frame.forward)
         else:
             index = frame.target
             self._recorder.count(index)
-        frame.place.last = index
-        return index, self._recorder.ops[index], frame.target is not None
+        place.last = index
+        return index, self._recorder.ops[index]
 
-    def _note_nodes(self, frame: Frame, index: int) -> None:
-        """Keep which nodes of autodiff an op has made."""
-        number = self.values.next_number()
-        if number is not None and frame.number is not None and number != frame.number:
-            frame.place.made.append((frame.number, number, index))
-            del frame.place.made[:-_NODES_KEPT]
+    def _make(self, place: Place, frame: Frame, executed: Executed, outputs: Sequence[Any]) -> None:
+        """Record the outputs of a new op, and note of which recorded tensors an execution's outputs are."""
+        if frame.target is None:
+            given = [one for one in frame.given if one is not None]
+            make = partial(self._living.make, place, op=executed.op.index, given=given)
+            executed.outputs = tuple(each(make, one, keep=True) for one in outputs)
+        self._living.identify_all(outputs, executed.outputs)
 
     def _is_dropped(self, place: Place) -> bool:
         if place.ops or len(self._recorder.ops) < self._limit:
@@ -210,41 +173,21 @@ class Following:
         self._recorder.drop(place)
         return True
 
-    def _given(self, value: Any) -> Given | None:
-        index = self.living.last_index(value) if self.values.is_tensor(value) else None
-        return None if index is None else Given(reference(value), index, self.values.version(value))
-
-    def _written(self, frame: Frame) -> dict[int, Any]:
-        """By flat position: the inputs that the op itself has written, not an op within it."""
+    def _written(self, place: Place, frame: Frame) -> dict[int, Any]:
+        """Return by flat position the inputs that the op itself has written, and no op within it."""
         found: dict[int, Any] = {}
         for position, given in enumerate(frame.given):
             tensor = None if given is None else given.reference()
-            if given is None or tensor is None:
+            if tensor is None or any(tensor is one for one in found.values()):
                 continue
-            wrote = position in frame.place.written or self.values.version(tensor) != given.version
-            if wrote and not any(tensor is one for one in found.values()):
-                within = self.living.memory.since(self.values, tensor, frame.serial)
-                found.update({} if within else {position: tensor})
+            wrote = position in place.facts.written or self.values.version(tensor) != given.version
+            if wrote and not self._living.memory.since(tensor, frame.serial):
+                found[position] = tensor
         return found
 
-    def _after_write(self, frame: Frame, executed: Executed, position: int, tensor: Any, op: int) -> int:
-        """Return the recorded tensor of an input after a write: an output of the op, or a new tensor."""
-        index = self.living.last_index(tensor)
-        if index is not None and index in spread(executed.outputs):
-            return index
-        given = frame.given[position]
-        assert given is not None
-        return self.living.written_by(op, given.tensor, tensor)
 
-
-def agree(roots: Sequence[Position], recorded: Sequence[Position]) -> bool:
-    """Return True if inputs are those of a recorded op, where an unknown input may be any."""
-    if len(roots) != len(recorded):
-        return False
-    for one, other in zip(roots, recorded, strict=True):
-        if isinstance(one, tuple) and isinstance(other, tuple):
-            if not agree(one, other):
-                return False
-        elif one != other and (one != UNKNOWN or other is None):
-            return False
-    return True
+def agree(one: Any, recorded: Any) -> bool:
+    """Return True if the roots of inputs are those of a recorded op; an unknown tensor may be any."""
+    if isinstance(one, tuple) and isinstance(recorded, tuple):
+        return len(one) == len(recorded) and all(map(agree, one, recorded))
+    return bool(one == recorded or (one == UNKNOWN and recorded is not None))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from amanda.tools.kit import leaves
 from amanda.tools.results import check_schema
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ VERSION = 1
 """Of the schema `amanda.trace`."""
 
 Position = int | None | tuple["int | None", ...]
-"""What is at one input or output: a tensor's index, nothing that is a tensor, or a list of these."""
+"""One input or output: a tensor's index, None for a value that is no tensor, or a list of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Tensor:
     alias_of: int | None = None
 
     def __str__(self) -> str:
-        """Element type and extents: `float32[8,3,224,224]`."""
+        """Return element type and extents: `float32[8,3,224,224]`."""
         extents = "..." if self.shape is None else ",".join("?" if n is None else str(n) for n in self.shape)
         return f"{self.dtype or '?'}[{extents}]"
 
@@ -75,22 +76,29 @@ class Op:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Indices of all tensors among the inputs."""
-        return tuple(spread(self.inputs))
+        """Return the indices of all tensors among the inputs."""
+        return tuple(indices_at(self.inputs))
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """Indices of all tensors among the outputs, and of those written."""
-        return (*spread(self.outputs), *self.writes)
+        """Return the indices of all tensors among the outputs, and of those written."""
+        return (*indices_at(self.outputs), *self.writes)
 
 
-def spread(positions: Sequence[Position]) -> Iterator[int]:
-    """The tensor indices at positions."""
-    for one in positions:
-        if isinstance(one, tuple):
-            yield from (index for index in one if index is not None)
-        elif one is not None:
-            yield one
+def indices_at(positions: Sequence[Position]) -> Iterator[int]:
+    """Yield the tensor indices at positions."""
+    return (one for one in leaves(positions) if one is not None)
+
+
+def each(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:
+    """Return what a function gives for a value, or for each element of a list.
+
+    keep: lists for whose elements the function gives None alone, instead of None for them.
+    """
+    if not isinstance(value, (list, tuple)):
+        return None if value is None else function(value)
+    found: Any = tuple(each(function, one, keep) for one in value)
+    return found if keep or any(one is not None for one in found) else None
 
 
 @dataclass(frozen=True)
@@ -109,33 +117,33 @@ class Graph:
     dropped: int = 0
 
     def inputs(self, op: Op) -> tuple[Tensor, ...]:
-        """The tensors that an op reads, and those a part of whose memory it writes."""
+        """Return the tensors that an op reads, and those a part of whose memory it writes."""
         parts = (self.tensors[index].alias_of for index in op.writes)
-        indices = (*op.reads, *(index for index in parts if index is not None))
-        return tuple(self.tensors[index] for index in dict.fromkeys(indices))
+        return tuple(self.tensors[index] for index in dict.fromkeys((*op.reads, *parts)) if index is not None)
 
     def outputs(self, op: Op) -> tuple[Tensor, ...]:
-        """The tensors that an op makes or writes."""
+        """Return the tensors that an op makes or writes."""
         return tuple(self.tensors[index] for index in op.makes)
 
     def producers(self, op: Op) -> tuple[Op, ...]:
-        """The ops that made what an op reads."""
-        indices = (tensor.producer for tensor in self.inputs(op))
-        return tuple(self.ops[i] for i in dict.fromkeys(indices) if i is not None and i != op.index)
+        """Return the ops that made what an op reads."""
+        return self._others(op, (tensor.producer for tensor in self.inputs(op)))
 
     def consumers(self, op: Op) -> tuple[Op, ...]:
-        """The ops that read what an op makes."""
-        indices = (i for tensor in self.outputs(op) for i in tensor.consumers)
-        return tuple(self.ops[i] for i in dict.fromkeys(indices) if i != op.index)
+        """Return the ops that read what an op makes."""
+        return self._others(op, (i for tensor in self.outputs(op) for i in tensor.consumers))
+
+    def _others(self, op: Op, indices: Iterable[int | None]) -> tuple[Op, ...]:
+        return tuple(self.ops[i] for i in dict.fromkeys(indices) if i is not None and i != op.index)
 
     def backward(self, op: Op) -> tuple[Op, ...]:
-        """The backward ops of a forward op."""
+        """Return the backward ops of a forward op."""
         return tuple(one for one in self.ops if one.forward == op.index)
 
     # ---- forms ----
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
-        """A node for each op, by its index, and an edge for each tensor from its producer to a consumer.
+        """Return a node for each op, by its index, and edges for each tensor from its producer to consumers.
 
         Nodes have the op's fields as attributes; edges have the tensor's index as their key, and its fields.
         """
@@ -153,41 +161,34 @@ class Graph:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """As in files of the schema `amanda.trace`."""
+        """Return the graph as files of the schema `amanda.trace` have it."""
         return {
+            **_fields(self),
             "frameworks": list(self.frameworks),
-            "executions": self.executions,
-            "dropped": self.dropped,
             "ops": [{**_fields(op), "id": f"{op.id:016x}"} for op in self.ops],
             "tensors": [_fields(tensor) for tensor in self.tensors],
         }
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Graph:
-        """Return the graph that `to_dict` described, also after JSON.
+        """Return a graph from what `to_dict` gave, also after JSON.
 
         Raises ValueError for another schema or version.
         """
         check_schema({"schema": "amanda.trace", "version": VERSION, **found}, "trace", VERSION)
-        ops = [{**op, "id": int(op["id"], 16)} for op in found["ops"]]
-        return cls(
-            tuple(_made(Op, op) for op in ops),
-            tuple(_made(Tensor, tensor) for tensor in found["tensors"]),
-            tuple(found["frameworks"]),
-            found["executions"],
-            found["dropped"],
-        )
+        ops = tuple(_made(Op, {**op, "id": int(op["id"], 16)}) for op in found["ops"])
+        tensors = tuple(_made(Tensor, tensor) for tensor in found["tensors"])
+        return cls(ops, tensors, tuple(found["frameworks"]), found["executions"], found["dropped"])
 
 
-def _fields(item: Op | Tensor) -> dict[str, Any]:
+def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
 def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
-    """An item of what JSON has of it: lists become tuples, unknown keys are left out."""
+    """Return an item of what JSON has of it: lists become tuples, unknown keys are left out."""
     names = [field.name for field in fields(kind)]
-    plain = ("attributes",)
-    return kind(**{name: found[name] if name in plain else _tuples(found[name]) for name in names})
+    return kind(**{name: found[name] if name == "attributes" else _tuples(found[name]) for name in names})
 
 
 def _tuples(value: Any) -> Any:

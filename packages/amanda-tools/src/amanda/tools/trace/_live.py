@@ -1,4 +1,4 @@
-"""What a tool that depends on the tracing one reads in its analyses."""
+"""The graph for tools that depend on the tracing one, in their analyses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from amanda.tools.trace._graph import Graph, Op, Tensor
 
 if TYPE_CHECKING:
     import amanda
-    from amanda.tools.trace._following import Following
     from amanda.tools.trace._tool import TraceTool
 
 
@@ -20,34 +19,34 @@ class GraphSoFar:
 
     @property
     def graph(self) -> Graph:
-        """All that was recorded."""
+        """Return all that was recorded."""
         return self._tool.graph
 
     def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:
-        """The recorded tensors that the op of a context is given; of a backward op the gradients."""
-        following: Following = context[self._tool.key]
-        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(following.given(context))))
+        """Return the recorded tensors that the op of a context is given; of a backward op the gradients."""
+        given = self._tool.following(context).given(context)
+        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(given)))
 
     def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:
-        """The ops that made what the op of a context is given."""
-        made_by = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
-        return tuple(self._tool.recorder.op(index) for index in made_by if index is not None)
+        """Return the ops that made what the op of a context is given."""
+        return self.ancestors(context, 1)
 
     def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
-        """The producers, their producers and so on, the nearest first, each once.
+        """Return the producers, their producers and so on, the nearest first, each once.
 
         distance: over how many tensors at most; None for all.
         """
-        found: dict[int, Op] = {}
-        level = self.producers(context)
+        recorder, found = self._tool.recorder, dict[int, Op]()
+        makers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
+        level = [recorder.op(index) for index in makers if index is not None]
         while level and distance != 0:
             found.update({op.index: op for op in level})
-            above = {one.index: one for op in level for one in self._tool.recorder.producers(op)}
-            level = tuple(one for index, one in above.items() if index not in found)
             distance = None if distance is None else distance - 1
+            above = (one for op in level for one in recorder.producers(op)) if distance != 0 else ()
+            level = [*{one.index: one for one in above if one.index not in found}.values()]
         return tuple(found.values())
 
     def op(self, context: amanda.OpContext) -> Op | None:
-        """The recorded op of a context; None before its first execution."""
-        index = self._tool.last_execution(context)
-        return None if index is None else self._tool.recorder.op(index)
+        """Return the recorded op of a context; None before its first execution."""
+        executed = self._tool.place_of(context).ops
+        return self._tool.recorder.op(executed[-1]) if executed else None

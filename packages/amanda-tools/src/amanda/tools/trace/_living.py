@@ -1,9 +1,11 @@
-"""Which recorded tensor each living one is."""
+"""The recorded tensor that each living tensor is."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from amanda.tools.trace._graph import Position
 from amanda.tools.trace._memory import Memory
@@ -11,167 +13,150 @@ from amanda.tools.trace._recorder import UNKNOWN, Place, Recorder
 from amanda.tools.trace._values import Values
 
 _STATE = ("parameter", "buffer")
-"""Kinds of tensors that stay what they are when they are written."""
+"""Kinds that a tensor keeps when it is written."""
 
 
+class Given(NamedTuple):
+    """A tensor that an op was given: a weak reference, its index and version before the op."""
+
+    reference: Callable[[], Any]
+    tensor: int
+    version: int | None
+
+
+@dataclass(slots=True, eq=False)
 class _Known:
-    """A tensor that lives: its index, as of a write into its memory, and the weak reference."""
+    """A living tensor: its index, as of a write into its memory, and a weak reference."""
 
-    __slots__ = ("held", "index", "serial")
-
-    def __init__(self, index: int, serial: int, held: Any) -> None:
-        self.index = index
-        self.serial = serial
-        self.held = held
+    index: int
+    serial: int
+    reference: Callable[[], Any]
 
 
 class Living:
-    """The tensors of a framework that live, held weakly, and what they were recorded as."""
+    """The living tensors of a framework, held weakly, and what they were recorded as."""
 
     def __init__(self, values: Values, recorder: Recorder) -> None:
         self.values = values
-        self.memory = Memory()
+        self.memory = Memory(values)
         self._recorder = recorder
-        self._known: dict[Hashable, _Known] = {}
-        self._swept_at = 4096
+        self._known: dict[int, _Known] = {}
 
-    # ---- what is known ----
+    def given(self, value: Any) -> Given | None:
+        """Return an input as it is before the op; None for a value that is no recorded tensor."""
+        known = self._known.get(id(value))
+        return None if known is None else Given(known.reference, known.index, self.values.version(value))
 
     def last_index(self, tensor: Any) -> int | None:
-        """Return the index that a tensor had when an op read or made it; None for an unknown tensor."""
-        known = self._known.get(self.values.key(tensor))
+        """Return the index of a tensor as of the last op that read or made it; None for an unknown one."""
+        known = self._known.get(id(tensor))
         return None if known is None else known.index
 
-    def is_current(self, tensor: Any) -> bool:
-        """Return True if a tensor is known, and nothing was written into its memory since."""
-        known = self._known.get(self.values.key(tensor))
-        return known is not None and not self.memory.since(self.values, tensor, known.serial)
-
-    def index_of(self, tensor: Any) -> int | None:
-        """Return the present index of a tensor: another one after each write into its elements."""
-        known = self._known.get(self.values.key(tensor))
+    def current_index(self, tensor: Any) -> int | None:
+        """Return the index of a tensor at this moment, after recording the writes into its memory."""
+        known = self._known.get(id(tensor))
         if known is None:
             return None
-        for write in self.memory.since(self.values, tensor, known.serial):
-            known.index = self.written_by(write.op, known.index, tensor)
+        for write in self.memory.since(tensor, known.serial):
+            known.index = self.add_version(write.op, known.index, tensor)
             self._recorder.ops[write.op].parts.append(known.index)
         known.serial = self.memory.serial
         return known.index
 
-    def written_by(self, op: int, before: int, tensor: Any) -> int:
-        """A new tensor: what one is after an op has written it, or a part of its memory."""
-        old = self._recorder.values[before]
-        self._recorder.add_consumer(before, op)
-        described = self.values.describe(tensor)
-        return self._recorder.add_tensor(described, old.kind, old.name, op, before, same=True)
+    def add_version(self, op: int, before: int | None, tensor: Any) -> int:
+        """Record a tensor as an op has left it that wrote it, or a part of its memory.
 
-    def know(self, tensor: Any, index: int) -> None:
-        """Map a living tensor to a recorded one."""
-        key = self.values.key(tensor)
-        known = self._known.get(key)
-        if known is not None:
+        before: its index until then; None for a gradient that begins.
+        """
+        kind, name = "gradient", None
+        if before is not None:
+            old = self._recorder.values[before]
+            kind, name = old.tensor.kind, old.tensor.name
+            old.consumers[op] = None
+        described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=before)
+        return self._recorder.add_tensor(described, same=True)
+
+    def identify(self, tensor: Any, index: int) -> None:
+        """Note the index of a living tensor."""
+        known = self._known.get(id(tensor))
+        if known is None:
+            self._known[id(tensor)] = _Known(index, self.memory.serial, self._reference(tensor, id(tensor)))
+        else:
             known.index, known.serial = index, self.memory.serial
-            return
-        if len(self._known) >= self._swept_at:
-            self._sweep()
-        held = self.values.hold(tensor, key, self._forget)
-        self._known[key] = _Known(index, self.memory.serial, held)
 
-    def know_all(self, values: Sequence[Any], positions: Sequence[Position]) -> None:
-        """The same for values, and lists of values."""
+    def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
+        try:
+            return weakref.ref(tensor, lambda _: self._known.pop(key, None))
+        except TypeError:
+            return lambda: tensor
+
+    def identify_all(
+        self, values: Sequence[Any], positions: Sequence[Position], only_changed: bool = False
+    ) -> None:
+        """Note the indices of tensors; only_changed: of those alone that are unknown, or written since."""
+        for tensor, index in self._pairs(values, positions):
+            known = self._known.get(id(tensor)) if only_changed else None
+            if known is None or self.memory.since(tensor, known.serial):
+                self.identify(tensor, index)
+
+    def _pairs(self, values: Sequence[Any], positions: Sequence[Position]) -> Iterator[tuple[Any, int]]:
         for value, position in zip(values, positions, strict=False):
             if isinstance(position, tuple):
                 if isinstance(value, (list, tuple)):
-                    self.know_all(value, position)
+                    yield from self._pairs(value, position)
             elif position is not None and self.values.is_tensor(value):
-                self.know(value, position)
+                yield value, position
 
-    def recall_all(self, values: Sequence[Any], positions: Sequence[Position]) -> None:
-        """The same, for those alone of which nothing is known, or that were written since."""
-        for value, position in zip(values, positions, strict=False):
-            if isinstance(position, tuple):
-                if isinstance(value, (list, tuple)):
-                    self.recall_all(value, position)
-            elif position is not None and self.values.is_tensor(value) and not self.is_current(value):
-                self.know(value, position)
+    # ---- inputs ----
 
-    # ---- what goes into an op ----
-
-    def root_of(self, value: Any) -> Position:
-        """Return the index of a value before its first write; UNKNOWN for an unknown tensor."""
-        if isinstance(value, (list, tuple)):
-            roots = tuple(map(self.root_of, value))
-            return roots if any(one is not None for one in roots) else None  # type: ignore[return-value]
+    def root_of(self, value: Any) -> int | None:
+        """Return the index that a tensor had before it was first written; UNKNOWN for an unknown tensor."""
         if not self.values.is_tensor(value):
             return None
         index = None if self.values.is_handle(value) else self.last_index(value)
         return UNKNOWN if index is None else self._recorder.values[index].root
 
-    def read_all(self, values: Sequence[Any]) -> tuple[Position, ...]:
-        """Return the recorded tensor of each input."""
-        return tuple(self.read(value) for value in values)
-
-    def read(self, value: Any, kind: str | None = None) -> Position:
-        """Return the recorded tensor of an input; an unknown one comes from outside, of that kind."""
-        if isinstance(value, (list, tuple)):
-            found = tuple(self.read(one, kind) for one in value)
-            return found if any(one is not None for one in found) else None  # type: ignore[return-value]
+    def read(self, value: Any, kind: str | None = None) -> int | None:
+        """Return the index of an input, after recording it if it comes from outside, as of a kind."""
         if not self.values.is_tensor(value):
             return None
-        index = self.index_of(value)
-        return self._from_outside(value, kind) if index is None else index
-
-    def _from_outside(self, tensor: Any, kind: str | None) -> int:
-        outer = self.values.outer(tensor)
-        index = outer if outer is None or isinstance(outer, int) else self.read(outer)
-        if not isinstance(index, int):
-            found, name = self.values.origin(tensor)
-            index = self._recorder.add_tensor(self.values.describe(tensor), kind or found, name)
-        self.know(tensor, index)
+        index = self.current_index(value)
+        if index is None:
+            outer = self.values.outer(value)
+            index = outer if outer is None or isinstance(outer, int) else self.read(outer)
+            if index is None:
+                found, name = self.values.origin(value)
+                described = self.values.describe(value, kind=kind or found, name=name)
+                index = self._recorder.add_tensor(described)
+            self.identify(value, index)
         return index
 
-    # ---- what comes out of it ----
+    # ---- outputs ----
 
-    def make(
-        self, place: Place, value: Any, op: int, read: Sequence[int] = (), near: Sequence[Any] = ()
-    ) -> Position:
-        """New tensors for an output. read: what the op has read; near: the same while they live."""
-        if isinstance(value, (list, tuple)):
-            return tuple(self.make(place, one, op, read, near) for one in value)  # type: ignore[misc]
+    def make(self, place: Place, value: Any, op: int, given: Sequence[Given]) -> int | None:
+        """Return the index of an output, after recording it.  given: the tensors among the inputs."""
         if not self.values.is_tensor(value):
             return None
         alias = self.last_index(value)
-        kind, name = place.makes, self.values.name(value)
+        kind, name = place.facts.makes, self.values.name(value)
         same = alias is not None
         if alias is None:
-            alias = self._sharing(value, read, near) if kind else read[0]
-        else:
-            old = self._recorder.values[alias]
-            if place.symbolic and old.producer is None:
-                old.producer, old.kind = op, kind  # a loop has read it before it is made
-                return alias
+            alias = self._sharing(value, () if place.symbolic else given) if kind else given[0].tensor
         owner = None if alias is None else self._recorder.values[alias]
-        if owner is not None and (not kind or (owner.kind in _STATE and same)):
-            kind, name = owner.kind, owner.name
-        index = self._recorder.add_tensor(self.values.describe(value), kind, name, op, alias, same)
-        if place.brings_in:
-            self._recorder.values[index].root = UNKNOWN
-        return index
+        if owner is not None and same and place.symbolic and owner.tensor.producer is None:
+            owner.tensor = replace(owner.tensor, producer=op, kind=kind)  # a loop reads it before it is made
+            return alias
+        if owner is not None and (not kind or (owner.tensor.kind in _STATE and same)):
+            kind, name = owner.tensor.kind, owner.tensor.name
+        described = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
+        return self._recorder.add_tensor(described, same, from_outside=place.facts.brings_in)
 
-    def _sharing(self, value: Any, read: Sequence[int], near: Sequence[Any]) -> int | None:
-        """The tensor read whose memory a value shares."""
-        span = self.values.span(value) if near else None
-        for tensor, index in zip(near, read, strict=False) if span is not None else ():
-            other = None if tensor is None else self.values.span(tensor)
-            if other is not None and span is not None and other.memory == span.memory:
-                return index
+    def _sharing(self, value: Any, given: Sequence[Given]) -> int | None:
+        """Return the index of the given tensor whose memory a value shares."""
+        place = self.values.memory(value) if given else None
+        for one in given if place is not None else ():
+            tensor = one.reference()
+            other = None if tensor is None else self.values.memory(tensor)
+            if other is not None and place is not None and other[0] is place[0]:
+                return one.tensor
         return None
-
-    def _forget(self, key: Hashable) -> None:
-        self._known.pop(key, None)
-
-    def _sweep(self) -> None:
-        gone = [key for key, known in self._known.copy().items() if self.values.is_gone(known.held)]
-        for key in gone:
-            del self._known[key]
-        self._swept_at = max(4096, 2 * len(self._known))

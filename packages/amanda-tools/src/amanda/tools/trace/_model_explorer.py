@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from amanda.tools.trace._graph import Graph, Op, Tensor
 
 
 def collection(graph: Graph, label: str = "amanda") -> dict[str, Any]:
-    """A collection of one graph, whose boxes are modules; backward ops are in a box of their own."""
-    homes = {index: op for op in reversed(graph.ops) for index in op.reads}
-    outside = [
-        _outside(tensor, homes[tensor.index])
-        for tensor in graph.tensors
-        if tensor.producer is None and tensor.index in homes
-    ]
-    return {
-        "label": label,
-        "graphs": [{"id": label, "nodes": [*outside, *(_node(graph, op) for op in graph.ops)]}],
-    }
+    """Return a collection of one graph, whose boxes are modules; backward ops are in a box of their own."""
+    readers = {index: op for op in reversed(graph.ops) for index in op.reads}
+    outside = (tensor for tensor in graph.tensors if tensor.producer is None and tensor.index in readers)
+    nodes = [_outside(tensor, readers[tensor.index]) for tensor in outside]
+    nodes += [_node(graph, op) for op in graph.ops]
+    return {"label": label, "graphs": [{"id": label, "nodes": nodes}]}
 
 
 def _outside(tensor: Tensor, reader: Op) -> dict[str, Any]:
-    """A tensor that no op made, beside the op that reads it first."""
+    """Return the node of a tensor that no op made, beside the op that reads it first."""
     return {
         "id": f"tensor{tensor.index}",
         "label": tensor.name or tensor.kind,
         "namespace": _namespace(reader) if tensor.kind in ("parameter", "buffer", "constant") else "",
-        "attrs": [_attribute("kind", tensor.kind)],
-        "outputsMetadata": [_metadata(0, tensor)],
+        "attrs": _attributes({"kind": tensor.kind}),
+        "outputsMetadata": _outputs([tensor]),
     }
 
 
@@ -38,17 +34,14 @@ def _node(graph: Graph, op: Op) -> dict[str, Any]:
         "name": op.name, "phase": op.phase, "source": op.source, "id": f"{op.id:016x}",
         **({} if op.calls is None else {"calls": op.calls}), **(op.attributes or {}),
     }  # fmt: skip
+    edges = enumerate(graph.inputs(op))
     return {
         "id": f"op{op.index}",
         "label": op.type,
         "namespace": _namespace(op),
-        "attrs": [_attribute(name, value) for name, value in attributes.items()],
-        "incomingEdges": [
-            _edge(graph, tensor, i)
-            for i, tensor in enumerate(graph.inputs(op))
-            if tensor.producer != op.index
-        ],
-        "outputsMetadata": [_metadata(i, tensor) for i, tensor in enumerate(graph.outputs(op))],
+        "attrs": _attributes(attributes),
+        "incomingEdges": [_edge(graph, one, i) for i, one in edges if one.producer != op.index],
+        "outputsMetadata": _outputs(graph.outputs(op)),
     }
 
 
@@ -67,10 +60,12 @@ def _namespace(op: Op) -> str:
     return path if op.phase == "forward" else f"{op.phase}/{path}".rstrip("/")
 
 
-def _metadata(position: int, tensor: Tensor) -> dict[str, Any]:
-    attributes = [_attribute("tensor_shape", str(tensor)), _attribute("tensor", tensor.index)]
-    return {"id": str(position), "attrs": attributes}
+def _outputs(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
+    told = ({"tensor_shape": str(tensor), "tensor": tensor.index} for tensor in tensors)
+    return [{"id": str(position), "attrs": _attributes(one)} for position, one in enumerate(told)]
 
 
-def _attribute(key: str, value: Any) -> dict[str, str]:
-    return {"key": key, "value": value if isinstance(value, str) else json.dumps(value)}
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {"key": key, "value": one if isinstance(one, str) else json.dumps(one)} for key, one in values.items()
+    ]

@@ -1,101 +1,75 @@
-"""Tensors of PyTorch: weak references to them, their memory, and the edges of autograd's graph."""
+"""Tensors of PyTorch, their memory, and the edges of autograd's graph."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit._requirements import check
-from amanda.tools.trace._values import Description, Forget, Span, Values
+from amanda.tools.trace._graph import Tensor
+from amanda.tools.trace._values import Ask, Facts, Span, Values
 
 _PASSES_KEPT = 16
 _AVERAGES = (3, 4)
 """Positions of the running mean and variance among the inputs of normalisations."""
 
 
-class PyTorchValues(Values):
-    """Tensors by the address of what they are in C++.
+class FrameworkValues(Values):
+    """Answers of PyTorch.
 
-    A weak reference keeps the address from being given to another, and knows the tensor also while
-    no object of Python stands for it.
+    A weak reference to a tensor or a storage lasts as long as C++ has the object, also while Python has none.
     """
 
-    def __init__(self, shape: Callable[[Any], Any], dtype: Callable[[Any], Any]) -> None:
+    def __init__(self, shape: Ask, dtype: Ask) -> None:
         import torch
-        from torch.multiprocessing.reductions import StorageWeakRef
 
         super().__init__(shape, dtype)
         check("trace", "torch")
         self._torch = torch
-        self._weak = torch._C._WeakTensorRef  # type: ignore[attr-defined]
         self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-        self._weak_storage = StorageWeakRef
         self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
-        self._arriving: dict[int, dict[Hashable, list[int]]] = {}
+        self._sent: dict[int, dict[Hashable, list[int]]] = {}
 
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor."""
         return isinstance(value, self._torch.Tensor)
 
-    def key(self, tensor: Any) -> Hashable:
-        """Its address in C++."""
-        address: int = tensor._cdata
-        return address
-
-    def hold(self, tensor: Any, key: Hashable, forget: Forget) -> Any:
-        """A weak reference of C++'s, which does not tell by itself."""
-        return self._weak(tensor)
-
-    def is_gone(self, held: Any) -> bool:
-        """Return True if the tensor is freed."""
-        return bool(held.expired())
-
-    def describe(self, tensor: Any) -> Description:
-        """Extents, element type, device and size."""
-        device, kind = str(tensor.device), self._dtype(tensor)
-        extents = self._shape(tensor)
-        if extents is not None:  # a ragged one is a symbol
-            extents = tuple(extent if isinstance(extent, int) else None for extent in extents)
-        known = extents is not None and None not in extents
-        return Description(extents, kind, device, tensor.numel() * tensor.element_size() if known else None)
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return what to record of a tensor."""
+        found = super().describe(tensor, **fields)
+        known = found.shape is not None and None not in found.shape
+        return replace(found, bytes=tensor.numel() * tensor.element_size()) if known else found
 
     def version(self, tensor: Any) -> int | None:
-        """Grows with each write; None of a tensor of the inference mode."""
+        """Return autograd's count of writes; None for a tensor of the inference mode."""
         version: int | None = None if tensor.is_inference() else tensor._version
         return version
 
-    def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """Running averages are written, but their versions stay."""
-        if context["type"] in ("batch_norm", "instance_norm"):
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op: of a normalisation also that it writes averages, whose version stays."""
+        found = super().facts(context)
+        if context.is_forward() and context["type"] in ("batch_norm", "instance_norm"):
             attributes = context.get_attrs()
             if attributes.get("training") or attributes.get("use_input_stats"):
-                return _AVERAGES
-        return super().written(context)
+                return found._replace(written=_AVERAGES)
+        return found
 
-    def span(self, tensor: Any) -> Span | None:
-        """Where its elements are; None of a sparse one, and where a transform hides it."""
+    def memory(self, tensor: Any) -> tuple[Any, Span] | None:
+        """Return the storage and the place in it; None for a sparse tensor, or where a transform hides it."""
         try:
-            memory, start = tensor.untyped_storage()._cdata, tensor.storage_offset()
-            return Span(memory, start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
+            storage, start = tensor.untyped_storage(), tensor.storage_offset()
+            return storage, Span(start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
         except (NotImplementedError, RuntimeError):
             return None
-
-    def hold_memory(self, tensor: Any) -> Any:
-        """A weak reference to its storage."""
-        return self._weak_storage(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-    def is_memory_gone(self, held: Any) -> bool:
-        """Return True if the storage is freed."""
-        return bool(held.expired())
 
     # ---- parameters ----
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
-        """Parameters and buffers by their path in the outermost module that is being called."""
+        """Return kind and path of a parameter or buffer of the outermost module that is being called."""
         parameter = isinstance(tensor, self._torch.nn.Parameter)
         modules = [one for one in interceptor.subjects() if isinstance(one, self._torch.nn.Module)]
         for root in modules[:1]:
@@ -108,68 +82,50 @@ class PyTorchValues(Values):
         return ("parameter" if parameter else "input"), None
 
     def _named(self, root: Any) -> dict[int, tuple[str, str]]:
-        """By the ids of a model's parameters and buffers, their kinds and paths."""
-        known = self._names.get(root)
-        if known is None:
-            known = self._names[root] = {}
-            for kind, pairs in (("buffer", root.named_buffers()), ("parameter", root.named_parameters())):
-                known.update({id(tensor): (kind, name) for name, tensor in pairs})
-        return known
+        """Return kinds and paths of a model's parameters and buffers, by their ids."""
+        if root not in self._names:
+            kinds = {"buffer": root.named_buffers(), "parameter": root.named_parameters()}
+            self._names[root] = {
+                id(tensor): (kind, name) for kind, pairs in kinds.items() for name, tensor in pairs
+            }
+        return self._names[root]
 
     # ---- the backward pass ----
 
     numbers_nodes = True
 
     def in_backward(self) -> bool:
-        """Return True if a backward pass runs in this thread."""
+        """Return True if a backward pass is under way in this thread."""
         return bool(self._torch._C._current_graph_task_id() != -1)
 
     def next_number(self) -> int | None:
-        """Return the sequence number of this thread's next node."""
+        """Return the number that autograd gives this thread's next node."""
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return number
 
-    def node_number(self) -> int | None:
-        """Return the sequence number of the node that runs; leaves have none."""
+    def arrived(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the node that runs, which leaves have not, and what was sent to the node."""
         node = self._torch._C._current_autograd_node()
-        return None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
-
-    def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
-        """Return the gradients that were sent to the node that runs; None without any."""
-        node = self._torch._C._current_autograd_node()
-        sent = self._arriving.get(self._torch._C._current_graph_task_id())
+        number = None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
+        sent = self._sent.get(self._torch._C._current_graph_task_id())
         if node is None or sent is None:
-            return None
-        name = self._node(node)
-        found = [sent.get((name, position), []) for position in range(count)]
-        for position in range(count) if take else ():
-            sent.pop((name, position), None)
-        return found
+            return number, [()] * count
+        name, look = self._name_of(node), sent.pop if take else sent.get
+        return number, [look((name, position), ()) for position in range(count)]
 
-    def leave(self, gradients: Sequence[int | None]) -> None:
-        """Send gradients on to the nodes that come next."""
+    def send(self, gradients: Sequence[int | None]) -> Any:
+        """Send gradients on to the nodes that come next; return the gradient of a leaf."""
         node = self._torch._C._current_autograd_node()
         if node is None:
-            return
-        task = self._torch._C._current_graph_task_id()
-        if task not in self._arriving:
-            while len(self._arriving) >= _PASSES_KEPT:
-                del self._arriving[next(iter(self._arriving))]
-            self._arriving[task] = {}
-        sent = self._arriving[task]
+            return None
+        sent = self._sent.setdefault(self._torch._C._current_graph_task_id(), {})
         for (after, position), gradient in zip(node.next_functions, gradients, strict=False):
             if after is not None and gradient is not None:
-                sent.setdefault((self._node(after), position), []).append(gradient)
+                sent.setdefault((self._name_of(after), position), []).append(gradient)
+        while len(self._sent) > _PASSES_KEPT:
+            del self._sent[next(iter(self._sent))]
+        return node.variable.grad if isinstance(node, self._leaf) else None
 
-    def _node(self, node: Any) -> Hashable:
-        """Tells the nodes of one pass apart: leaves have no number of their own."""
-        if isinstance(node, self._leaf):
-            return int(node.variable._cdata)
-        return type(node), node._sequence_nr()
-
-    def accumulated(self) -> Any:
-        """The gradient of the leaf at which gradients are added up."""
-        node = self._torch._C._current_autograd_node()
-        if isinstance(node, self._leaf):
-            return node.variable.grad
-        return None
+    def _name_of(self, node: Any) -> Hashable:
+        """Return what tells a node from the others of its pass: leaves have no number of their own."""
+        return id(node.variable) if isinstance(node, self._leaf) else (type(node), node._sequence_nr())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.tools.results import Column, Result, read_json, shortened
-from amanda.tools.trace._graph import VERSION, Graph, Op, Position
+from amanda.tools.trace._graph import VERSION, Graph, Position
 from amanda.tools.trace._model_explorer import collection
 from amanda.tools.trace._text import dot, listing
 
@@ -40,29 +40,27 @@ class TraceResult(Result):
         self.graph = graph
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each op."""
+        """Return a row for each op."""
         return [
-            (op.phase, op.type, op.module, op.source, self._shapes(op.inputs),
-             self._shapes((*op.outputs, *op.writes)), op.calls)
+            (op.phase, op.type, op.module, op.source, self._tensors(op.inputs),
+             self._tensors((*op.outputs, *op.writes)), op.calls)
             for op in self.graph.ops
         ]  # fmt: skip
 
-    def _shapes(self, positions: Sequence[Position]) -> str:
-        return " ".join(self._shape(one) for one in positions if one is not None)
-
-    def _shape(self, position: Position) -> str:
-        if isinstance(position, tuple):
-            return f"({self._shapes(position)})"
-        return "" if position is None else str(self.graph.tensors[position])
+    def _tensors(self, positions: Sequence[Position]) -> str:
+        return " ".join(
+            f"({self._tensors(one)})" if isinstance(one, tuple) else str(self.graph.tensors[one])
+            for one in positions
+            if one is not None
+        )
 
     def facts(self) -> Mapping[str, Any]:
-        """The graph."""
+        """Return the graph."""
         return self.graph.to_dict()
 
     def notes(self) -> Sequence[str]:
-        """Return the number of ops and tensors, and what is not in the graph."""
-        ops: Sequence[Op] = self.graph.ops
-        counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in ops)}
+        """Return how much there is, and what is not in the graph."""
+        counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in self.graph.ops)}
         *others, last = (f"{count:,} {phase}" for phase, count in counts.items())
         notes = [f"{', '.join(others)} and {last} ops, {len(self.graph.tensors):,} tensors."]
         if self.graph.dropped:
@@ -72,19 +70,19 @@ class TraceResult(Result):
     # ---- forms ----
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
-        """As `Graph.to_networkx`."""
+        """Return the graph as `Graph.to_networkx` does."""
         return self.graph.to_networkx()
 
     def to_dot(self) -> str:
-        """A graph for Graphviz."""
+        """Return a graph for Graphviz."""
         return dot(self.graph)
 
     def to_text(self) -> str:
-        """A line for each op, in the manner of ONNX's listings."""
+        """Return a line for each op, in the manner of ONNX's listings."""
         return listing(self.graph)
 
     def to_model_explorer(self) -> str:
-        """JSON that Model Explorer opens."""
+        """Return JSON that Model Explorer opens."""
         return json.dumps(collection(self.graph), indent=1)
 
     def save(self, path: str | Path) -> Path:
@@ -93,17 +91,17 @@ class TraceResult(Result):
         Raises AmandaError for a suffix that names none; then nothing is written.
         """
         path = Path(path)
-        if path.name.endswith(MODEL_EXPLORER):
-            path.write_text(f"{self.to_model_explorer()}\n", encoding="utf-8")
-            return path
-        return super().save(path)
+        if not path.name.endswith(MODEL_EXPLORER):
+            return super().save(path)
+        path.write_text(f"{self.to_model_explorer()}\n", encoding="utf-8")
+        return path
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {**super()._forms(), ".txt": self.to_text, ".dot": self.to_dot}
 
 
 def load(path: str | Path) -> Graph:
-    """The graph of a file that `save` wrote as JSON.
+    """Return the graph of a file that `save` wrote as JSON.
 
     Raises AmandaError for a file that is no graph, or of a later version.
     """

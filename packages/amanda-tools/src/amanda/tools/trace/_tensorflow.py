@@ -1,60 +1,54 @@
-"""Tensors of TensorFlow: what a graph's symbols and functions' arguments stand for, and variables."""
+"""Tensors of TensorFlow: eager ones, symbols of graphs, arguments of functions, and variables."""
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.trace._values import Description, Forget, Values
+from amanda.tools.trace._graph import Tensor
+from amanda.tools.trace._values import Ask, Facts, Values
 
 _WRITES = re.compile(r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign")
 _HANDLES = ("resource", "variant")
-_READS = frozenset({"ReadVariableOp"})
-_MAKES_VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+_MAKES = {"ReadVariableOp": "", "Const": "constant"}
+_MAKES.update(dict.fromkeys(("VarHandleOp", "VariableV2", "Variable"), "parameter"))
+"""Kinds of what some types of operations make."""
 _FUNCTION = re.compile(r"__(?:inference|forward|backward)_(.+)_\d+")
 
 
-class TensorFlowValues(Values):
-    """Tensors by the number that TensorFlow gives each once, whether eager or a graph's symbol."""
+class FrameworkValues(Values):
+    """Answers of TensorFlow, whose tensors have a number each, whether eager or symbols of a graph."""
 
-    def __init__(self, shape: Callable[[Any], Any], dtype: Callable[[Any], Any]) -> None:
+    def __init__(self, shape: Ask, dtype: Ask) -> None:
         super().__init__(shape, dtype)
         self._variables: dict[int, tuple[str, str]] = {}
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._arguments: dict[str, Sequence[int]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True for a tensor, also one of unknown rank."""
+        """Return True for a tensor, also for one of unknown rank."""
         return hasattr(value, "_id") and self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
-        """Return True if a tensor stands for a variable, an iterator or a dataset."""
+        """Return True for a reference to a variable, an iterator or a dataset."""
         return self._dtype(tensor) in _HANDLES
 
-    def key(self, tensor: Any) -> Hashable:
-        """Its number."""
-        number: int = tensor._id
-        return number
-
-    def hold(self, tensor: Any, key: Hashable, forget: Forget) -> Any:
-        """A weak reference."""
-        return weakref.ref(tensor, lambda _: forget(key))
-
-    def describe(self, tensor: Any) -> Description:
-        """Extents, element type, device and size; a handle of a variable tells of the variable."""
-        found = super().describe(tensor)
-        return found._replace(bytes=None) if found.dtype in (*_HANDLES, "string") else found
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return what to record of a tensor; for a handle, the variable's extents and no size."""
+        found = super().describe(tensor, **fields)
+        return replace(found, bytes=None) if found.dtype in (*_HANDLES, "string") else found
 
     def name(self, tensor: Any) -> str | None:
-        """A symbol's name; eager tensors have none."""
+        """Return a symbol's name; eager tensors have none."""
         return str(tensor.name) if hasattr(tensor, "op") else None
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
-        """Variables by the path that they have in the outermost layer or module that is being called."""
+        """Return kind and path of a variable of the outermost layer or module that is being called."""
         if self._dtype(tensor) != "resource":
             return "input", self.name(tensor)
         if tensor._id not in self._variables:
@@ -72,38 +66,21 @@ class TensorFlowValues(Values):
                 name = str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
                 self._variables.setdefault(handle._id, (kind, name))
 
-    def made(self, context: amanda.OpContext) -> str:
-        """Constants and variables are told apart from activations."""
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op, whose name is that of its graph, or its type in eager mode."""
         if context.is_backward():
-            return "gradient"
-        kind = context.get_op_type()
-        if kind in _READS:
-            return ""
-        if kind in _MAKES_VARIABLES:
-            return "parameter"
-        return "constant" if kind == "Const" else "activation"
-
-    def brings_in(self, context: amanda.OpContext) -> bool:
-        """An iterator does, which is another one in each epoch."""
-        return context.get_op_type().startswith("IteratorGetNext")
-
-    def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """The variables that an op assigns to: all whose handles it is given."""
-        if context.is_backward() or not _WRITES.fullmatch(context.get_op_type()):
-            return ()
-        inputs = context.get_inputs()
-        handles = tuple(i for i, one in enumerate(inputs) if self._dtype(one) == "resource")
-        return handles or (0,)
-
-    def op_name(self, context: amanda.OpContext) -> str:
-        """The operation's name in its graph, its type in eager mode."""
-        op = context.get_op() if context.is_forward() else context.get_backward_op()
-        return str(op.name)
+            return Facts(str(context.get_backward_op().name), "gradient")
+        kind, inputs = context.get_op_type(), context.get_inputs()
+        written: Sequence[int] = ()
+        if _WRITES.fullmatch(kind):
+            written = [i for i, one in enumerate(inputs) if self._dtype(one) == "resource"] or (0,)
+        makes = _MAKES.get(kind, "activation")
+        return Facts(str(context.get_op().name), makes, written, kind.startswith("IteratorGetNext"))
 
     # ---- functions ----
 
     def outer(self, tensor: Any) -> Any:
-        """Return the tensor that a function captured or is called with, or its position."""
+        """Return the tensor that a function captured, or the index of an argument of its call."""
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None
@@ -120,8 +97,8 @@ class TensorFlowValues(Values):
                 return index
         return None
 
-    def call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
-        """Note what the functions that an op calls, which come next, are given."""
+    def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
+        """Note the arguments of the functions that an op calls, which come next."""
         skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
         for value in context.get_attrs().values():
             for one in value if isinstance(value, list) else [value]:

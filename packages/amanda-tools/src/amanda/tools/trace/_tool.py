@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from itertools import count
+from collections.abc import Hashable
 from numbers import Integral
 from typing import Any
 
@@ -12,13 +11,11 @@ from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace._attributes import plain
 from amanda.tools.trace._following import Following
-from amanda.tools.trace._graph import Graph, spread
+from amanda.tools.trace._graph import Graph, Op
 from amanda.tools.trace._live import GraphSoFar
 from amanda.tools.trace._recorder import Place, Recorder
 from amanda.tools.trace._result import TraceResult
-from amanda.tools.trace._values import Values
-
-_numbers = count(1)
+from amanda.tools.trace._values import values_of
 
 
 class TraceTool(amanda.Tool):
@@ -48,103 +45,60 @@ class TraceTool(amanda.Tool):
             )
         self._executions, self._limit, self._attributes = executions, limit, attributes
         self._count = count
-        self.key = f"trace {next(_numbers)}"
         self.clear()
-        self.depends_on(StandardMapping(), MappingTool(self._rules()))
-        self.add_inst_for_op(self._forward)
-        self.add_closing_inst_for_op(self._forward_made, require_outputs=True)
+        self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
+        self.add_inst_for_op(self._before)
+        self.add_closing_inst_for_op(self._after, require_outputs=True)
         if backward:
-            self.add_inst_for_op(self._backward, backward=True)
-            self.add_closing_inst_for_op(self._backward_made, backward=True, require_outputs=True)
+            self.add_inst_for_op(self._before, backward=True)
+            self.add_closing_inst_for_op(self._after, backward=True, require_outputs=True)
 
     @property
     def result(self) -> TraceResult:
-        """The graph so far, as a table and in its forms."""
+        """Return the graph so far, as a table and in its forms."""
         return TraceResult(self.graph)
 
     @property
     def graph(self) -> Graph:
-        """The graph so far."""
+        """Return the graph so far."""
         return self.recorder.graph()
 
     def clear(self) -> None:
         """Forget the graph; ops are analysed anew."""
         self.load_state_dict({})
         self.recorder = Recorder(self._executions)
-        self._so_far = GraphSoFar(self)
         self._followings: dict[str, Following] = {}
         self._places: dict[Hashable, Place] = {}
 
-    # ---- frameworks ----
-
-    def _rules(self) -> list[list[Any]]:
-        """Return the rules that put a framework's `Living` into the context, under the tool's key."""
-        known = {"pytorch": self._pytorch, "tensorflow": self._tensorflow, "onnxruntime": self._onnxruntime}
-        return [*map(list, known.items()), ["*", self._other]]
-
-    def _pytorch(self, context: amanda.OpContext) -> None:
-        from amanda.tools.trace._pytorch import PyTorchValues
-
-        self._follow(context, PyTorchValues)
-
-    def _tensorflow(self, context: amanda.OpContext) -> None:
-        from amanda.tools.trace._tensorflow import TensorFlowValues
-
-        self._follow(context, TensorFlowValues)
-
-    def _onnxruntime(self, context: amanda.OpContext) -> None:
-        from amanda.tools.trace._onnxruntime import OnnxValues
-
-        self._follow(context, OnnxValues)
-
-    def _other(self, context: amanda.OpContext) -> None:
-        if self.key not in context:
-            self._follow(context, Values)
-
-    def _follow(self, context: amanda.OpContext, kind: Callable[[Any, Any], Values]) -> None:
-        framework = context.namespace[0]
-        if framework not in self._followings:
-            values = kind(context["shape"], context["dtype"])
-            self._followings[framework] = Following(values, self.recorder, self._executions, self._limit)
-        context[self.key] = self._followings[framework]
-        context["graph"] = self._so_far
+    def _add_graph(self, context: amanda.OpContext) -> None:
+        context["graph"] = GraphSoFar(self)
 
     # ---- analysis ----
 
-    def _forward(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context)
-        if not place.symbolic:
+    def _before(self, context: amanda.OpContext) -> None:
+        place, following = self.place_of(context), self.following(context)
+        if place.symbolic:
+            return
+        if context.is_forward():
             context.insert_before_op(following.enter, place=place)
+            return
+        if not following.values.numbers_nodes:
+            context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
+        context.insert_before_backward_op(following.enter_backward, place=place)
 
-    def _forward_made(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context)
-        if not place.symbolic:
+    def _after(self, context: amanda.OpContext) -> None:
+        place, following = self.place_of(context), self.following(context)
+        if place.symbolic:
+            following.add_symbols(context, place)
+            if self._count:
+                insert = context.insert_after_op if context.is_forward() else context.insert_after_backward_op
+                insert(self._count_execution, [], place=place)
+        elif context.is_backward():
+            context.insert_after_backward_op(following.leave_backward, place=place)
+        else:
             context.insert_after_op(following.leave, place=place)
             if not following.values.numbers_nodes:
-                context.insert_after_op(self._note_execution, outputs=[], place=place)
-            return
-        index = following.add_symbols(place, context.get_inputs(), context.get_outputs() or [])
-        if index is not None:
-            following.values.call(context, list(spread(self.recorder.ops[index].inputs)))
-        if self._count:
-            context.insert_after_op(self._count_execution, outputs=[], place=place)
-
-    def _backward(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context)
-        if not place.symbolic:
-            if not following.values.numbers_nodes:
-                context.insert_before_backward_op(self._recall_execution, grad_outputs=[], place=place)
-            context.insert_before_backward_op(following.enter_backward, place=place)
-
-    def _backward_made(self, context: amanda.OpContext) -> None:
-        place, following = self._place(context)
-        if not place.symbolic:
-            context.insert_after_backward_op(following.leave_backward, place=place)
-            return
-        entering, leaving = context.get_grad_outputs() or [], context.get_grad_inputs() or []
-        following.add_backward_symbols(place, entering, leaving)
-        if self._count:
-            context.insert_after_backward_op(self._count_execution, grad_inputs=[], place=place)
+                context.insert_after_op(self._keep_execution, outputs=[], place=place)
 
     @amanda.observer
     def _count_execution(self, place: Place) -> None:
@@ -153,50 +107,42 @@ class TraceTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
-    def _note_execution(place: Place, run: dict[str, Any]) -> None:
+    def _keep_execution(place: Place, run: dict[str, Any]) -> None:
         run["traced"] = place.last
 
     @staticmethod
     @amanda.observer
-    def _recall_execution(place: Place, run: dict[str, Any]) -> None:
-        place.recalled = run.get("traced")
+    def _resume_execution(place: Place, run: dict[str, Any]) -> None:
+        place.resumed = run.get("traced")
 
-    def _place(self, context: amanda.OpContext) -> tuple[Place, Following]:
-        """The place of a context's op, and what follows its tensors."""
-        following: Following = context[self.key]
-        key = self._key(context)
+    # ---- places ----
+
+    def following(self, context: amanda.OpContext) -> Following:
+        """Return the object that follows the tensors of a context's framework."""
+        framework = context.namespace[0]
+        if framework not in self._followings:
+            values = values_of(framework, context["shape"], context["dtype"])
+            self._followings[framework] = Following(values, self.recorder, self._executions, self._limit)
+        return self._followings[framework]
+
+    def place_of(self, context: amanda.OpContext) -> Place:
+        """Return the place of a context's op."""
+        key = context.get_op_id(), context.get_backward_op_id()
         place = self._places.get(key)
         if place is None:
-            place = self._new_place(context, following.values)
+            place = self._new_place(context)
             if len(self.recorder.ops) < self._limit:
                 self._places[key] = place
-        return place, following
+        return place
 
-    @staticmethod
-    def _key(context: amanda.OpContext) -> Hashable:
-        return context.get_op_id(), context.get_backward_op_id()
-
-    def _new_place(self, context: amanda.OpContext, values: Values) -> Place:
-        backward = context.is_backward()
-        attributes = plain(context.get_attrs()) if self._attributes and not backward else None
-        return Place(
-            context.get_op_id(),
-            context["phase"],
-            context["backward_type" if backward else "type"],
-            values.op_name(context),
-            str(context.namespace),
-            context.get_scope(),
-            context.get_source(),
-            context["in_place"] and not backward,
-            attributes,
-            self._places.get((context.get_op_id(), None)) if backward else None,
-            values.made(context),
-            values.is_symbolic(context),
-            () if backward else values.written(context),
-            not backward and values.brings_in(context),
-        )
-
-    def last_execution(self, context: amanda.OpContext) -> int | None:
-        """The index of the last recorded op of a context; None before its first execution."""
-        place = self._places.get(self._key(context))
-        return place.ops[-1] if place is not None and place.ops else None
+    def _new_place(self, context: amanda.OpContext) -> Place:
+        facts, backward = self.following(context).values.facts(context), context.is_backward()
+        op = Op(
+            -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
+            facts.name, -1, context.get_scope(), context.get_source(), (), (),
+            in_place=context["in_place"] and not backward,
+            attributes=plain(context.get_attrs()) if self._attributes and not backward else None,
+        )  # fmt: skip
+        forward = self._places.get((context.get_op_id(), None)) if backward else None
+        symbolic = not context.namespace.matches("*/*/eager")
+        return Place(op, facts, str(context.namespace), symbolic, forward)

@@ -1,34 +1,38 @@
-"""What is asked of the tensors of a framework: which is which, what they are, whose memory they share."""
+"""Questions about the tensors and ops of a framework, answered by one class for each framework."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.mapping import itemsize
+from amanda.tools.trace._graph import Tensor
 
-Forget = Callable[[Hashable], None]
+Ask = Callable[[Any], Any]
+"""A function from a tensor, such as `shape` and `dtype` of StandardMapping."""
 
 
-class Description(NamedTuple):
-    """The fields of a tensor that it tells of itself."""
+class Facts(NamedTuple):
+    """Facts of an op besides the words of StandardMapping.
 
-    shape: tuple[int | None, ...] | None
-    dtype: str | None
-    device: str | None
-    bytes: int | None
+    name: the framework's own.  makes: kind of the outputs; "" for that of the first input.
+    written: positions of inputs that the op writes, besides those whose version changes.
+    brings_in: whether the outputs are new data from outside each time, as of an iterator.
+    """
+
+    name: str
+    makes: str
+    written: Sequence[int] = ()
+    brings_in: bool = False
 
 
 class Span(NamedTuple):
-    """Where a tensor's elements are: the first, in elements of so many bytes from the memory's start.
+    """Place of a tensor's elements, in elements of `width` bytes from the start of the memory."""
 
-    memory: names it among all that live.
-    """
-
-    memory: Hashable
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -36,121 +40,90 @@ class Span(NamedTuple):
 
 
 class Values:
-    """Tensors of a framework of which only the words of StandardMapping are known."""
+    """Answers for a framework of which only the words of StandardMapping are known."""
 
-    def __init__(self, shape: Callable[[Any], Any], dtype: Callable[[Any], Any]) -> None:
+    numbers_nodes = False
+    """True where autodiff numbers the nodes that it makes."""
+
+    def __init__(self, shape: Ask, dtype: Ask) -> None:
         self._shape = shape
         self._dtype = dtype
 
+    def facts(self, context: amanda.OpContext) -> Facts:
+        """Return the facts of an op, forward or backward."""
+        if context.is_backward():
+            op = context.get_backward_op()
+            return Facts(str(getattr(op, "__name__", op)), "gradient")
+        op = context.get_op()
+        return Facts(str(getattr(op, "__name__", op)), "activation", (0,) if context["in_place"] else ())
+
+    def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
+        """Note the indices of the tensors with which an op calls functions."""
+
+    # ---- tensors ----
+
     def is_tensor(self, value: Any) -> bool:
-        """Return True for a tensor, also one of unknown rank."""
+        """Return True for a tensor, also for one of unknown rank."""
         return self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
-        """Return True if a tensor has no elements, but stands for a variable, an iterator or their like."""
+        """Return True for a tensor without elements, which refers to a variable, an iterator or the like."""
         return False
 
-    def key(self, tensor: Any) -> Hashable:
-        """Tells a tensor from all others, as long as `hold` has not told that it is gone."""
-        return id(tensor)
-
-    def hold(self, tensor: Any, key: Hashable, forget: Forget) -> Any:
-        """A weak reference; when the tensor is gone, `forget` is called, or `is_gone` tells."""
-        try:
-            return weakref.ref(tensor, lambda _: forget(key))
-        except TypeError:
-            return tensor
-
-    def is_gone(self, held: Any) -> bool:
-        """Return True if the tensor of a weak reference is freed."""
-        return False
-
-    def describe(self, tensor: Any) -> Description:
-        """Extents, element type, device and size."""
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return what to record of a tensor: extents, element type, device and size, and given fields."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
         size = None if shape is None or None in shape else prod(shape) * (itemsize(dtype) or 0)
         device = getattr(tensor, "device", None)
-        return Description(shape, dtype, str(device) if device else None, size)
+        return Tensor(-1, shape, dtype, str(device) if device else None, size, **fields)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
-        """Kind and name of a tensor that no recorded op made."""
+        """Return kind and name of a tensor that no recorded op made."""
         return "input", self.name(tensor)
 
-    def made(self, context: amanda.OpContext) -> str:
-        """Kind of what an op makes; "" for that of its first input, which it reads out."""
-        return "activation" if context.is_forward() else "gradient"
-
-    def brings_in(self, context: amanda.OpContext) -> bool:
-        """Return True if an op gives new data from outside at each execution."""
-        return False
-
     def name(self, tensor: Any) -> str | None:
-        """The framework's name of a tensor."""
+        """Return the framework's name of a tensor."""
         return None
 
     def outer(self, tensor: Any) -> Any:
-        """The caller's tensor that a function's argument stands for, or its index; None of others."""
+        """Return the caller's tensor for a function's argument, or its index; None for other tensors."""
         return None
-
-    def is_symbolic(self, context: amanda.OpContext) -> bool:
-        """Return True if the analysis is given symbols, whose values come later."""
-        return not context.is_eager()
-
-    def call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
-        """Take the indices of the tensors with which an op calls functions."""
-
-    def op_name(self, context: amanda.OpContext) -> str:
-        """The framework's own name of the op that runs."""
-        op = context.get_op() if context.is_forward() else context.get_backward_op()
-        return str(getattr(op, "__name__", op))
 
     def version(self, tensor: Any) -> int | None:
-        """Return a counter that changes when a tensor is written; None without one."""
+        """Return a number that changes when the tensor is written; None where there is none."""
         return None
 
-    def written(self, context: amanda.OpContext) -> Sequence[int]:
-        """Positions of inputs that an op writes; versions tell of others."""
-        return (0,) if context["in_place"] else ()
-
-    def span(self, tensor: Any) -> Span | None:
-        """Where its elements are; None where that has no meaning."""
+    def memory(self, tensor: Any) -> tuple[Any, Span] | None:
+        """Return the object that owns the tensor's memory, and the place in it; None where there is none."""
         return None
-
-    def hold_memory(self, tensor: Any) -> Any:
-        """A weak reference to a tensor's memory: while it is held, no other memory has its name."""
-        return None
-
-    def is_memory_gone(self, held: Any) -> bool:
-        """Return True if the memory of such a reference is freed."""
-        return False
 
     # ---- the backward pass, where its edges are known apart from the gradients ----
 
-    numbers_nodes = False
-    """Whether autodiff counts the nodes that it makes."""
-
     def in_backward(self) -> bool:
-        """Return True if a backward pass is known to run in this thread."""
+        """Return True if a backward pass is known to be under way in this thread."""
         return False
 
     def next_number(self) -> int | None:
-        """Return the number of autodiff's next node."""
+        """Return the number that autodiff's next node will have."""
         return None
 
-    def node_number(self) -> int | None:
-        """Return the number of the node that runs; None for a node that adds up a leaf's gradient."""
-        return None
+    def arrived(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the node that runs, and the recorded gradients of which each one is the sum.
 
-    def entering(self, count: int, take: bool = True) -> list[list[int]] | None:
-        """The recorded gradients that are added up to each that enters the op; None: by themselves.
+        The number is None for a node that accumulates a leaf's gradient.  take: forget the gradients.
+        """
+        return None, [()] * count
 
-        take: whether they have arrived with that.
+    def send(self, gradients: Sequence[int | None]) -> Any:
+        """Note the recorded gradients that leave an op, for the ops that they go to.
+
+        Return the tensor in which the op has accumulated gradients; None for other ops.
         """
         return None
 
-    def leave(self, gradients: Sequence[int | None]) -> None:
-        """Take the recorded gradients that leave the op."""
 
-    def accumulated(self) -> Any:
-        """The tensor in which the op adds gradients up; None of others."""
-        return None
+def values_of(framework: str, shape: Ask, dtype: Ask) -> Values:
+    """Return the answers for a framework, of the module of this package that has its name if there is one."""
+    name = f"{__package__}._{framework}"
+    kind: type[Values] = import_module(name).FrameworkValues if find_spec(name) else Values
+    return kind(shape, dtype)

@@ -1,8 +1,8 @@
-"""Reading what other tools saved, with nothing believed that was not looked at."""
+"""Checked reading of what other tools saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,13 @@ def _source(name: str, content: Any) -> Source:
         content = {"traceEvents": content}
     if not isinstance(content, dict):
         raise AmandaError(f"{name} holds {type(content).__name__}, no object with a schema")
-    schema = content.get("schema")
+    schema, version = content.get("schema"), content.get("version")
     if schema is None and "traceEvents" in content:
         return Source(name, "chrome trace", 1, content)
     if not isinstance(schema, str) or not schema.startswith("amanda."):
         raise AmandaError(
             f"{name} has the schema {schema!r}; expected one that begins with 'amanda.', or a Chrome trace"
         )
-    version = content.get("version")
     if not isinstance(version, int):
         raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected a whole number")
     if version > _NEWEST.get(schema, version):
@@ -66,3 +65,13 @@ def _source(name: str, content: Any) -> Source:
             "update amanda-tools"
         )
     return Source(name, schema, version, content)
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number of JSON."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def by_column(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of rows by columns, in which form a page is small; None where a row lacks one."""
+    return {name: [row.get(name) for row in rows] for name in names}

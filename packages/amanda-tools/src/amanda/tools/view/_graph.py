@@ -1,4 +1,4 @@
-"""The ops and tensors of a trace, by columns: that is how the page is small."""
+"""The ops and tensors of a trace, by columns."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda.errors import AmandaError
-from amanda.tools.view._files import Source
+from amanda.tools.view._files import Source, by_column
 
-_OP = ("phase", "type", "name", "module", "source", "id", "inputs", "outputs", "writes", "forward", "calls",
-       "in_place", "attributes")  # fmt: skip
+_WORDS = ("phase", "type", "name", "module", "source")
+_OTHERS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
 _TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "alias_of")
-_WORDS = {"phase", "type", "name", "module", "source"}
 
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return a list for each field that any op has."""
-    known = [name for name in _OP if name in _WORDS or any(op.get(name) is not None for op in ops)]
-    return {name: [_word(op, name) if name in _WORDS else op.get(name) for op in ops] for name in known}
-
-
-def _word(op: dict[str, Any], name: str) -> str:
-    value = op.get(name)
-    return "" if value is None else str(value)
+    words = {
+        name: ["" if one is None else str(one) for one in values]
+        for name, values in by_column(_WORDS, ops).items()
+    }
+    others = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
+    return {**words, **others}
 
 
 def graph(source: Source) -> dict[str, Any]:
@@ -31,22 +29,15 @@ def graph(source: Source) -> dict[str, Any]:
     An edge is (producer, consumer, tensor); one that comes from outside has -1 for a producer.
     Raises AmandaError for an index that refers to nothing.
     """
-    ops, tensors = source.list_of("ops"), source.list_of("tensors")
-    edges: list[tuple[int, int, int]] = []
+    tensors, count = source.list_of("tensors"), len(source.list_of("ops"))
+    edges: list[int] = []
     for index, tensor in enumerate(tensors):
         producer = tensor.get("producer")
         for consumer in tensor.get("consumers") or []:
-            _check(source, index, len(ops), consumer, *([] if producer is None else [producer]))
-            if producer is not None or tensor.get("kind") == "input":
-                edges.append((-1 if producer is None else producer, consumer, index))
-    return {
-        "tensors": {name: [tensor.get(name) for tensor in tensors] for name in _TENSOR},
-        "edges": [number for edge in edges if edge[0] != edge[1] for number in edge],
-    }
-
-
-def _check(source: Source, tensor: int, count: int, *ops: Any) -> None:
-    for op in ops:
-        if not isinstance(op, int) or not 0 <= op < count:
-            named = f"{source.name}: tensor {tensor} names op {op!r}"
-            raise AmandaError(f"{named}, but the ops are numbered 0 to {count - 1}")
+            for op in (consumer, 0 if producer is None else producer):
+                if not isinstance(op, int) or not 0 <= op < count:
+                    named = f"{source.name}: tensor {index} names op {op!r}"
+                    raise AmandaError(f"{named}, but the ops are numbered 0 to {count - 1}")
+            if (producer is not None or tensor.get("kind") == "input") and producer != consumer:
+                edges += (-1 if producer is None else producer, consumer, index)
+    return {"tensors": by_column(_TENSOR, tensors), "edges": edges}

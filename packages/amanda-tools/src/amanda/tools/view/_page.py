@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -52,17 +51,12 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
     traces = [source for source in sources if source.schema == "chrome trace"]
     tables = [source for source in sources if source is not trace and source not in traces]
-    if trace is not None:
-        ops = trace.list_of("ops")
-    else:
-        rows = (source.list_of("rows") for source in tables if is_about_ops(source))
-        ops = ops_named_by(*map(places, traces), *rows)
+    rows = (source.list_of("rows") for source in tables if is_about_ops(source))
+    ops = ops_named_by(*map(places, traces), *rows) if trace is None else trace.list_of("ops")
     known = Ops(ops)
     return {
         "title": title,
-        "sources": [
-            {"name": source.name, "schema": source.schema, "version": source.version} for source in sources
-        ],
+        "sources": [{key: getattr(one, key) for key in ("name", "schema", "version")} for one in sources],
         "notes": [note for source in sources for note in _notes(source)],
         "facts": [fact for source in sources for fact in _facts(source)],
         "ops": op_columns(ops),
@@ -78,22 +72,18 @@ def _notes(source: Source) -> list[str]:
 
 
 def _facts(source: Source) -> list[tuple[str, str]]:
-    """Return what is said of the run as a whole."""
-    content = source.content
-    facts = []
-    if isinstance(content.get("frameworks"), list):
-        facts.append(("framework", ", ".join(map(str, content["frameworks"]))))
-    if content.get("dropped"):
-        facts.append((f"not in {source.name}", f"{content['dropped']} ops"))
-    return facts
+    """Return facts of the run as a whole."""
+    frameworks, dropped = source.content.get("frameworks"), source.content.get("dropped")
+    facts = [("framework", ", ".join(map(str, frameworks)))] if isinstance(frameworks, list) else []
+    return facts + ([(f"not in {source.name}", f"{dropped} ops")] if dropped else [])
 
 
 def _embedded(content: Any) -> str:
     """Return JSON that ends no script element and is valid for every parser."""
     try:
         text = _json(content)
-    except ValueError:
-        text = _json(_finite(content))
+    except ValueError:  # numbers that JSON has not become words
+        text = _json(json.loads(json.dumps(content), parse_constant=str))
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text.encode("utf-8", "backslashreplace").decode()
@@ -101,17 +91,6 @@ def _embedded(content: Any) -> str:
 
 def _json(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Return the same with words for the numbers that JSON has not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return value
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:

@@ -7,45 +7,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amanda.errors import AmandaError
-from amanda.tools.view._files import Source
+from amanda.tools.view._files import Source, is_number
 
 KEYS = ("phase", "type", "module", "source")
 """Columns that tell ops apart in every table of ops."""
 
 Key = tuple[str, ...]
+Row = Mapping[str, Any]
 
 
 class Ops:
-    """The ops of a page, and how rows and events find them.
+    """The ops of a page, and how rows and events find them."""
 
-    columns: a list for each field of an op, all of one length.
-    """
-
-    def __init__(self, ops: Iterable[Mapping[str, Any]]) -> None:
-        self.all = list(ops)
+    def __init__(self, ops: Iterable[Row]) -> None:
         self._by_key: dict[Key, list[int]] = defaultdict(list)
         self._by_id: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for index, op in enumerate(self.all):
+        for index, op in enumerate(ops):
             self._by_key[key_of(op)].append(index)
             if op.get("id") is not None:
-                self._by_id[_id(op["id"]), str(op.get("phase", ""))].append(index)
+                self._by_id[_id(op)].append(index)
 
-    def about(self, row: Mapping[str, Any]) -> list[int]:
+    def about(self, row: Row) -> list[int]:
         """Return the ops with a row's id, or with its phase, type, module and source."""
-        if row.get("id") is not None:
-            found = self._by_id.get((_id(row["id"]), str(row.get("phase", ""))))
-            if found:
-                return found
-        return self._by_key.get(key_of(row), [])
+        found = None if row.get("id") is None else self._by_id.get(_id(row))
+        return found or self._by_key.get(key_of(row), [])
 
 
-def _id(value: Any) -> str:
-    """Return an op id as 16 hexadecimal digits, however a tool writes it."""
-    text = f"{value:x}" if isinstance(value, int) else str(value).removeprefix("0x")
-    return text.zfill(16)
+def _id(row: Row) -> tuple[str, str]:
+    """Return an op id as 16 hexadecimal digits, however a tool writes it, and the phase."""
+    given = row["id"]
+    text = f"{given:x}" if isinstance(given, int) else str(given).removeprefix("0x")
+    return text.zfill(16), str(row.get("phase", ""))
 
 
-def key_of(row: Mapping[str, Any]) -> Key:
+def key_of(row: Row) -> Key:
     """Return what is the same in all tables for one op."""
     return tuple(str(row.get(key) or "") for key in KEYS)
 
@@ -56,7 +51,7 @@ def is_about_ops(source: Source) -> bool:
     return bool(rows) and all(key in rows[0] for key in KEYS)
 
 
-def ops_named_by(*lists: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def ops_named_by(*lists: Iterable[Row]) -> list[dict[str, Any]]:
     """Return ops without a graph, in the order in which rows or events name them, each place once."""
     places = {key_of(row): None for rows in lists for row in rows}
     return [dict(zip(KEYS, key, strict=True)) for key in places]
@@ -82,9 +77,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
     }
 
 
-def _ops_of(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[Mapping[str, Any]], ops: Ops
-) -> list[list[int]]:
+def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
     found = [ops.about(row) for row in rows]
     words = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
     if any(isinstance(row.get(word), str) for row in rows for word in words):
@@ -100,20 +93,16 @@ def _ops_of(
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
-    rows = source.list_of("rows")
-    given = {
-        column["name"]: column
-        for column in _list(source.content.get("columns"))
-        if isinstance(column, dict) and isinstance(column.get("name"), str)
-    }
-    names = [*given, *(name for name in (rows[0] if rows else {}) if name not in given)]
+    rows, told = source.list_of("rows"), source.content.get("columns")
+    objects = [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+    given = {one["name"]: one for one in objects if isinstance(one.get("name"), str)}
+    names = dict.fromkeys((*given, *(rows[0] if rows else ())))
     if not names and rows:
         raise AmandaError(f"{source.name}: the rows of {source.schema} are empty objects")
     return [
         {
             "name": name,
-            "number": all(_is_number(row.get(name)) for row in rows)
-            and any(row.get(name) is not None for row in rows),
+            "number": _are_numbers([row.get(name) for row in rows]),
             "total": bool(given.get(name, {}).get("total")),
             "unit": _text(given.get(name, {}).get("unit")),
         }
@@ -121,18 +110,14 @@ def _columns(source: Source) -> list[dict[str, Any]]:
     ]
 
 
-def _is_number(value: Any) -> bool:
-    value = _number(value)
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+def _are_numbers(values: Sequence[Any]) -> bool:
+    there = [_number(value) for value in values if value is not None]
+    return bool(there) and all(map(is_number, there))
 
 
 def _number(value: Any) -> Any:
     """Return the number that a word stands for where JSON has none for it."""
     return float(value) if value in ("inf", "-inf", "nan") else value
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:
