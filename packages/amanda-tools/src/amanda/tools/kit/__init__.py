@@ -1,5 +1,6 @@
 """What a tool needs beyond the context of an op: weights, and a base for tools that change them."""
 
+from amanda.tools.kit._checks import check_one_of
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._origins import Origin
@@ -16,6 +17,6 @@ from amanda.tools.kit._weights import Weights
 __all__ = [
     "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
     "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters", "source", "tensors_of",
-    "weight_input",
+    "WeightTool", "Weights", "check_one_of", "holders_of", "origin", "packed_inputs", "parameters", "source",
+    "tensors_of", "weight_input",
 ]  # fmt: skip
