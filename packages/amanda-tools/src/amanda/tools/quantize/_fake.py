@@ -64,8 +64,9 @@ def straight_through(
     x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: Rounding
 ) -> Any:
     """Return `fake_quantize`, of which the gradient is `fake_quantize_gradient`."""
-    if kernel_for(x, axes, rounding) is not None:
-        return fake_quantize(x, scale, zero_point, grid, axes)
+    fused = kernel_for(x, axes, rounding)
+    if fused is not None:
+        return fused(x, scale, zero_point, grid.low, grid.high, axes)
 
     def backward(gradient: Any, x: Any) -> tuple[Any]:
         return (fake_quantize_gradient(gradient, x, scale, zero_point, grid, axes, rounding),)

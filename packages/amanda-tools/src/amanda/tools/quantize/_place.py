@@ -21,27 +21,14 @@ from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer, Stati
 from amanda.tools.quantize._result import Noise, Quantized
 
 Keep = Callable[..., Any]
-Make = Callable[..., "Quantizer | None"]
-"""Makes the quantizer of a value whose state is kept at an op, with something added to its names."""
 
 
 class PartQuantizers:
     """Quantizers of weights that are parts of parameters, by the part; an op may read another each time."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Quantizer | None] = {}
-        self._parts = Parts()
-
-    def of(self, context: amanda.OpContext, make: Make, value: Any, origin: Origin | None) -> Any:
-        """Return the quantizer of a weight; None where it stays as it is."""
-        if origin is None or origin.form is None:
-            return None
-        identity, form = interceptor.ordinal(origin.holder), origin.form
-        reader, suffix = self._parts.place(context, identity, form, form_of(origin.holder))
-        key = reader, identity, form
-        if key not in self._found:
-            self._found[key] = make(value, reader, suffix)
-        return self._found[key]
+        self.found: dict[Hashable, Quantizer | None] = {}
+        self.parts = Parts()
 
 
 class Place:
@@ -60,7 +47,7 @@ class Place:
         self.phase, self.type = context["phase"], context["type"]
         self.module, self.source = context.get_scope(), context.get_source()
         self.recompute = _recompute(context)
-        self._options, self._keep = options, keep
+        self._options, self._keep, self._of_parts = options, keep, parts
         self.calibrated = self.executions = 0
         self.output, self.left = Noise(), ""
         self.made: list[Quantizer] = []
@@ -68,12 +55,12 @@ class Place:
         self._axes: tuple[int, ...] = ()
         self._varies = False
         self._part: Callable[..., Quantizer | None] | None = None
-        self._find_weight(context, parts)
+        self._find_weight(context)
         self.has_parts = self._part is not None and not context.namespace.matches("*/*/graph")
         self.quantizers = dict(self._quantizers(context))
         self.positions = sorted({position for position, _ in self.quantizers})
 
-    def _find_weight(self, context: amanda.OpContext, parts: PartQuantizers) -> None:
+    def _find_weight(self, context: amanda.OpContext) -> None:
         """Find the weight, axes that have scales of their own, and what gives the quantizer of each part."""
         read = weight_input(context)
         if read is None or (read.is_lost and context.is_static()):
@@ -85,7 +72,20 @@ class Place:
         axes = _channel_axes(layout) if self._options.per_channel else ()
         self._axes = (*range(batch), *(batch + axis for axis in axes))
         if not read.varies and (read.is_followed or is_part_in_graph(context, read.index)):
-            self._part = partial(parts.of, context, partial(self._make, context, read.index, None))
+            self._part = partial(self._quantizer_of_part, context, read.index)
+
+    def _quantizer_of_part(
+        self, context: amanda.OpContext, index: int, value: Any, origin: Origin | None
+    ) -> Quantizer | None:
+        """Return the quantizer of the part of a parameter that is read; None where it stays as it is."""
+        if origin is None or origin.form is None:
+            return None
+        identity, form, known = interceptor.ordinal(origin.holder), origin.form, self._of_parts
+        reader, suffix = known.parts.place(context, identity, form, form_of(origin.holder))
+        key = reader, identity, form
+        if key not in known.found:
+            known.found[key] = self._make(context, index, None, value, reader, suffix)
+        return known.found[key]
 
     def _quantizers(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         for position in context["operands"]:
