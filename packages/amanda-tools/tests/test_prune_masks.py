@@ -23,8 +23,7 @@ from amanda.tools.prune import (
     n_m_mask,
     tile_mask,
 )
-from amanda.tools.prune._masks import channels_kept, elements_kept, tiles_kept
-from amanda.tools.prune._regrowth import regrown_kept
+from amanda.tools.prune._masks import channels_kept, elements_kept, regrown_kept, tiles_kept
 from amanda.tools.prune._schedule import Schedule
 
 Array = NDArray[Any]

@@ -1,6 +1,6 @@
 """Weights and a base for tools that change them, arithmetic of tensors, and which op made which tensor."""
 
-from amanda.tools.kit._dataflow import Dataflow, TensorMap
+from amanda.tools.kit._checks import check_one_of
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._leaves import leaves
@@ -19,6 +19,6 @@ from amanda.tools.kit._weights import Weights
 __all__ = [
     "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
     "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "holders_of", "leaves", "origin", "packed_inputs", "parameters", "source",
+    "WeightTool", "Weights", "check_one_of", "holders_of", "origin", "packed_inputs", "parameters", "source",
     "tensors_of", "weight_input",
 ]  # fmt: skip

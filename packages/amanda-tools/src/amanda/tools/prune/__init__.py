@@ -7,22 +7,13 @@ prune.finalize(model)
 print(prune.result)
 """
 
-from amanda.tools.prune._errors import PruneError, ShapeError
-from amanda.tools.prune._masks import channel_mask, element_mask, n_m_mask, tile_mask
+from amanda.tools.prune._masks import PruneError, ShapeError, channel_mask, element_mask, n_m_mask, tile_mask
 from amanda.tools.prune._permutation import input_permutation
 from amanda.tools.prune._result import PruneResult
 from amanda.tools.prune._schedule import cubic_sparsity
 from amanda.tools.prune._tool import PruneTool
 
 __all__ = [
-    "PruneError",
-    "PruneResult",
-    "PruneTool",
-    "ShapeError",
-    "channel_mask",
-    "cubic_sparsity",
-    "element_mask",
-    "input_permutation",
-    "n_m_mask",
-    "tile_mask",
-]
+    "PruneError", "PruneResult", "PruneTool", "ShapeError", "channel_mask", "cubic_sparsity", "element_mask",
+    "input_permutation", "n_m_mask", "tile_mask",
+]  # fmt: skip

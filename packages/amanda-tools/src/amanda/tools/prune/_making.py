@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
-from amanda.tools.kit import Present, Weights
+from amanda.tools.kit import Present, WeightTool
 from amanda.tools.kit._tensors import Array
-from amanda.tools.prune._errors import PruneError
+from amanda.tools.prune._masks import PruneError, regrown_kept
 from amanda.tools.prune._options import Options
-from amanda.tools.prune._patterns import Vectors
-from amanda.tools.prune._permutation import input_permutation
-from amanda.tools.prune._regrowth import regrown_kept
 from amanda.tools.prune._weight import PrunedWeight
-
-Masked = Callable[[PrunedWeight, Any], Any]
-"""Gives what ops read of a weight, of its value; None for no change."""
 
 
 class Making:
@@ -27,9 +20,8 @@ class Making:
     step: the number of the present step.  is_preparing: True within `prepare`, which is no step.
     """
 
-    def __init__(self, options: Options, weights: Weights[PrunedWeight], masked: Masked) -> None:
-        self._options, self._schedule, self._weights = options, options.schedule, weights
-        self._masked = masked
+    def __init__(self, options: Options, tool: WeightTool[PrunedWeight]) -> None:
+        self._options, self._schedule, self._tool = options, options.schedule, tool
         self.step = self._first = 0
         self.is_preparing = self._stepped = self._for_good = False
 
@@ -85,12 +77,12 @@ class Making:
         value = present()
         if weight.is_ready and not revive:
             weight.start_grown(present)
-            value = self._masked(weight, value)
+            value = weight.transformed(self._tool, value)
         weight.gather(value, revive)
 
     def _check_prepared(self) -> None:
         is_first = self._schedule.begin == self.step == 0 and not self.is_preparing
-        if is_first and not any(one.is_ready for one in self._weights):
+        if is_first and not any(one.is_ready for one in self._tool.weights):
             raise PruneError(
                 'scope="global" ranks all weights of the model, and the first masks are due before they '
                 "are known: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
@@ -109,12 +101,11 @@ class Making:
 
     def _make_gathered(self, update: int | None) -> None:
         """Make the masks for which the step has gathered what they need."""
-        waiting = [one for one in self._weights if one.magnitudes is not None]
+        waiting = [one for one in self._tool.weights if one.magnitudes is not None]
         if self._options.regrow == "gradient":
-            for one in waiting:
-                if one.is_ready and one.gradient is None:
-                    one.magnitudes = None
-            waiting = [one for one in waiting if one.magnitudes is not None]
+            for one in [one for one in waiting if one.is_ready and one.gradient is None]:
+                one.magnitudes = None
+                waiting.remove(one)
         if update is None or not waiting:
             return
         for group in [waiting] if self._options.is_global else [[one] for one in waiting]:
@@ -124,9 +115,8 @@ class Making:
         """Give weights that share a budget, whose magnitudes are gathered, the masks of a step."""
         options, pattern = self._options, self._options.pattern
         for one in weights:
-            if one.permutation is not None and not one.is_ready:
-                assert isinstance(pattern, Vectors)
-                _permute(one, pattern)
+            if pattern.vectors and one.permutation is not None and not one.is_ready:
+                one.permute(*pattern.vectors)
         magnitudes = [one.magnitudes for one in weights]
         sparsity = self._schedule.at(update)
         if options.exchanges and all(one.is_ready for one in weights):
@@ -141,17 +131,9 @@ class Making:
 
     def _growth(self, weight: PrunedWeight, update: int) -> Array:
         """Return how much each element of a weight deserves to come back."""
-        magnitudes: Any = weight.magnitudes
         if self._options.regrow == "gradient":
-            gradient: Any = weight.gradient
-            return abs(gradient)
+            return abs(weight.gradient)
         # By the weight's place and the step alone: the same in every framework, and after a restart.
         random = np.random.Generator(np.random.Philox([self._options.seed, weight.number, update]))
-        return weight.like(random.random(tuple(magnitudes.shape), np.float32), magnitudes)
-
-
-def _permute(weight: PrunedWeight, pattern: Vectors) -> None:
-    magnitudes: Any = weight.magnitudes
-    inputs_last = np.moveaxis(weight.to_numpy(magnitudes), 1, -1)
-    weight["permutation"] = input_permutation(inputs_last, pattern.n, pattern.m)
-    weight.magnitudes = magnitudes[:, weight.permutation]
+        scores = random.random(tuple(weight.magnitudes.shape), np.float32)
+        return weight.like(scores, weight.magnitudes)

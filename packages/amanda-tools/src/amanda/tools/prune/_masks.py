@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 from autoray import do, shape
 
+from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.kit._tensors import Array
-from amanda.tools.prune._errors import PruneError, ShapeError
+
+
+class PruneError(AmandaError, ValueError):
+    """An option, a weight or a model with which pruning makes no sense."""
+
+
+class ShapeError(PruneError):
+    """A weight whose shape a pattern does not fit."""
 
 
 def _of_any(kept: Callable[..., Array]) -> Callable[..., Any]:
@@ -39,8 +47,7 @@ def element_mask(weight: Any, sparsity: float = 0.5) -> Any:
     Source: Han et al. 2015, "Learning both weights and connections"; equals torch.nn.utils.prune's
     `l1_unstructured`.
     """
-    (kept,) = elements_kept([abs(weight)], sparsity)
-    return kept
+    return elements_kept([abs(weight)], sparsity)[0]
 
 
 @_of_any
@@ -62,8 +69,7 @@ def tile_mask(weight: Any, sparsity: float = 0.5, granularity: int = 128) -> Any
     Raises ShapeError for a weight that is no matrix.
     Source: Guo et al. 2020, "Accelerating sparse DNN models without hardware-support via tile-wise sparsity".
     """
-    (kept,) = tiles_kept([abs(weight)], sparsity, granularity)
-    return kept
+    return tiles_kept([abs(weight)], sparsity, granularity)[0]
 
 
 @_of_any
@@ -82,15 +88,15 @@ def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 
 
 
 def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
-    """Return True for kept elements of weights of any shapes; the smallest of all elements are dropped."""
+    """Return what is kept of weights of any shapes when the smallest of all their elements are dropped."""
     check_sparsity(sparsity)
     tensors = tensors_of(magnitudes[0])
     row = tensors.flat(magnitudes)
-    return split(tensors.drop_lowest(row, round(sparsity * size(row))), magnitudes)
+    return _split(tensors.drop_lowest(row, round(sparsity * len(row))), magnitudes)
 
 
 def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
-    """Return True for kept elements of one weight (..., k): n of each m along the last axis."""
+    """Return what is kept of one weight (..., k) when n of each m along the last axis are."""
     *outer, k = shape(magnitudes)
     if not 0 < n <= m or k % m:
         raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
@@ -99,7 +105,7 @@ def n_m_kept(magnitudes: Array, n: int, m: int) -> Array:
 
 
 def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
-    """Return True for kept elements of matrices (k, n), by columns and rows of tiles, ranked over all."""
+    """Return what is kept of matrices (k, n) by columns and by rows of tiles, ranked over all of them."""
     check_sparsity(sparsity)
     if granularity < 1:
         raise PruneError(f"granularity is {granularity}; a tile has one column at least")
@@ -109,10 +115,13 @@ def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 
     share = 1 - sqrt(1 - sparsity)
     tensors = tensors_of(magnitudes[0])
     squares = [np.square(np.maximum(tensors.to_numpy(one), 0)) for one in magnitudes]
-    columns = lowest_units_dropped([(_scores(one, 0), len(one)) for one in squares], share)
-    tiles = [_tiles(kept, granularity) for kept in columns]
+    columns = lowest_units_dropped([(np.sqrt(one.mean(0)), len(one)) for one in squares], share)
+    left = [np.flatnonzero(kept) for kept in columns]
+    tiles = [[own[i : i + granularity] for i in range(0, len(own), granularity)] for own in left]
     segments = [
-        (_scores(one[:, tile], 1), len(tile)) for one, own in zip(squares, tiles, strict=True) for tile in own
+        (np.sqrt(one[:, tile].mean(1)), len(tile))
+        for one, own in zip(squares, tiles, strict=True)
+        for tile in own
     ]
     rows = iter(lowest_units_dropped(segments, share) if segments else [])
     found = []
@@ -125,7 +134,7 @@ def tiles_kept(magnitudes: Sequence[Array], sparsity: float, granularity: int = 
 
 
 def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -> list[Array]:
-    """Return True for kept elements of weights (channels, ...); channels of the smallest norms are dropped.
+    """Return what is kept of weights (channels, ...) when the channels of the smallest norms are dropped.
 
     Channels of several weights are compared by their norm over the one that all ones would have, and of each
     weight the best one stays.
@@ -144,12 +153,15 @@ def channels_kept(magnitudes: Sequence[Array], sparsity: float, norm: int = 2) -
     if len(units) > 1 and sparsity < 1:
         for scores, _ in units:
             scores[scores.argmax()] = np.inf
-    kept = lowest_units_dropped(units, sparsity)
-    return [_spread(tensors.beside(unit, one), one) for unit, one in zip(kept, magnitudes, strict=True)]
+    found = []
+    for kept, one in zip(lowest_units_dropped(units, sparsity), magnitudes, strict=True):
+        column = do("reshape", tensors.beside(kept, one), (-1, *[1] * (len(shape(one)) - 1)))
+        found.append(do("broadcast_to", column, shape(one)))
+    return found
 
 
 def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> list[Any]:
-    """Of scores, each with the elements that its units have, false for the lowest units of all.
+    """Return False for the lowest units of all, of scores, each with the elements that its units have.
 
     As many are dropped as come nearest to that share of all elements.
     """
@@ -164,6 +176,26 @@ def lowest_units_dropped(units: Sequence[tuple[Any, int]], sparsity: float) -> l
     return np.split(kept, np.cumsum([len(one) for one, _ in units])[:-1])
 
 
+def regrown_kept(
+    magnitudes: Sequence[Array], growth: Sequence[Array], sparsity: float, fraction: float
+) -> list[Array]:
+    """Return what is kept of weights when the smallest are exchanged for those of the highest growth scores.
+
+    magnitudes: -1 where a weight is dropped already.  growth: magnitudes of gradients (RigL) or random
+    numbers (SET), not negative.  Of what the sparsity lets be kept, the share `fraction` is exchanged.
+    Source: Mocanu et al. 2018 (SET); Evci et al. 2020 (RigL), algorithm 1.
+    """
+    tensors = tensors_of(magnitudes[0])
+    row, scores = tensors.flat(magnitudes), tensors.flat(growth)
+    total = len(row)
+    kept = total - round(sparsity * total)
+    stay = min(kept - round(fraction * kept), int((row >= 0).sum()))
+    staying = tensors.drop_lowest(row, total - stay)
+    candidates = do("where", staying, -do("ones_like", scores), scores)
+    grown = tensors.drop_lowest(candidates, total - (kept - stay))
+    return _split(staying | grown, magnitudes)
+
+
 # ---- what these lean on ----
 
 
@@ -173,32 +205,11 @@ def check_sparsity(sparsity: float) -> None:
         raise PruneError(f"sparsity is {sparsity!r}; it is the share that is dropped, from 0 to 1")
 
 
-def size(array: Array) -> int:
-    """Return the number of elements."""
-    return prod(shape(array))
-
-
-def split(row: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Parts of a row in the shapes of arrays, whose elements it has one after another."""
+def _split(row: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Return parts of a row in the shapes of arrays, whose elements it has one after another."""
     parts, first = [], 0
     for array in arrays:
-        parts.append(do("reshape", row[first : first + size(array)], shape(array)))
-        first += size(array)
+        end = first + prod(shape(array))
+        parts.append(do("reshape", row[first:end], shape(array)))
+        first = end
     return parts
-
-
-def _scores(squares: Any, axis: int) -> Any:
-    """Root of the mean of squares."""
-    return np.sqrt(squares.mean(axis))
-
-
-def _tiles(columns: Any, granularity: int) -> list[Any]:
-    """Positions of the columns of each tile, of those that are kept."""
-    left = np.flatnonzero(columns)
-    return [left[first : first + granularity] for first in range(0, len(left), granularity)]
-
-
-def _spread(units: Array, other: Array) -> Array:
-    """Broadcast a flag for each index of the first axis to all elements."""
-    ones = do("reshape", units, (-1, *[1] * (len(shape(other)) - 1)))
-    return do("broadcast_to", ones, shape(other))

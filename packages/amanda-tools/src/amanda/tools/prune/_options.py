@@ -1,13 +1,14 @@
-"""What the tool is asked for."""
+"""Options of the tool, checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from amanda.tools.prune._errors import PruneError
-from amanda.tools.prune._patterns import Elements, Pattern, Vectors
+from amanda.tools.kit import check_one_of
+from amanda.tools.prune._masks import PruneError
+from amanda.tools.prune._patterns import Pattern
 from amanda.tools.prune._schedule import Schedule
 
 Budget = Literal["op", "global"]
@@ -18,12 +19,11 @@ Regrow = Literal["magnitude", "gradient", "random"]
 class Options:
     """The arguments of PruneTool, checked.
 
-    name: the pattern's.  Raises PruneError for those that do not go together.
+    Raises PruneError for those that do not go together.
     """
 
     schedule: Schedule
     pattern: Pattern
-    name: str
     scope: Budget
     regrow: Regrow | None
     fraction: float
@@ -32,18 +32,18 @@ class Options:
     seed: int
 
     def __post_init__(self) -> None:
-        _check_known("scope", self.scope, get_args(Budget))
-        _check_known("regrow", self.regrow, (None, *get_args(Regrow)))
-        vectors = isinstance(self.pattern, Vectors)
+        check_one_of("scope", self.scope, get_args(Budget), PruneError)
+        check_one_of("regrow", self.regrow, (None, *get_args(Regrow)), PruneError)
+        vectors, name = self.pattern.vectors is not None, self.pattern.name
         if vectors and (self.is_global or self.schedule.kind != "constant"):
             raise PruneError(
-                f"pattern {self.name} drops the same of each weight at any time: it has no global budget and "
+                f"pattern {name} drops the same of each weight at any time: it has no global budget and "
                 "no other schedule than the constant one"
             )
         if self.permute and not vectors:
-            raise PruneError(f"permute is for patterns such as 2:4, not for {self.name}")
-        if self.exchanges and not isinstance(self.pattern, Elements):
-            raise PruneError(f"regrow={self.regrow!r} exchanges single elements, which {self.name} has not")
+            raise PruneError(f"permute is for patterns such as 2:4, not for {name}")
+        if self.exchanges and not self.pattern.is_elementwise:
+            raise PruneError(f"regrow={self.regrow!r} exchanges single elements, which {name} has not")
         if self.regrow and not self.schedule.goes_on:
             raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
         if not isinstance(self.fraction, Real) or not 0 <= self.fraction <= 1:
@@ -58,15 +58,10 @@ class Options:
 
     @property
     def exchanges(self) -> bool:
-        """True if as many elements come back as are dropped for them."""
+        """True if as many come back as are dropped for them."""
         return self.regrow in ("gradient", "random")
 
     @property
     def needs_steps(self) -> bool:
-        """True if masks are made at another time than the first execution."""
+        """True if masks are made at another time than the first."""
         return self.is_global or self.schedule.begin > 0 or self.schedule.goes_on
-
-
-def _check_known(option: str, given: Any, known: tuple[Any, ...]) -> None:
-    if given not in known:
-        raise PruneError(f"{option} is {given!r}; it is one of {', '.join(map(repr, known))}")

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.prune._errors import ShapeError
+from amanda.tools.prune._masks import ShapeError
 
 _Floats = NDArray[np.float64]
 
 
 def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -> NDArray[np.intp]:
-    """An order of the channels along the last axis, by swaps of two as long as one keeps more magnitude.
+    """Return an order of the channels along the last axis, by swaps as long as one keeps more magnitude.
 
     weight: an array (..., k), k divisible by m.  Returns k positions: of `weight[..., permutation]` an n:m
     mask keeps at least as much as of `weight`.  Each round swaps the pairs that gain most, none of them in
@@ -29,13 +29,14 @@ def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -
     if n == m:
         return order
     group = order // m
-    without, joining = np.empty(k), np.empty((k, k))
+    without, joining = np.empty(k), np.empty((k, k))  # kept of a channel's group without it; more with each
     changed = np.arange(k // m)
     for _ in range(rounds):
         for one in changed:
             for i in order[one * m : (one + 1) * m]:
                 others = [j for j in order[one * m : (one + 1) * m] if j != i]
-                without[i], joining[i] = _exchanged(channels, channels[others], n)
+                largest = np.sort(channels[others], 0)[-n:]
+                without[i], joining[i] = largest.sum(), np.maximum(channels - largest[0], 0).sum(1)
         of_one = without[:, None] + joining - (without + np.diag(joining))[:, None]
         gains = of_one + of_one.T
         gains[group[:, None] >= group[None, :]] = 0
@@ -45,16 +46,10 @@ def input_permutation(weight: Any, n: int = 2, m: int = 4, rounds: int = 1000) -
     return order
 
 
-def _exchanged(channels: _Floats, others: _Floats, n: int) -> tuple[float, _Floats]:
-    """Return the magnitude that n of a group's m - 1 other channels keep, and the gain by each channel."""
-    largest = np.sort(others, 0)[-n:]
-    return float(largest.sum()), np.maximum(channels - largest[0], 0).sum(1)
-
-
 def _swap_best(
     gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], least: float
 ) -> NDArray[np.intp]:
-    """Swap pairs in order of what they gain, no group twice; the groups that changed."""
+    """Swap pairs in order of what they gain, no group twice; return the groups that changed."""
     place = np.argsort(order)
     left, right = np.nonzero(gains > least)
     touched: set[int] = set()

@@ -7,14 +7,13 @@ from math import cos, pi
 from numbers import Integral
 from typing import Literal, get_args
 
-from amanda.tools.prune._errors import PruneError
-from amanda.tools.prune._masks import check_sparsity
+from amanda.tools.prune._masks import PruneError, check_sparsity
 
 Kind = Literal["constant", "cubic"]
 
 
 def cubic_sparsity(step: int, begin: int, end: int, initial: float, final: float) -> float:
-    """The sparsity at a step between begin and end: fast at first, slower and slower.
+    """Return the sparsity at a step between begin and end: fast at first, slower and slower.
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
     """
@@ -57,19 +56,18 @@ class Schedule:
             raise PruneError("a cubic schedule has an end: the step from which the sparsity stays")
 
     def latest(self, step: int) -> int | None:
-        """The last step up to this one at which masks are made; None before the first."""
+        """Return the last step up to this one at which masks are made; None before the first."""
         if step < self.begin:
             return None
-        if self.end is not None and step >= self.end:
-            return self.end if self.goes_on else self.begin
         if not self.goes_on:
             return self.begin
-        frequency = self.frequency or 1
-        return step - (step - self.begin) % frequency
+        if self.end is not None and step >= self.end:
+            return self.end
+        return step - (step - self.begin) % (self.frequency or 1)
 
     @property
     def last(self) -> int:
-        """The step for which the masks are that stay; of a schedule without an end, its first."""
+        """Return the step whose masks stay; of a schedule without an end, its first."""
         made = self.latest(self.begin if self.end is None else self.end)
         return self.begin if made is None else made
 
@@ -79,13 +77,13 @@ class Schedule:
         return self.kind == "cubic" or self.frequency is not None
 
     def at(self, step: int) -> float:
-        """The sparsity of masks that are made at a step."""
+        """Return the sparsity of masks that are made at a step."""
         if self.kind == "constant" or self.end is None:
             return self.sparsity
         return cubic_sparsity(step, self.begin, self.end, self.initial, self.sparsity)
 
     def regrown(self, step: int, fraction: float) -> float:
-        """The share of what is kept that is exchanged at a step: annealed to 0 where there is an end.
+        """Return the share of what is kept that is exchanged at a step: annealed to 0 where there is an end.
 
         Source: Evci et al. 2020, "Rigging the lottery" (RigL), eq. 1.
         """

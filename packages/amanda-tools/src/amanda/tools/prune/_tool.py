@@ -10,8 +10,8 @@ import numpy as np
 
 import amanda
 from amanda.tools.kit import Present, WeightTool
-from amanda.tools.prune._errors import PruneError
 from amanda.tools.prune._making import Making
+from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._options import Budget, Options, Regrow
 from amanda.tools.prune._patterns import pattern_of
 from amanda.tools.prune._result import PruneResult
@@ -65,14 +65,14 @@ class PruneTool(WeightTool[PrunedWeight]):
     ) -> None:
         steps = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
         self._options = Options(
-            steps, pattern_of(pattern, granularity, norm), pattern, scope, regrow, regrow_fraction, permute,
+            steps, pattern_of(pattern, granularity, norm), scope, regrow, regrow_fraction, permute,
             mask_gradients, seed,
         )  # fmt: skip
         self.pattern, self.wants_gradients = pattern, regrow == "gradient"
         if self.wants_gradients:
             self.leaves_rows = "regrow of gradients does not follow rows that an index selects"
         super().__init__(type, module, exclude)
-        self._making = Making(self._options, self.weights, self._masked)
+        self._making = Making(self._options, self)
         self._steps = Steps()
         self._steps.on_step(self._making.turn)
         if self._options.needs_steps:
@@ -96,7 +96,7 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Around `prepare`, which makes the masks of the first step; it is none itself."""
+        """Make the masks of the first step within `prepare`, which is no step itself."""
         try:
             with self._making.preparing():
                 yield
@@ -167,6 +167,3 @@ class PruneTool(WeightTool[PrunedWeight]):
         if weight.grown is not None:
             weight["grown"] = 0
         return made
-
-    def _masked(self, weight: PrunedWeight, value: Any) -> Any:
-        return weight.transformed(self, value)

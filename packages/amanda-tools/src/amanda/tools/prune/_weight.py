@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from autoray import do
 
 from amanda.tools.kit import Present, Weight
 from amanda.tools.kit._tensors import Array
+from amanda.tools.prune._permutation import input_permutation
 
 
 class PrunedWeight(Weight):
@@ -18,9 +20,9 @@ class PrunedWeight(Weight):
     magnitudes, gradient: what a step has gathered for the next mask, in the order of `ordered`.
     """
 
-    magnitudes: Array | None = None
-    gradient: Array | None = None
-    _fresh: Array | None = None
+    magnitudes: Array = None
+    gradient: Array = None
+    _fresh: Array = None
 
     @property
     def mask(self) -> Array:
@@ -59,12 +61,14 @@ class PrunedWeight(Weight):
 
     def ordered(self, value: Any) -> Array:
         """Return a value with outputs and inputs first, the inputs in the order of the pattern."""
-        turned = self.canonical(self.plain(value))
-        return turned if self.permutation is None else turned[:, self.permutation]
+        return self._permuted(self.plain(value))
 
     def kept_like(self, other: Array) -> Array:
         """Return the mask in the order of `ordered`, where another array is."""
-        turned = self.canonical(self.like(self.mask, other))
+        return self._permuted(self.like(self.mask, other))
+
+    def _permuted(self, array: Array) -> Array:
+        turned = self.canonical(array)
         return turned if self.permutation is None else turned[:, self.permutation]
 
     def gather(self, value: Any, revive: bool) -> None:
@@ -76,6 +80,12 @@ class PrunedWeight(Weight):
         if self.is_ready and not revive:
             dropped = -do("ones_like", magnitudes)
             self.magnitudes = do("where", self.kept_like(magnitudes), magnitudes, dropped)
+
+    def permute(self, n: int, m: int) -> None:
+        """Put the inputs of the magnitudes in the order in which n:m keeps most."""
+        inputs_last = np.moveaxis(self.to_numpy(self.magnitudes), 1, -1)
+        self["permutation"] = input_permutation(inputs_last, n, m)
+        self.magnitudes = self.magnitudes[:, self.permutation]
 
     def gather_gradient(self, gradient: Any) -> None:
         """Add a gradient to what the step has gathered, if it gathers."""

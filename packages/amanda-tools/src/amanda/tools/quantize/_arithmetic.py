@@ -22,6 +22,11 @@ def other_axes(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(len(x.shape)) if axis not in axes)
 
 
+def group_size(x: Any, axes: Sequence[int]) -> int:
+    """Return how many elements of `x` share one scale."""
+    return prod(x.shape[axis] for axis in other_axes(x, axes))
+
+
 def spread(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
     """Return one number per channel, (channels,), in a shape that broadcasts with `x`; a scalar as it is.
 
@@ -33,11 +38,11 @@ def spread(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
     return tensors_of(parameter).reshape(parameter, shape)
 
 
+def summed(x: Any, axes: Sequence[int]) -> Any:
+    """Return the sums over all other axes as (channels,); a scalar without axes."""
+    return flattened(tensors_of(x).sum(x, other_axes(x, axes)), axes)
+
+
 def flattened(x: Any, axes: Sequence[int]) -> Any:
     """Return what a reduction over all other axes left as (channels,); a scalar without axes."""
     return tensors_of(x).reshape(x, (-1,)) if axes else x
-
-
-def group_size(x: Any, axes: Sequence[int]) -> int:
-    """Return how many elements of `x` share one scale."""
-    return prod(x.shape[axis] for axis in other_axes(x, axes))

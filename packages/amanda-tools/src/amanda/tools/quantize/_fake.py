@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.kit import tensors_of
+from amanda.tools.mapping import backend_of
+from amanda.tools.quantize import _pytorch, _tensorflow
 from amanda.tools.quantize._arithmetic import spread
 from amanda.tools.quantize._grid import Grid, Rounding
-from amanda.tools.quantize._kernels import kernel_for
+
+_KERNELS = {"torch": _pytorch, "tensorflow": _tensorflow}
 
 
 class FixedScale(NamedTuple):
@@ -23,15 +26,10 @@ class FixedScale(NamedTuple):
 
 
 def fake_quantize(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
-    grid: Grid,
-    axes: Sequence[int] = (),
-    rounding: Rounding = "half_even",
-    kernel: bool = True,
-) -> Any:
-    """(clip(round(x / scale) + zero_point, low, high) - zero_point) * scale, in the type of `x`.
+    x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int] = (),
+    rounding: Rounding = "half_even", kernel: bool = True,
+) -> Any:  # fmt: skip
+    """Return (clip(round(x / scale) + zero_point, low, high) - zero_point) * scale, in the type of `x`.
 
     NaN stays, and infinity is clipped.
     x: of any framework and shape.  scale, zero_point: float32, scalars, or (channels,) with `axes` of the
@@ -41,7 +39,7 @@ def fake_quantize(
     C's round does.  kernel: whether one of the framework's may compute it, to the same bits.
     """
     xp = tensors_of(x)
-    fused = kernel_for(x, axes) if kernel and rounding == "half_even" else None
+    fused = kernel_for(x, axes, rounding) if kernel else None
     if fused is not None:
         return fused(x, scale, zero_point, grid.low, grid.high, axes)
     wide, s, z = _spread(x, scale, zero_point, axes)
@@ -56,30 +54,47 @@ def fake_quantize(
     return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
 
 
+def kernel_for(x: Any, axes: Sequence[int], rounding: Rounding) -> Callable[..., Any] | None:
+    """Return a fast `kernel(x, scale, zero_point, low, high, axes)` that autodiff knows; None for none."""
+    module = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
+    return module.kernel if module is not None and module.has_kernel(x, axes) else None
+
+
+def straight_through(
+    x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: Rounding
+) -> Any:
+    """Return `fake_quantize`, of which the gradient is `fake_quantize_gradient`."""
+    fused = kernel_for(x, axes, rounding)
+    if fused is not None:
+        return fused(x, scale, zero_point, grid.low, grid.high, axes)
+
+    def backward(gradient: Any, x: Any) -> tuple[Any]:
+        return (fake_quantize_gradient(gradient, x, scale, zero_point, grid, axes, rounding),)
+
+    def forward(x: Any) -> Any:
+        return fake_quantize(x, scale, zero_point, grid, axes, rounding)
+
+    return tensors_of(x).with_gradient(forward, backward, [x])
+
+
 @amanda.traceable
 def fake_quantize_for_good(x: Any, parts: Sequence[FixedScale], rounding: Rounding = "half_even") -> Any:
-    """A tensor, or some of a list of tensors, on grids that do not change: tensor code alone."""
-    if parts[0].item is None:
-        return _on_grid(x, parts[0], rounding)
-    fixed = {part.item: part for part in parts}
-    return [_on_grid(one, fixed[i], rounding) if i in fixed else one for i, one in enumerate(x)]
-
-
-def _on_grid(x: Any, part: FixedScale, rounding: Rounding) -> Any:
-    # A kernel of PyTorch's gives the same, but not without data, as while a graph is made.
-    return fake_quantize(x, part.scale, part.zero_point, part.grid, part.axes, rounding, kernel=False)
+    """Return a tensor, or a list of which some are, on grids that do not change: tensor code alone."""
+    made = list(x) if isinstance(x, (list, tuple)) else x
+    for item, scale, zero_point, grid, axes in parts:  # without kernels, which need data that graphs lack
+        one = x if item is None else x[item]
+        fixed = fake_quantize(one, scale, zero_point, grid, axes, rounding, kernel=False)
+        if item is None:
+            return fixed
+        made[item] = fixed
+    return made
 
 
 def fake_quantize_gradient(
-    gradient: Any,
-    x: Any,
-    scale: Any,
-    zero_point: Any,
-    grid: Grid,
-    axes: Sequence[int] = (),
+    gradient: Any, x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int] = (),
     rounding: Rounding = "half_even",
-) -> Any:
-    """The gradient that the straight-through estimator lets pass: where `x` was not clipped.
+) -> Any:  # fmt: skip
+    """Return the gradient that the straight-through estimator lets pass: where `x` was not clipped.
 
     What rounds to an integer of the grid was not clipped, as in PyTorch; with "half_up" what lies between
     the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
@@ -94,7 +109,7 @@ def fake_quantize_gradient(
 
 
 def _spread(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
-    """All three in float32 or wider, in shapes that broadcast."""
+    """Return all three in float32 or wider, in shapes that broadcast."""
     wide = tensors_of(x).wide(x)
     return wide, *(tensors_of(x).cast(spread(one, x, axes), wide) for one in (scale, zero_point))
 

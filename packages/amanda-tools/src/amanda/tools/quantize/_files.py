@@ -39,7 +39,7 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
 
 
 def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """The arrays of a file that `write_scales` wrote, and what it says about them.
+    """Return the arrays of a file that `write_scales` wrote, and what it says about them.
 
     Raises QuantizeError for a file of another kind, or of a later version.
     """

@@ -32,12 +32,12 @@ class Grid:
 
     @property
     def bits(self) -> int:
-        """Number of bits of the integers."""
+        """Return how many bits the integers take."""
         return (self.high - self.low).bit_length()
 
     @classmethod
     def of(cls, bits: int, symmetric: bool) -> Grid:
-        """Signed integers of so many bits where symmetric, unsigned ones otherwise.
+        """Return signed integers of so many bits where symmetric, unsigned ones otherwise.
 
         Raises QuantizeError for other than 2 to 8 bits.
 
@@ -51,7 +51,7 @@ class Grid:
 
 
 def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:
-    """Scale and zero point that cover a range, which is widened to include zero.
+    """Return the scale and zero point that cover a range, which is widened to include zero.
 
     least, most: scalars or (channels,) in float32, of any framework.  The scale is
     (most - least) / (high - low), of a symmetric grid 2 max(-least, most) / (high - low), and at least

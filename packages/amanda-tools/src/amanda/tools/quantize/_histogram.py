@@ -38,7 +38,7 @@ class Histogram:
         self.least, self.most = least, most
 
     def _in_range(self, least: Any, most: Any) -> NDArray[Any]:
-        """The counts in the bins of a wider range."""
+        """Return the counts in the bins of a wider range."""
         if self.least == self.most:
             return np.asarray(_counted(np.array([self.least]), self.bins, least, most) * self.counts.sum())
         fine = self.bins * _UPSAMPLING
@@ -52,12 +52,12 @@ class Histogram:
 
     @property
     def middles(self) -> NDArray[Any]:
-        """The numbers that the bins stand for."""
+        """Return the numbers that the bins stand for."""
         width = (np.float64(self.most) - self.least) / self.bins
         return np.asarray(self.least + width * (np.arange(self.bins) + 0.5))
 
     def best_range(self, levels: int = 256) -> tuple[Any, Any]:
-        """Bounds between which so many levels have the least squared error.
+        """Return bounds between which so many levels have the least squared error.
 
         Bins are taken away at the end that has fewer numbers, as long as the error shrinks.
         """
@@ -88,7 +88,7 @@ class Histogram:
         return self.least + width * _F(begin), self.least + width * _F(end + 1)
 
     def _error(self, begin: int, end: int, levels: int) -> float:
-        """Squared error of the numbers, spread evenly over their bins, with levels between two bins."""
+        """Return the squared error of numbers spread evenly over their bins, with levels between two bins."""
         width = (float(self.most) - float(self.least)) / self.bins
         step = width * (end - begin + 1) / levels
         if step == 0:
@@ -105,12 +105,12 @@ class Histogram:
 
 
 def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
-    """Of density times x squared."""
+    """Return the integral of density times x squared."""
     return np.asarray(density * ((end * end * end - begin * begin * begin) / _F(3)))
 
 
 def _counted(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
-    """Return the number of values in each bin between two bounds, as torch.histc counts."""
+    """Return how many values lie in each bin between two bounds, as torch.histc counts."""
     if least == most:
         least, most = least - _F(1), most + _F(1)
     if float(most) - float(least) > np.finfo(_F).max / bins:  # the end of float32 is near
@@ -120,7 +120,7 @@ def _counted(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[
 
 
 def _linspace(begin: Any, end: Any, count: int) -> NDArray[Any]:
-    """Numbers at equal distances, from both ends as torch.linspace computes them."""
+    """Return numbers at equal distances, from both ends as torch.linspace computes them."""
     step = (end - begin) / _F(count - 1)
     places = np.arange(count)
     upwards = begin + step * places.astype(_F)

@@ -1,4 +1,4 @@
-"""Observers: what they see of a tensor, over any number of batches, gives the range to quantise."""
+"""Observers find the range to quantise of a tensor, over any number of batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHRUNK = np.linspace(1.0, 0.2, 81)
 
 
 def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
-    """The least and the largest number of a tensor in float32: scalars, or (channels,)."""
+    """Return the least and the largest number of a tensor in float32: scalars, or (channels,)."""
     xp = tensors_of(x)
     least, most = xp.extent(xp.wide(x), other_axes(x, axes))
     return flattened(least, axes), flattened(most, axes)
@@ -50,7 +50,7 @@ class Observer(ABC):
 
     @abstractmethod
     def range(self) -> tuple[Any, Any]:
-        """Least and largest number to represent."""
+        """Return the least and the largest number to represent."""
 
 
 class MinMaxObserver(Observer):
@@ -67,7 +67,7 @@ class MinMaxObserver(Observer):
         self._range = np.asarray(least, np.float32), np.asarray(most, np.float32)
 
     def range(self) -> tuple[Any, Any]:
-        """Least and largest number seen."""
+        """Return the least and the largest number seen."""
         assert self._range is not None
         return self._range
 
@@ -86,7 +86,7 @@ class HistogramObserver(Observer):
         self.histogram.add(array)
 
     def range(self) -> tuple[Any, Any]:
-        """The bounds that `Histogram.best_range` finds."""
+        """Return the bounds that `Histogram.best_range` finds."""
         return self.histogram.best_range(self._levels)
 
 
@@ -98,7 +98,7 @@ class PercentileObserver(HistogramObserver):
         self._share = percentile / 100
 
     def range(self) -> tuple[Any, Any]:
-        """The two percentiles."""
+        """Return the two percentiles."""
         found, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
         bounds = np.linspace(found.least, found.most, found.bins + 1)
         low = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
@@ -117,27 +117,17 @@ class MseObserver(HistogramObserver):
         self._grid, self._rounding = grid, rounding
 
     def range(self) -> tuple[Any, Any]:
-        """The range with the least error."""
-        found = self.histogram
-        middles = found.middles.astype(np.float32)
-        return least_error(middles, (found.least, found.most), self._grid, self._rounding, found.counts)
-
-
-def least_error(
-    x: NDArray[Any], extremes: tuple[Any, Any], grid: Grid, rounding: Rounding, counts: Any = 1.0
-) -> tuple[Any, Any]:
-    """Of a range and those that shrink it, the one whose fake quantisation has the least squared error.
-
-    counts: how often each number of `x` was seen.
-    """
-    best, range_ = np.inf, extremes
-    for share in _SHRUNK.astype(np.float32):
-        least, most = (np.asarray(one, np.float32) * share for one in extremes)
-        quantised = fake_quantize(x, *choose_qparams(least, most, grid, rounding), grid, (), rounding)
-        error = float((np.square(quantised - x, dtype=np.float64) * counts).sum())
-        if error < best:
-            best, range_ = error, (least, most)
-    return range_
+        """Return the range with the least error."""
+        found, best = self.histogram, np.inf
+        x, range_ = found.middles.astype(np.float32), (found.least, found.most)
+        for share in _SHRUNK.astype(np.float32):
+            least, most = (np.asarray(one, np.float32) * share for one in (found.least, found.most))
+            qparams = choose_qparams(least, most, self._grid, self._rounding)
+            quantised = fake_quantize(x, *qparams, self._grid, (), self._rounding)
+            error = float((np.square(quantised - x, dtype=np.float64) * found.counts).sum())
+            if error < best:
+                best, range_ = error, (least, most)
+        return range_
 
 
 class PerChannelObserver(Observer):
@@ -159,21 +149,17 @@ class PerChannelObserver(Observer):
             channel.observe(row)
 
     def range(self) -> tuple[Any, Any]:
-        """The range of each channel."""
+        """Return the range of each channel."""
         ranges = [channel.range() for channel in self._channels]
-        return np.array([one[0] for one in ranges], np.float32), np.array(
-            [one[1] for one in ranges], np.float32
-        )
+        least, most = np.array(ranges, np.float32).T
+        return least, most
 
 
 def make_observer(
-    name: ObserverName,
-    grid: Grid,
-    axes: Sequence[int] = (),
-    rounding: Rounding = "half_even",
+    name: ObserverName, grid: Grid, axes: Sequence[int] = (), rounding: Rounding = "half_even",
     percentile: float = 99.99,
-) -> Observer:
-    """The observer of a name, for each channel where there are axes."""
+) -> Observer:  # fmt: skip
+    """Return the observer of a name, for each channel where there are axes."""
     if name == "minmax":
         return MinMaxObserver(axes)
     makers: dict[str, Callable[[], Observer]] = {

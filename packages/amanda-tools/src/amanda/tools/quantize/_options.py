@@ -1,4 +1,4 @@
-"""What the tool is asked to do, checked."""
+"""Options of the tool, checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from amanda.tools.kit import check_one_of
 from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 
@@ -38,10 +39,11 @@ class Options:
     calibration: int
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, Method)
-        _one_of("observer", self.observer, ObserverName)
-        _one_of("weight_observer", self.weight_observer, ObserverName)
-        _one_of("rounding", self.rounding, Rounding)
+        choices: dict[str, Any] = {
+            "method": Method, "observer": ObserverName, "weight_observer": ObserverName, "rounding": Rounding
+        }  # fmt: skip
+        for name, known in choices.items():
+            check_one_of(name, getattr(self, name), get_args(known), QuantizeError)
         if self.weight_bits is None and self.activation_bits is None:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
         for bits in (self.weight_bits, self.activation_bits):
@@ -65,14 +67,19 @@ class Options:
                 'leave it at "minmax", or let method be "static"'
             )
 
+    @property
+    def trains(self) -> bool:
+        """True if gradients go through what takes the place of a value."""
+        return self.method not in ("static", "dynamic")
+
     def told(self) -> dict[str, Any]:
-        """Return the options that scales depend on."""
+        """Return the options without which a scale means something else."""
         names = ("method", "weight_bits", "activation_bits", "per_channel", "symmetric_weights",
                  "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def grid(self, weight: bool) -> Grid:
-        """The integers of weights, or of activations."""
+        """Return the integers of weights, or of activations."""
         bits = self.weight_bits if weight else self.activation_bits
         assert bits is not None
         return Grid.of(bits, self.symmetric_weights if weight else self.symmetric_activations)
@@ -81,9 +88,3 @@ class Options:
         """Return an observer that calibrates a tensor."""
         name = self.weight_observer if weight else self.observer
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
-
-
-def _one_of(name: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        known = ", ".join(map(repr, get_args(choices)))
-        raise QuantizeError(f"{name} is {value!r}; it is one of {known}")

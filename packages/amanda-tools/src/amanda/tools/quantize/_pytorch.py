@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
@@ -22,9 +22,9 @@ def has_kernel(x: Tensor, axes: Sequence[int]) -> bool:
 def kernel(
     x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axes: Sequence[int] = ()
 ) -> Tensor:
-    """Fake quantisation that autograd knows: PyTorch's own on CUDA, elsewhere in vectorised steps.
+    """Return fake quantisation that autograd knows: by PyTorch's kernel on CUDA, elsewhere by its operators.
 
-    PyTorch's goes number by number on the host, five times as slow.
+    PyTorch's kernel goes number by number on the host, five times as slow.
     """
     import torch
 
@@ -36,14 +36,13 @@ def kernel(
     if torch.is_grad_enabled() and x.requires_grad:
         result: Tensor = _straight_through().apply(x, s, z, low, high)[0]
         return result
-    return _on_grid(x, s, z, low, high)
+    return _integers(x, s, z).clamp_(low, high).sub_(z).mul_(s)
 
 
 def _fused(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axes: Sequence[int]) -> Tensor:
-    """PyTorch's kernel.
+    """Return what PyTorch's kernel gives, but for NaN, and for what int64 does not hold per channel.
 
-    It takes NaN, and per channel what int64 does not hold, for the least value: the one stays NaN here, the
-    other goes to the end of the grid that it is beyond.
+    The kernel takes both for the least value; here NaN stays, the other goes to its end of the grid.
     """
     import torch
 
@@ -62,13 +61,9 @@ def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return (x * (1 / scale)).round_().add_(zero_point)
 
 
-def _on_grid(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
-    return _integers(x, scale, zero_point).clamp_(low, high).sub_(zero_point).mul_(scale)
-
-
 @functools.cache
 def _straight_through() -> Any:
-    """`_on_grid` with the straight-through estimator: a gradient passes where nothing was clipped."""
+    """Return the straight-through estimator: a gradient passes where nothing was clipped."""
     import torch
 
     class StraightThrough(torch.autograd.Function):
@@ -101,28 +96,10 @@ _OPERANDS = {
     "linear": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "scaled_dot_product_attention": (0, 1, 2),
     "batch_norm": (0,), "layer_norm": (0,), "group_norm": (0,), "embedding": (0,),
 }  # fmt: skip
-_KEYWORD_ONLY = frozenset({"scale", "enable_gqa", "alpha", "beta", "out_dtype"})
 
 
 def describe(context: amanda.OpContext) -> None:
-    """Write `operands`, positions of the inputs that may be quantised, and `recompute`."""
-    if "operands" in context:
-        return
+    """Write `operands`, positions of the inputs that may be quantised."""
     kind, count = context["type"], len(context.get_inputs())
     wanted = (0, 1) if kind.startswith("conv") else _OPERANDS.get(kind, range(count))
     context["operands"] = [i for i in wanted if i < count]
-    context["recompute"] = _recompute(context)
-
-
-def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
-    """The op as a function of its inputs; None for one that draws random numbers or writes its input."""
-    op, names = context.get_op(), context.get_input_names()
-    if context["in_place"] or context.get_attrs().get("dropout_p"):
-        return None
-
-    def recompute(inputs: Sequence[Any]) -> Any:
-        named = dict(zip(names, inputs, strict=False))
-        positional = [one for name, one in named.items() if name not in _KEYWORD_ONLY]
-        return op(*positional, **{name: one for name, one in named.items() if name in _KEYWORD_ONLY})
-
-    return recompute

@@ -8,44 +8,42 @@ from typing import Any
 
 import numpy as np
 
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import Tensors, tensors_of
 from amanda.tools.quantize._arithmetic import as_array, group_size
-from amanda.tools.quantize._fake import fake_quantize, fake_quantize_gradient
+from amanda.tools.quantize._fake import fake_quantize, straight_through
 from amanda.tools.quantize._grid import Grid, QuantizeError, choose_qparams
-from amanda.tools.quantize._kernels import kernel_for
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
-from amanda.tools.quantize._noise import Noise
 from amanda.tools.quantize._observers import MseObserver, Observer, extremes
 from amanda.tools.quantize._options import Options
+from amanda.tools.quantize._result import Noise
 
 Keep = Callable[[str, Any, bool], Any]
-"""Gives state of the tool by name: a number or an array that it starts from, and whether it is trained."""
+"""Returns state of the tool by name: a number or an array that it starts from, and True if it is trained."""
 
 
 class Quantizer(ABC):
     """One tensor of one op.
 
     name: "weight", or "input 0" by its place in the op's schema.  axes: of the channels that have scales
-    of their own.  settled: whether there is a scale.
+    of their own.  settled: True once there is a scale.
     """
 
+    parts: Mapping[str, bool] = {"scale": False, "zero_point": False}
+    """Names of the state, each with True if it is trained."""
+
     def __init__(
-        self, name: str, weight: bool, axes: Sequence[int], channels: int, options: Options, xp: Any
+        self, name: str, weight: bool, axes: Sequence[int], channels: int, options: Options, xp: Tensors
     ) -> None:
         self.name, self.is_weight, self.axes, self.channels = name, weight, tuple(axes), channels
-        self.options, self.xp = options, xp
-        self.grid: Grid = options.grid(weight)
+        self.options, self.xp, self.grid = options, xp, options.grid(weight)
         self.state: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
         self.noise = Noise()
         self.observer: Observer | None = None
         self.settled = False
 
-    parts: Mapping[str, bool] = {"scale": False, "zero_point": False}
-    """What is kept of it, and whether it is trained."""
-
     def keep(self, keep: Keep) -> None:
-        """Make its state, or find what was loaded."""
+        """Make the state, or find what was loaded."""
         empty = np.full((self.channels,) if self.axes else (), np.nan, np.float32)
         for part, trained in self.parts.items():
             made = self.state[part] = keep(f"{self.name}.{part}", empty, trained)
@@ -54,57 +52,64 @@ class Quantizer(ABC):
                     f"{part} that was loaded for {self.name} is of shape {tuple(made.shape)}, "
                     f"not {empty.shape}: it belongs to another model"
                 )
-        self.settled = bool(self.state) and bool(np.isfinite(self._read("scale")).all())
-
-    def _read(self, part: str) -> Any:
-        return as_array(self.xp.read(self.state[part]))
+        self.settled = bool(self.state) and bool(np.isfinite(self._array("scale")).all())
 
     def observe(self, x: Any) -> None:
-        """See a value in calibration."""
+        """Take a value of a calibration into account."""
         if self.observer is None:
             self.observer = self.options.make_observer(self.is_weight, self.axes)
         self.observer.observe(x)
 
     def settle(self) -> None:
-        """Take the scale that follows from what was seen, if anything was."""
+        """Take the scale that follows from what was observed, if anything was."""
         if self.observer is not None and self.observer.seen:
-            self._assign(*self._qparams(*self.observer.range()))
+            self._start_from(*self.observer.range())
             self.settled = True
         self.observer = None
+
+    def _start_from(self, least: Any, most: Any) -> None:
+        scale, zero_point = self._qparams(least, most)
+        self._assign(scale=scale, zero_point=zero_point)
+
+    @abstractmethod
+    def __call__(self, x: Any, frozen: bool) -> Any:
+        """Return what takes the place of `x`."""
+
+    def qparams(self) -> tuple[Any, Any] | None:
+        """Return scale and zero point as arrays; None as long as there are none."""
+        if not self.settled or not self.state:
+            return None
+        return self._array("scale"), self._array("zero_point")
+
+    def arrays(self) -> dict[str, Any]:
+        """Return state as arrays of float32, zero points of int32; nothing as long as there is no scale."""
+        kept = self.state if self.settled else ()
+        types = {part: "int32" if part == "zero_point" else "float32" for part in kept}
+        return {part: self._array(part).astype(dtype) for part, dtype in types.items()}
+
+    def _array(self, part: str) -> Any:
+        return as_array(self._read(part))
+
+    def _read(self, part: str) -> Any:
+        return self.xp.read(self.state[part])
+
+    def _assign(self, **values: Any) -> None:
+        for part, value in values.items():
+            self.xp.assign(self.state[part], value)
 
     def _qparams(self, least: Any, most: Any) -> tuple[Any, Any]:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
-    def _assign(self, scale: Any, zero_point: Any) -> None:
-        self.xp.assign(self.state["scale"], scale)
-        self.xp.assign(self.state["zero_point"], zero_point)
-
     def _fake(self, x: Any, scale: Any, zero_point: Any) -> Any:
-        return fake_quantize(x, scale, zero_point, self.grid, self.axes, self.options.rounding)
-
-    @abstractmethod
-    def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised `x`."""
-
-    def arrays(self) -> dict[str, Any]:
-        """Return the state as arrays of float32, zero points as int32; nothing without a scale."""
-        found = {part: self._read(part) for part in self.state} if self.settled else {}
-        return {
-            part: one.astype("int32" if part == "zero_point" else "float32") for part, one in found.items()
-        }
-
-    def qparams(self) -> tuple[Any, Any] | None:
-        """Scale and zero point as arrays; None as long as there are none."""
-        if not self.settled or not self.state:
-            return None
-        return self._read("scale"), self._read("zero_point")
+        compute = straight_through if self.options.trains else fake_quantize
+        return compute(x, scale, zero_point, self.grid, self.axes, self.options.rounding)
 
 
 class Static(Quantizer):
     """The scale of calibration; that of a weight, without calibration, of what it is at first."""
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """The value on the grid."""
+        """Return the value on the grid."""
         if not self.settled:
             if not self.is_weight:
                 raise QuantizeError(
@@ -113,48 +118,25 @@ class Static(Quantizer):
                 )
             self.observe(x)
             self.settle()
-        return self._fake(x, self.xp.read(self.state["scale"]), self.xp.read(self.state["zero_point"]))
+        return self._fake(x, self._read("scale"), self._read("zero_point"))
 
 
-class Dynamic(Quantizer):
-    """The scale of the value itself, at each execution."""
-
-    parts: Mapping[str, bool] = {}
-
-    def observe(self, x: Any) -> None:
-        """Nothing: there is nothing to calibrate."""
-
-    def __call__(self, x: Any, frozen: bool) -> Any:
-        """The value on a grid of its own."""
-        return self._fake(x, *self._qparams(*extremes(x, self.axes)))
-
-
-class Anew(Quantizer):
-    """The scale of what is read this time, for a weight of which the data choose the elements."""
+class Fresh(Quantizer):
+    """The scale of the value itself, at each execution: there is nothing to calibrate."""
 
     parts: Mapping[str, bool] = {}
 
     def observe(self, x: Any) -> None:
-        """Nothing: each value has a scale of its own."""
+        """Do nothing."""
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """The value on a grid of its own, whose gradient passes where it was not clipped."""
-        if self.options.weight_observer == "minmax":
-            extent = extremes(self.xp.detach(x), self.axes)
-        else:
-            observer = self.options.make_observer(self.is_weight, self.axes)
-            observer.observe(self.xp.detach(x))
-            extent = observer.range()
-        scale, zero_point = (self.xp.cast(one, self.xp.wide(x)) for one in self._qparams(*extent))
-        grid, axes, rounding = self.grid, self.axes, self.options.rounding
-
-        def forward(x: Any) -> Any:
-            return fake_quantize(x, scale, zero_point, grid, axes, rounding)
-
-        def backward(gradient: Any, x: Any) -> tuple[Any]:
-            return (fake_quantize_gradient(gradient, x, scale, zero_point, grid, axes, rounding),)
-
-        return self.xp.with_gradient(forward, backward, [x])
+        """Return the value on a grid of its own."""
+        if not self.is_weight or self.options.weight_observer == "minmax":
+            return self._fake(x, *self._qparams(*extremes(x, self.axes)))
+        observer = self.options.make_observer(self.is_weight, self.axes)
+        observer.observe(x)
+        wide = self.xp.wide(x)
+        return self._fake(x, *(self.xp.cast(one, wide) for one in self._qparams(*observer.range())))
 
 
 class Trained(Quantizer):
@@ -168,48 +150,33 @@ class Trained(Quantizer):
         if not self.is_weight:
             self.parts = {**self.parts, "least": False, "most": False}
 
-    def settle(self) -> None:
-        """Take the range of calibration as what the averages start from."""
-        if self.observer is not None and self.observer.seen and not self.is_weight:
-            for part, value in zip(("least", "most"), self.observer.range(), strict=True):
-                self.xp.assign(self.state[part], value)
-        super().settle()
+    def _start_from(self, least: Any, most: Any) -> None:
+        if not self.is_weight:
+            self._assign(least=least, most=most)
+        super()._start_from(least, most)
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """The value on the grid, whose gradient passes where it was not clipped."""
-        grid, axes, rounding = self.grid, self.axes, self.options.rounding
+        """Return the value on the grid, whose gradient passes where it was not clipped."""
         if frozen and self.settled:
-            scale, zero_point = (self.xp.read(self.state[part]) for part in ("scale", "zero_point"))
-        else:
-            scale, zero_point = self._follow(x)
-        if rounding == "half_even" and kernel_for(x, axes) is not None:
-            return fake_quantize(x, scale, zero_point, grid, axes)
-
-        def forward(x: Any) -> Any:
-            return fake_quantize(x, scale, zero_point, grid, axes, rounding)
-
-        def backward(gradient: Any, x: Any) -> tuple[Any]:
-            return (fake_quantize_gradient(gradient, x, scale, zero_point, grid, axes, rounding),)
-
-        return self.xp.with_gradient(forward, backward, [x])
+            return self._fake(x, self._read("scale"), self._read("zero_point"))
+        return self._fake(x, *self._follow(x))
 
     def _follow(self, x: Any) -> tuple[Any, Any]:
-        """Scale and zero point with this value taken into account."""
+        """Return scale and zero point with this value taken into account."""
         least, most = extremes(x, self.axes)
         if not self.is_weight:
             if self.settled:
                 least, most = self._averaged("least", least), self._averaged("most", most)
-            self.xp.assign(self.state["least"], least)
-            self.xp.assign(self.state["most"], most)
+            self._assign(least=least, most=most)
         scale, zero_point = self._qparams(least, most)
-        self.xp.assign(self.state["scale"], scale)
+        self._assign(scale=scale)
         if not (self.settled and self.grid.symmetric):  # whose zero point is zero
-            self.xp.assign(self.state["zero_point"], zero_point)
+            self._assign(zero_point=zero_point)
         self.settled = True
         return scale, zero_point
 
     def _averaged(self, part: str, new: Any) -> Any:
-        old = tensors_of(new).cast(self.xp.read(self.state[part]), new)
+        old = tensors_of(new).cast(self._read(part), new)
         return old + (new - old) * np.float32(self.options.averaging)
 
 
@@ -219,55 +186,43 @@ class Learned(Quantizer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.has_offset = self.options.method == "lsq+" and not self.is_weight
-        self.parts = {"scale": True, "offset": True} if self.has_offset else {"scale": True}
-        if not self.is_weight and not self.has_offset:
-            self.parts = {**self.parts, "low": False}
-
-    def keep(self, keep: Keep) -> None:
-        """Make its state; LSQ's activations are unsigned where the first are."""
         if not self.is_weight:
             self.grid = Grid.of(self.options.activation_bits or 8, symmetric=False)
+        other = {"offset": True} if self.has_offset else {} if self.is_weight else {"low": False}
+        self.parts = {"scale": True, **other}
+
+    def keep(self, keep: Keep) -> None:
+        """Make the state; LSQ's activations are unsigned where the first are."""
         super().keep(keep)
         if self.settled and "low" in self.state:
-            self._shift_to(int(self._read("low")))
+            self._shift_to(int(self._array("low")))
 
     def _shift_to(self, low: int) -> None:
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def observe(self, x: Any) -> None:
-        """See a value in calibration: the scale starts from the first, LSQ+'s from the range of all.
-
-        One that is there stays.
-        """
+        """Start the scale, unless there is one, from the first value; LSQ+'s from the range of all."""
         if self.settled:
             return
         if self.has_offset:
             self.observer = self.observer or MseObserver(self.grid)
             self.observer.observe(x)
-        else:
-            self._start(x)
-
-    def settle(self) -> None:
-        """Take what LSQ+ starts from."""
-        if self.observer is not None and self.observer.seen:
-            scale, zero_point = self._qparams(*self.observer.range())
-            self.xp.assign(self.state["scale"], scale)
-            self.xp.assign(self.state["offset"], -zero_point * scale)
-            self.settled = True
-        self.observer = None
-
-    def _start(self, x: Any) -> None:
+            return
         x = self.xp.detach(x)
         if "low" in self.state:
             signed = bool(as_array(x).min(initial=0) < 0)
             self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
-            self.xp.assign(self.state["low"], self.grid.low)
+            self._assign(low=self.grid.low)
         start = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
-        self.xp.assign(self.state["scale"], start(x, self.grid, self.axes))
+        self._assign(scale=start(x, self.grid, self.axes))
         self.settled = True
 
+    def _start_from(self, least: Any, most: Any) -> None:
+        scale, zero_point = self._qparams(least, most)
+        self._assign(scale=scale, offset=-zero_point * scale)
+
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """The value on the grid, with gradients for itself, the scale and the offset."""
+        """Return the value on the grid, with gradients for itself, the scale and the offset."""
         if not self.settled:
             self.observe(x)
             self.settle()
@@ -287,23 +242,17 @@ class Learned(Quantizer):
                 earlier = self.collected.get(part)
                 self.collected[part] = gradient if earlier is None else earlier + gradient
 
-        tensors = [x, *(self.xp.read(self.state[part]) for part in trained)]
-        return self.xp.with_gradient(forward, backward, tensors, collect)
+        return self.xp.with_gradient(forward, backward, [x, *map(self._read, trained)], collect)
 
     def qparams(self) -> tuple[Any, Any] | None:
-        """Scale, and the zero point that an offset comes to, which is no integer."""
+        """Return the scale, and the zero point that an offset comes to, which is no integer."""
         if not self.settled:
             return None
-        scale = self._read("scale")
-        return scale, -self._read("offset") / scale if self.has_offset else scale * 0
+        scale = self._array("scale")
+        return scale, -self._array("offset") / scale if self.has_offset else scale * 0
 
 
-def make_quantizer(
-    name: str, weight: bool, axes: Sequence[int], channels: int, options: Options, xp: Any, anew: bool = False
-) -> Quantizer:
-    """The quantizer of a tensor, by the method; anew: its elements are others each time."""
-    kind: type[Quantizer] = Anew if anew else {
-        "static": Static, "dynamic": Static if weight else Dynamic, "qat": Trained, "lsq": Learned,
-        "lsq+": Learned,
-    }[options.method]  # fmt: skip
-    return kind(name, weight, axes, channels, options, xp)
+QUANTIZERS: Mapping[str, type[Quantizer]] = {
+    "static": Static, "dynamic": Fresh, "qat": Trained, "lsq": Learned, "lsq+": Learned
+}  # fmt: skip
+"""Quantizers of activations by method; "dynamic" has Static ones for weights."""

@@ -5,13 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite, log10
 from typing import Any, ClassVar
 
+import numpy as np
+
+from amanda.tools.quantize._arithmetic import as_array
 from amanda.tools.results import Column, Result, not_met, shortened
 
 _number = partial(Column, show="{:.4g}".format, number=True)
 _decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
+
+
+class Noise:
+    """Sums of squares of values, and of what quantisation changed in them, over executions."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+
+    def add(self, x: Any, quantised: Any) -> None:
+        """Add a tensor and what took its place."""
+        wanted, found = (as_array(one).astype(np.float64) for one in (x, quantised))
+        self.signal += float(np.square(wanted).sum())
+        self.noise += float(np.square(found - wanted).sum())
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal-to-quantisation-noise ratio in dB, infinite without noise; None where none was measured."""
+        return sqnr(self.signal, self.noise) if self.signal or self.noise else None
+
+
+def sqnr(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise) in dB.
+
+    >>> sqnr(100.0, 1.0)
+    20.0
+    """
+    if noise == 0:
+        return inf
+    return 10 * log10(signal / noise) if signal else -inf
 
 
 @dataclass(frozen=True)
@@ -70,7 +102,7 @@ class QuantizeResult(Result):
         return iter(self.tensors)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each tensor; of several scales the largest, with its zero point."""
+        """Return a row for each tensor; of several scales the largest, with its zero point."""
         return [
             (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
              "symmetric" if one.symmetric else "affine", len(one.scale or ()) if one.axes else None,
@@ -79,13 +111,13 @@ class QuantizeResult(Result):
         ]  # fmt: skip
 
     def worst(self, count: int | None = None) -> list[tuple[str, str, float]]:
-        """Module, type and SQNR of the outputs, in dB, of ops where it was measured: the least first."""
+        """Return module, type and SQNR of outputs in dB where it was measured: the least first."""
         ops = dict.fromkeys((one.module, one.type, one.source, one.output_sqnr) for one in self.tensors)
         measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
         return sorted(measured, key=lambda one: one[2])[:count]
 
     def notes(self) -> Sequence[str]:
-        """Return what the columns mean."""
+        """Say what the columns mean, and what was left."""
         left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
         if not self.tensors:
             return left or ["No op of the types that are to be quantised was met."]
@@ -98,7 +130,7 @@ class QuantizeResult(Result):
         return [*notes, *not_met("scales", self.waiting), *left]
 
     def facts(self) -> Mapping[str, Any]:
-        """The method, and every scale and zero point."""
+        """Return the method, and every scale and zero point."""
         kept = [
             {"axes": one.axes, "low": one.low, "high": one.high, "scale": one.scale,
              "zero_point": one.zero_point} for one in self.tensors
@@ -107,12 +139,12 @@ class QuantizeResult(Result):
 
 
 def _finite(ratio: float | None) -> float | None:
-    """Return a number that JSON can write, else None."""
+    """Return what JSON has a number for."""
     return ratio if ratio is not None and isfinite(ratio) else None
 
 
 def _extent(one: Quantized) -> tuple[float | None, ...]:
-    """The largest scale, its zero point, and the ends of what it represents."""
+    """Return the largest scale, its zero point, and the ends of what it represents."""
     if one.scale is None or one.zero_point is None:
         return None, None, None, None
     scale, zero_point = max(zip(one.scale, one.zero_point, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,28 +14,61 @@ from numpy.typing import NDArray
 import amanda
 from amanda.tools.kit._requirements import check
 from amanda.tools.kit._tensors_tensorflow import is_in_host_memory
-from amanda.tools.quantize._host import on_grid
+
+Floats = NDArray[np.float32]
+
+_PIECE = 65_536
+"""Elements."""
 
 
 def has_kernel(x: Any, axes: Sequence[int]) -> bool:
-    """Return True if `kernel` takes such a tensor: one in host memory."""
+    """Return True if `kernel` takes such a tensor: one in host memory, with axes in a row."""
     follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
     return follow and is_in_host_memory(x) and x.dtype == _tf().float32
 
 
 def kernel(x: Any, scale: Any, zero_point: Any, low: int, high: int, axes: Sequence[int] = ()) -> Any:
-    """Fake quantisation with the straight-through estimator, which tapes know.
+    """Return fake quantisation with the straight-through estimator, which tapes know.
 
     TensorFlow's own rounds otherwise, and its operators one by one take ten times as long.
     """
     tensor, array = _empty(x.shape)
-    clipped = on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), low, high, axes, array)
+    clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), low, high, axes, array)
     return _recorded(tensor, x, clipped)
 
 
+def _write_on_grid(
+    x: Floats, scale: Floats, zero_point: Floats, low: int, high: int, axes: Sequence[int], into: Floats
+) -> NDArray[np.intp]:
+    """Write the quantised array, a piece at a time, which stays in the cache; return what was clipped.
+
+    Returns flat positions, those of NaN too.  x, into: contiguous.
+    """
+    first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
+    rows, made = (one.reshape(-1, *x.shape[first:]) if first else one for one in (x, into))
+    inner = x.shape[first:last] + (1,) * (x.ndim - last)
+    s, z = (np.asarray(one, np.float32).reshape(inner if axes and not first else (1, *inner))
+            for one in (scale, zero_point))  # fmt: skip
+    inverse, length = np.float32(1) / s, prod(rows.shape[1:])
+    each = max(1, _PIECE // length)
+    clipped = []
+    for start in range(0, len(rows), each):
+        piece, out = rows[start : start + each], made[start : start + each]
+        own = slice(start, start + each) if len(s) > 1 else slice(None)
+        np.multiply(piece, inverse[own], out=out)
+        np.rint(out, out=out)
+        np.add(out, z[own], out=out)
+        inside = np.clip(out, np.float32(low), np.float32(high))
+        outside = inside != out
+        if outside.any():
+            clipped.append(np.flatnonzero(outside) + start * length)
+        np.subtract(inside, z[own], out=inside)
+        np.multiply(inside, s[own], out=out)
+    return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
+
+
 def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
-    """A tensor whose gradient passes to what it was made of where nothing was clipped."""
-    check("quantize", "tensorflow")
+    """Return a tensor whose gradient passes to what it was made of where nothing was clipped."""
     from tensorflow.python.eager import record
 
     record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
@@ -52,7 +86,7 @@ def _passing(gradient: Any, clipped: NDArray[Any]) -> Any:
 
 
 def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
-    """A tensor in host memory, and an array in the same memory to write what the tensor is to hold.
+    """Return a tensor in host memory, and an array in the same memory to write what the tensor is to hold.
 
     TensorFlow's allocator has memory left of the last step, which NumPy would take anew from the system.
     """
@@ -73,16 +107,13 @@ def _constant_shape(shape: tuple[int, ...]) -> Any:
 
 def describe(context: amanda.OpContext) -> None:
     """Write `operands`, positions of the inputs that may be quantised, and `recompute`."""
-    if "operands" in context:
-        return
     alone = context["type"] in ("batch_norm", "embedding")
-    context["operands"] = [0] if alone else list(range(len(context.get_inputs())))
+    context["operands"] = [0] if alone else range(len(context.get_inputs()))
     context["recompute"] = _recompute(context)
 
 
 def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
-    """The op as a function of its inputs; None where TensorFlow has none of its name."""
-    check("quantize", "tensorflow")
+    """Return the op as a function of its inputs; None where TensorFlow has none of its name."""
     from tensorflow.python.framework import op_def_registry
 
     kind, found = context.get_op_type(), context.get_attrs()

@@ -1,4 +1,4 @@
-"""The tool: what the selected ops read is put on a grid of integers."""
+"""The tool: values that the selected ops read are put on a grid of integers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import amanda
 from amanda.tools.kit import Origin, WeightReads, origin
 from amanda.tools.kit._parts import makes_a_weight
+from amanda.tools.kit._weights import SEVERAL
 from amanda.tools.mapping import SEVERAL_WEIGHTS, MappingTool, StandardMapping
 from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
 from amanda.tools.quantize._fake import fake_quantize_for_good
@@ -87,7 +88,7 @@ class QuantizeTool(amanda.Tool):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Calibrate with what runs in this context, without quantisation; then scales are fixed.
+        """Calibrate by what is executed within, which computes as without quantisation; then fix scales.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
@@ -107,20 +108,16 @@ class QuantizeTool(amanda.Tool):
         """Make the scales of "qat" follow the values again."""
         self._frozen = False
 
-    # ---- what was found ----
+    # ---- results and state ----
 
     @property
     def result(self) -> QuantizeResult:
         """Every tensor that is quantised, with its scale, zero point and noise."""
-        rows = [row for place in self._places.values() for row in place.rows()]
+        places = self._places.values()
+        rows = [row for place in places for row in place.rows()]
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
-        left = {
-            f"{place.type} of {place.module or place.source}": place.left
-            for place in self._places.values()
-            if place.left
-        }
-        left |= self._several
-        result = QuantizeResult(rows, self.options.method, waiting, left)
+        left = {f"{one.type} of {one.module or one.source}": one.left for one in places if one.left}
+        result = QuantizeResult(rows, self.options.method, waiting, left | self._several)
         result.remarks = as_remarks(self.unmatched())
         return result
 
@@ -167,7 +164,7 @@ class QuantizeTool(amanda.Tool):
         self.load_state_dict(arrays)
 
     def gradients(self) -> list[tuple[Any, Any]]:
-        """Gradients of the learned scales and offsets with these, as `optimizer.apply_gradients` takes them.
+        """Return gradients of learned scales and offsets with these, for `optimizer.apply_gradients`.
 
         For TensorFlow, where in graphs no tape leads to them; they start from nothing after each call.
         PyTorch's optimizers find them in the parameters that `parameters` gives.
@@ -204,10 +201,9 @@ class QuantizeTool(amanda.Tool):
         measures = self._sqnr and place.recompute is not None
         if measures:
             context.insert_before_op(self._hold)
-        trains = self.options.method not in ("static", "dynamic")
-        routine: Any = self._quantize_trained if trains else self._quantize
-        if place.has_parts:
-            routine = self._quantize_part_trained if trains else self._quantize_part
+        isolated = self._quantize_part if place.has_parts else self._quantize
+        within = self._quantize_part_within_autograd if place.has_parts else self._quantize_within_autograd
+        routine: Any = within if self.options.trains else isolated
         context.insert_before_op(routine, inputs=place.positions, place=place)
         if measures:
             context.insert_after_op(self._compare, place=place)
@@ -229,30 +225,27 @@ class QuantizeTool(amanda.Tool):
 
     # ---- execution ----
 
-    def _quantize(self, *values: Any, place: Place) -> Any:
-        return self._quantized(values, place, None)
-
-    @amanda.differentiable
-    def _quantize_trained(self, *values: Any, place: Place) -> Any:
-        return self._quantized(values, place, None)
-
-    def _quantize_part(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantized(values, place, origin(run))
-
-    @amanda.differentiable
-    def _quantize_part_trained(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantized(values, place, origin(run))
-
-    def _quantized(self, values: Sequence[Any], place: Place, origin: Origin | None) -> Any:
+    def _quantize(self, *values: Any, place: Place, read_of: Origin | None = None) -> Any:
         if self._calibrating:
-            return place.observe(values, origin)
+            return place.observe(values, read_of)
         if place.calibrated < self.options.calibration and not place.is_settled:
-            place.observe(values, origin)
+            place.observe(values, read_of)
             if place.calibrated == self.options.calibration:
                 place.settle()
             return None
-        results = place.quantized(values, self._frozen, self._sqnr, origin)
+        results = place.quantized(values, self._frozen, self._sqnr, read_of)
         return results if len(results) > 1 else results[0]
+
+    def _quantize_part(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
+        return self._quantize(*values, place=place, read_of=origin(run))
+
+    @amanda.differentiable
+    def _quantize_within_autograd(self, *values: Any, place: Place) -> Any:
+        return self._quantize(*values, place=place)
+
+    @amanda.differentiable
+    def _quantize_part_within_autograd(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
+        return self._quantize(*values, place=place, read_of=origin(run))
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
         run[_HELD] = values
@@ -263,5 +256,4 @@ class QuantizeTool(amanda.Tool):
             place.compare(values, outputs)
 
 
-SEVERAL = "it multiplies by several weights in one op"
 _HELD = "amanda.tools.quantize"
