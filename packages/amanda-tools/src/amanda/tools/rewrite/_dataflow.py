@@ -5,39 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import amanda
+from amanda.tools.kit import TensorMap
 from amanda.tools.rewrite._pattern import Op
-
-T = TypeVar("T")
-
-
-class Tensors(Generic[T]):
-    """Something about each tensor that lives."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
-
-    @staticmethod
-    def key(tensor: Any) -> Hashable:
-        """Tells a tensor from all others that live; TensorFlow numbers them."""
-        return getattr(tensor, "_id", None) or id(tensor)
-
-    def __setitem__(self, tensor: Any, value: T) -> None:
-        key = self.key(tensor)
-
-        def forget(gone: Any) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is gone:
-                del self._known[key]
-
-        self._known[key] = weakref.ref(tensor, forget), value
-
-    def get(self, tensor: Any) -> T | None:
-        """What is known of a tensor."""
-        found = self._known.get(self.key(tensor))
-        return found[1] if found is not None and found[0]() is not None else None
 
 
 class Origin(NamedTuple):
@@ -79,10 +51,10 @@ class Dataflow:
 
     def __init__(self) -> None:
         self.nodes: dict[int, Node] = {}
-        self._makers: Tensors[int] = Tensors()
+        self._makers: TensorMap[int] = TensorMap()
 
     def enter(self, context: amanda.OpContext, patterns: Iterable[Op]) -> Node:
-        """An op is about to be analysed."""
+        """Return the node of an op that is about to be analysed."""
         node = self._node(context)
         node.inputs = tuple(self._origin(context, value) for value in context.get_inputs())
         node.fits = frozenset(op for op in patterns if op.fits(context))
@@ -96,13 +68,13 @@ class Dataflow:
         return node
 
     def leave(self, context: amanda.OpContext) -> None:
-        """Its outputs are known."""
+        """Record the outputs of an op."""
         for value in context.get_outputs() or ():
             if context["dtype"](value) is not None:
                 self._makers[value] = context.get_op_id()
 
-    def let(self, tensor: Any, op_id: int) -> None:
-        """Hear which op a tensor stands for."""
+    def set_maker(self, tensor: Any, op_id: int) -> None:
+        """Record the op that a tensor stands for."""
         self._makers[tensor] = op_id
 
     def _node(self, context: amanda.OpContext) -> Node:
@@ -120,7 +92,7 @@ class Dataflow:
     def _origin(self, context: amanda.OpContext, value: Any) -> Origin:
         if context["dtype"](value) is None:
             return Origin(None, None)
-        return Origin(self._makers.get(value), Tensors.key(value))
+        return Origin(self._makers.get(value), TensorMap.key(value))
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

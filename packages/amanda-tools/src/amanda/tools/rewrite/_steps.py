@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from amanda.tools.rewrite._dataflow import Node, Tensors
+from amanda.tools.kit import TensorMap
+from amanda.tools.rewrite._dataflow import Node
 
 
 class Step:
@@ -39,7 +40,7 @@ class Steps:
     """The steps by what they have made, in a framework whose ops cannot be put off: they compute."""
 
     def __init__(self) -> None:
-        self._made: Tensors[Step] = Tensors()
+        self._made: TensorMap[Step] = TensorMap()
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """The output of an op: its value, or what stands for it until it is read."""

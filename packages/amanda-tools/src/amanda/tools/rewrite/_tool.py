@@ -86,7 +86,7 @@ class RewriteTool(amanda.Tool):
         for value in context.get_inputs():
             step = steps.of(value)
             if step is not None:
-                self._dataflow.let(value, step.node.id)
+                self._dataflow.set_maker(value, step.node.id)
         node = self._dataflow.enter(context, self._patterns)
         self._sites.add(node, self._dataflow)
         self._decide(except_for=node)
