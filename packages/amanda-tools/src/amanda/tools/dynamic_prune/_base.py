@@ -14,7 +14,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._math import framework
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
-from amanda.tools.kit import Dataflow, DataflowNode, PerCaller
+from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
 from amanda.tools.mapping import StandardMapping
 
 Array = NDArray[np.float32]
@@ -122,7 +122,7 @@ class DynamicPruneTool(amanda.Tool):
         if not self.training:
             return None
         uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
-        return framework(like).tensor(np.log(uniform) - np.log1p(-uniform), like)
+        return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
 
 
 def _renew(value: Any, loaded: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from autoray import astype, do, get_dtype_name
 
 from amanda.errors import AmandaError
+from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 
 _MODULES = {"torch": "_pytorch", "tensorflow": "_tensorflow", "numpy": "_numpy"}
@@ -68,8 +69,8 @@ def indicator(condition: Any, like: Any) -> Any:
 
 
 def wide(value: Any) -> Any:
-    """In float32, if it is narrower."""
-    return astype(value, "float32") if get_dtype_name(value) in ("float16", "bfloat16") else value
+    """Return a tensor in float32, or in its own type if that is wider."""
+    return tensors_of(value).wide(value)
 
 
 def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> Any:
@@ -85,8 +86,8 @@ def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> A
 
 
 def stop(value: Any) -> Any:
-    """The value, through which no gradient goes."""
-    return framework(value).stop(value)
+    """Return a tensor through which no gradient goes."""
+    return tensors_of(value).detach(value)
 
 
 def per_unit(values: Any, size: int) -> Any:

@@ -12,7 +12,6 @@ from autoray import astype, do, get_dtype_name
 from amanda.tools.dynamic_prune._math import (
     binary_gumbel,
     density_count,
-    framework,
     per_token,
     per_unit,
     renormalised,
@@ -21,7 +20,7 @@ from amanda.tools.dynamic_prune._math import (
     winners,
 )
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode, PerCaller
+from amanda.tools.kit import DataflowNode, PerCaller, tensors_of
 
 
 @dataclass(eq=False)
@@ -105,7 +104,7 @@ class Skimming:
         if said.alive is not None and previous is not None:
             count = previous.count
         guarded = np.arange(units.shape[-1]) * self.size < self.protect
-        first = framework(received).tensor(guarded[None].astype(np.float32), received)
+        first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
         if self.learned:
             hard = self._predicted(probabilities, received, one)
             left = units * (first + (1 - first) * hard)
