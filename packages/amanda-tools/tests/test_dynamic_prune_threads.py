@@ -121,7 +121,7 @@ def test_calls_of_one_function_get_what_they_get_one_after_another() -> None:
     )
     inputs = [tf.constant(random.normal(size=(4, 8, 8, 3)), tf.float32) for _ in range(THREADS)]
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function
     def model(x: Any) -> Any:
         return tf.nn.relu(tf.nn.conv2d(tf.nn.relu(tf.nn.conv2d(x, first, 1, "SAME")), second, 1, "SAME"))
 
