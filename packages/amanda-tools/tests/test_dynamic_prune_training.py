@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -274,49 +271,3 @@ def test_without_the_cache_and_in_half_precision_predictors_say_the_same(
 def test_options_that_cannot_be_are_refused(make: Callable[[], DynamicPruneTool], said: str) -> None:
     with pytest.raises(AmandaError, match=said):
         make()
-
-
-# ---- several threads ----
-
-CASES_OF_THREADS: dict[str, tuple[Callable[[], DynamicPruneTool], Callable[[], nn.Module]]] = {
-    "channels": (DynamicChannelPruneTool, convolutional),
-    "positions": (ActivationPruneTool, convolutional),
-    "tokens": (lambda: AttentionPruneTool(keep=0.5), Transformer),
-    "learned blocks": (lambda: AttentionPruneTool("block", "learned", block=2), Transformer),
-}
-
-
-@pytest.fixture
-def _quick_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("_quick_switches")
-@pytest.mark.parametrize("case", CASES_OF_THREADS)
-def test_each_thread_computes_what_it_would_alone(case: str) -> None:
-    torch.manual_seed(0)
-    make_tool, make_model = CASES_OF_THREADS[case]
-    tool, model = make_tool(), make_model().eval()
-    inputs = [torch.randn(3, 1, 8, 8) * (1 + i) for i in range(4)]
-    tool.prepare(model, inputs[0])
-    meeting = threading.Barrier(len(inputs))
-
-    def run(x: Tensor) -> Tensor:  # with gradients: without them PyTorch fuses layers of transformers
-        result: Tensor = model(x).detach()
-        return result
-
-    def work(x: Tensor) -> list[Tensor]:
-        meeting.wait()
-        return [run(x) for _ in range(8)]
-
-    with amanda.apply(tool):
-        run(inputs[0])
-        alone = [run(x) for x in inputs]
-        with ThreadPoolExecutor(len(inputs)) as pool:
-            together = list(pool.map(work, inputs))
-    for one, results in zip(alone, together, strict=True):
-        assert all(torch.equal(one, result) for result in results[2:])
-    assert not torch.equal(alone[0], run(inputs[0]))

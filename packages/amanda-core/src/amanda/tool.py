@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from amanda import interceptor
+from amanda._caller import caller
 from amanda._mortality import forget_all, forget_ops, slots
 from amanda._scope import Scope, apply
 from amanda.action import Action, ActionType, InstrumentationPoint, Routine
@@ -212,6 +213,15 @@ class Tool:
         """
         known = None if owner is None else slots.ordinal(owner, variable)
         return interceptor.ordinal(variable) if known is None else known
+
+    @staticmethod
+    def caller() -> Hashable | None:
+        """Return what stands for the thread that executes the program, for a routine that runs now.
+
+        A routine that a graph calls on another thread has the thread that runs the graph.  Gives None on a
+        thread that a framework started for work of its own.  The object lives as long as the thread.
+        """
+        return caller()
 
     # ---- state that outlives a run ----
 

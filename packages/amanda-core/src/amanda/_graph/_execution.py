@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
+from amanda._caller import caller, serving
 from amanda._graph._insertion import Inserted, Rounds, Table
 from amanda._notes import explained
 
@@ -76,6 +77,7 @@ class Execution:
         self._left: dict[Any, int] = {}
         self.error: BaseException | None = None
         self._every = every
+        self._caller = caller()
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -140,7 +142,7 @@ class Execution:
     def call(self, slot: int, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
         """What the graph calls at a slot, in these rounds of the loops around it, outermost first."""
         try:
-            with interceptor.Suspension():
+            with interceptor.Suspension(), serving(self._caller):
                 return self.table[slot].run(self, flat, rounds)
         except BaseException as error:
             with self._lock:

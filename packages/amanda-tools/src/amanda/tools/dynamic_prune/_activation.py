@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -13,12 +13,11 @@ from autoray import astype, do, get_dtype_name
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, spatial_axes
-from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._geometry import Geometry, geometry
 from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, framework, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import Latest
+from amanda.tools.kit import DataflowNode
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
@@ -32,36 +31,45 @@ _POINTWISE = frozenset(
 class _Convolution:
     """A convolution of a residual branch.
 
-    size: elements of the kernel.  latest: `given` and `read`, 0/1 of the positions that it gives and reads,
-    for the last input; read is None for the first of a branch, whose input others read too.
+    size: elements of the kernel.
     """
 
     pruned: Pruned
     layout: str
     size: int
     geometry: Geometry
-    latest: Latest
     block: _Block | None = None
 
 
 @dataclass(eq=False)
 class _Block:
-    """A residual branch: its convolutions and the mask unit.
-
-    latest: of the last input the mask, and the multiply-accumulates that it leaves of the total.
-    """
+    """A residual branch: its convolutions, and the mask unit."""
 
     convolutions: Sequence[_Convolution]
     kernel: Any
     weight: Any
     bias: Any
-    latest: Latest
 
     @property
     def stride(self) -> tuple[int, int]:
         """Of the whole branch."""
         strides = [one.geometry.stride for one in self.convolutions]
         return prod(one[0] for one in strides), prod(one[1] for one in strides)
+
+
+@dataclass(eq=False)
+class _Said:
+    """What the mask unit of a branch said of the last input.
+
+    given, read: 0/1 of the positions that each convolution gives and reads; read lacks the first, whose input
+    others read too.  used, total: multiply-accumulates.
+    """
+
+    mask: Any = None
+    given: dict[_Convolution, Any] = field(default_factory=dict)
+    read: dict[_Convolution, Any] = field(default_factory=dict)
+    used: Any = None
+    total: int = 0
 
 
 class ActivationPruneTool(DynamicPruneTool):
@@ -86,43 +94,29 @@ class ActivationPruneTool(DynamicPruneTool):
     def __init__(
         self, budget: float = 0.5, strength: float = 10.0, temperature: float = 1.0, seed: int = 0
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, _Said)
         self._budget, self._strength = checked_share("budget", budget), strength
         if not temperature > 0:
             raise AmandaError(f"temperature is {temperature!r}; it is a number above 0")
         self._temperature = temperature
-        self._convolutions: dict[str, _Convolution] = {}
         self._blocks: dict[str, _Block] = {}
-        self.add_inst_for_op(self._look)
-        self.add_inst_for_op(self._note, require_outputs=True)
 
     def loss(self) -> Any:
-        """strength times the squared distance from the budget, of the last execution of each branch."""
-        done = [one.latest for one in self._blocks.values() if one.latest.used is not None]
+        """Return strength times the squared distance from the budget, of this thread's last execution."""
+        said = [self._present.last(block) for block in self._blocks.values()]
+        done = [one for one in said if one is not None and one.used is not None]
         if not done:
             return 0.0
         used, total = [one.used for one in done], [one.total for one in done]
         return self._strength * budget_loss(used, total, self._budget, self.progress)
 
-    def clear(self) -> None:
-        """Forget what was pruned, and the masks of the last execution."""
-        super().clear()
-        for block in self._blocks.values():
-            block.latest.clear()
-
     def _forget(self) -> None:
-        self._convolutions.clear()
+        super()._forget()
         self._blocks.clear()
-
-    def _pruned(self) -> Iterable[Pruned]:
-        return (one.pruned for one in self._convolutions.values())
 
     # ---- analysis ----
 
-    def _look(self, context: amanda.OpContext) -> None:
-        if context["phase"] != "forward":
-            return
-        node = context["node"] = self._flow.node(context)
+    def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
             one = self._convolution(context)
             if one is not None:
@@ -134,22 +128,19 @@ class ActivationPruneTool(DynamicPruneTool):
             block = self._block(context, inner)
             context.insert_before_op(self._at_end, inputs=[found.branch], block=block)
 
-    def _note(self, context: amanda.OpContext) -> None:
-        if context["phase"] == "forward":
-            self._flow.made(context["node"], context.get_outputs() or [])
-
     def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
-        if self.place(context) not in self._convolutions:
+        if self.place(context) not in self._ops:
             shape = context["shape"](context.get_inputs()[context["weight_index"]])
             extents = dict(zip(context["weight_layout"], shape, strict=True))
             form = geometry(context.get_attrs(), context["layout"], (extents["H"], extents["W"]))
             if form is None:
                 return None
-            self._convolutions[self.place(context)] = _Convolution(
+            self._ops[self.place(context)] = _Convolution(
                 Pruned(context["type"], context.get_scope(), context.get_source(), "positions"),
-                context["layout"], prod(extents.values()), form, Latest(context),
+                context["layout"], prod(extents.values()), form,
             )  # fmt: skip
-        return self._convolutions[self.place(context)]
+        known: _Convolution = self._ops[self.place(context)]
+        return known
 
     def _block(self, context: amanda.OpContext, inner: Sequence[tuple[_Convolution, int]]) -> _Block:
         if self.place(context) not in self._blocks:
@@ -159,7 +150,6 @@ class ActivationPruneTool(DynamicPruneTool):
                 self._trainable(context, "mask.kernel", like, lambda: self._uniform(9, (3, 3, channels))),
                 self._trainable(context, "mask.weight", like, lambda: self._uniform(1, (channels, 1))),
                 self._trainable(context, "mask.bias", like, lambda: np.zeros(1, np.float32)),
-                Latest(context),
             )
             for one, _ in inner:
                 one.block = block
@@ -178,7 +168,8 @@ class ActivationPruneTool(DynamicPruneTool):
             return None
         if block.convolutions[0] is one:
             self._decide(x, block)
-        given, read = one.latest.given, one.latest.read
+        said = self._present.of(block)
+        given, read = said.given.get(one), said.read.get(one)
         if given is None:
             return None
         kept = do("mean", stop(given))
@@ -187,31 +178,32 @@ class ActivationPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _at_end(self, branch: Any, block: _Block) -> Any:
-        mask = block.latest.mask
+        mask = self._present.of(block).mask
         return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
 
     def _decide(self, x: Any, block: _Block) -> None:
-        """The masks of a branch, from what it reads."""
-        layout = block.convolutions[0].layout
+        """Compute the masks of a branch from what it reads."""
+        said, layout = self._present.of(block), block.convolutions[0].layout
         x = astype(x, get_dtype_name(block.kernel))
         local = framework(x).local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         logits = local + mean[:, :, None]
-        mask = block.latest.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
+        mask = said.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
         sizes = [(int(x.shape[layout.index("H")]), int(x.shape[layout.index("W")]))]
         for one in block.convolutions[:-1]:
             sizes.append(one.geometry.given(sizes[-1]))
         used: Any = 0.0
-        total = 0
+        said.total = 0
         for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
             macs = one.size * prod(mask.shape)
-            used, total = used + macs * do("mean", mask), total + macs
-            one.latest.given, mask = mask, one.geometry.needed(mask, size)
-            one.latest.read = None if one is block.convolutions[0] else mask
-        block.latest.used, block.latest.total = used, total
+            used, said.total = used + macs * do("mean", mask), said.total + macs
+            said.given[one], mask = mask, one.geometry.needed(mask, size)
+            if one is not block.convolutions[0]:
+                said.read[one] = mask
+        said.used = used
 
 
-def _convolutions(ops: Sequence[Node]) -> list[tuple[_Convolution, int]]:
+def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
     """Those at the end of a branch with what computes positions of themselves between, each with how many
     channels it reads; the first of the branch first."""
     found: list[tuple[_Convolution, int]] = []
@@ -225,8 +217,8 @@ def _convolutions(ops: Sequence[Node]) -> list[tuple[_Convolution, int]]:
     return found
 
 
-def _reads_vectors(node: Node) -> bool:
-    """Return True if all inputs of an op beside its data are vectors or numbers."""
+def _reads_vectors(node: DataflowNode) -> bool:
+    """Whether all that an op reads beside its data has one extent at most."""
     return all(sum(one != 1 for one in shape) <= 1 for shape in node.shapes[1:] if shape is not None)
 
 

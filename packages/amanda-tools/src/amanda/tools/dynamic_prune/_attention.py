@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +12,6 @@ from autoray import do
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
-from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._math import framework
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
@@ -25,8 +23,8 @@ from amanda.tools.dynamic_prune._patterns import (
     scores_of,
 )
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
-from amanda.tools.dynamic_prune._skimming import Attention, Skimming, along
-from amanda.tools.kit import Latest
+from amanda.tools.dynamic_prune._skimming import Attention, Decision, Skimming
+from amanda.tools.kit import DataflowNode
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
@@ -37,12 +35,11 @@ class _Sum:
     """A residual connection behind an attention.
 
     is_normed: whether it adds to what a normalisation gave; then one follows, which takes dropped tokens
-    back to the state that was added to: `latest.state`.
+    back to the state that was added to.
     """
 
     attention: Attention
     is_normed: bool
-    latest: Latest
 
 
 class AttentionPruneTool(DynamicPruneTool):
@@ -70,50 +67,31 @@ class AttentionPruneTool(DynamicPruneTool):
         hidden: int = 16,
         seed: int = 0,
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, Decision)
         _check(unit, by, block, protect, hidden)
         size, share = block if unit == "block" else 1, checked_share("keep", keep)
-        self._skimming = Skimming(size, protect, share, by == "learned", self._noise)
+        self._skimming = Skimming(size, protect, share, by == "learned", self._noise, self._present)
         self._strength, self._hidden = strength, hidden
-        self._attentions: dict[str, Attention] = {}
         self._fused: set[str] = set()
-        self.add_inst_for_op(self._look)
-        self.add_inst_for_op(self._note, require_outputs=True)
 
     @property
     def result(self) -> DynamicPruneResult:
-        """The tokens that were pruned so far; MACs are those of the products of queries, keys and values."""
+        """What was pruned so far; MACs are those of the products of queries, keys and values."""
         notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
         return DynamicPruneResult(self._pruned(), notes)
 
     def loss(self) -> Any:
-        """strength times the squared distance from `keep` of the mean share of tokens in the attentions."""
-        latest = [one.latest for one in self._attentions.values()]
-        ran = [one for one in latest if one.later is not None and self._skimming.learned]
+        """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
+        ran = [said for _, said in self._said() if said.later is not None and self._skimming.learned]
         if not ran:
             return 0.0
-        share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
+        share = sum(1.0 if said.alive is None else do("mean", said.alive) for said in ran) / len(ran)
         return self._strength * (share - self._skimming.keep) ** 2
-
-    def clear(self) -> None:
-        """Forget what was pruned, and the decisions of the last execution."""
-        super().clear()
-        for one in self._attentions.values():
-            one.latest.clear()
-
-    def _forget(self) -> None:
-        self._attentions.clear()
-
-    def _pruned(self) -> Iterable[Pruned]:
-        return (one.pruned for one in self._attentions.values())
 
     # ---- analysis ----
 
-    def _look(self, context: amanda.OpContext) -> None:
-        if context["phase"] != "forward":
-            return
-        kind, node = context["type"], self._flow.node(context)
-        context["node"] = node
+    def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        kind = context["type"]
         if kind in _FUSED:
             self._fused.add(kind)
         elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
@@ -135,25 +113,21 @@ class AttentionPruneTool(DynamicPruneTool):
             if added is not None and "sum" in added.notes:
                 context.insert_after_op(self._restore, outputs=[0], node=node, one=added.notes["sum"])
 
-    def _note(self, context: amanda.OpContext) -> None:
-        if context["phase"] == "forward":
-            self._flow.made(context["node"], context.get_outputs() or [])
-
-    def _attention(self, context: amanda.OpContext, node: Node, product: Node) -> Attention:
-        if self.place(context) not in self._attentions:
+    def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> Attention:
+        if self.place(context) not in self._ops:
             scores, given = node.shapes[0] or (), product.shapes[0] or ()
             heads = (
                 head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
             )
             count = heads or (scores[1] if len(scores) == 4 else 1) or 1
-            one = Attention(
+            self._ops[self.place(context)] = Attention(
                 Pruned(context["type"], context.get_scope(), context.get_source(),
                        "tokens" if self._skimming.size == 1 else f"blocks of {self._skimming.size}"),
                 node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
-                self._skim(context, count) if self._skimming.learned else (), Latest(context),
+                self._skim(context, count) if self._skimming.learned else (),
             )  # fmt: skip
-            self._attentions[self.place(context)] = one
-        one = node.notes["attention"] = self._attentions[self.place(context)]
+        one: Attention = self._ops[self.place(context)]
+        node.notes["attention"] = one
         one.node = node
         return one
 
@@ -171,14 +145,14 @@ class AttentionPruneTool(DynamicPruneTool):
     def _normal(self, std: float, shape: tuple[int, ...]) -> Array:
         return self._first.normal(0, std, shape).astype(np.float32)
 
-    def _look_at_sum(self, context: amanda.OpContext, node: Node, found: Residual) -> None:
+    def _look_at_sum(self, context: amanda.OpContext, node: DataflowNode, found: Residual) -> None:
         attention = self._flow.nearest([node.inputs[found.branch]], "attention")
         products = [one for one in found.ops if one.type in PRODUCTS | LAYERS]
         if attention is None or not products:
             return
         made_by = (one.type for _, one in self._flow.back(found.identity) if one is not None)
         is_normed = next((one for one in made_by if one not in _PASSING), None) == "layer_norm"
-        one = node.notes["sum"] = _Sum(attention, is_normed, Latest(context))
+        one = node.notes["sum"] = _Sum(attention, is_normed)
         context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
 
     # ---- execution ----
@@ -197,21 +171,23 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
-        """A residual connection adds nothing to dropped tokens."""
-        one.latest.state = None
-        stays = along(one.attention, branch)
+        """Add nothing to dropped tokens at a residual connection."""
+        said = self._present.of(one)
+        said.state = None
+        stays = self._skimming.along(one.attention, branch)
         if stays is None:
             return None
         if one.is_normed:
-            one.latest.state = state
+            said.state = state
             return None
         return branch * stays, state
 
     @amanda.differentiable
-    def _restore(self, normed: Any, node: Node, one: _Sum) -> Any:
-        """Dropped tokens stay what they were before a residual connection and the normalisation behind it."""
-        state, one.latest.state = one.latest.state, None
-        stays = None if state is None else along(one.attention, normed)
+    def _restore(self, normed: Any, node: DataflowNode, one: _Sum) -> Any:
+        """Take dropped tokens back to what they were before a residual connection and its normalisation."""
+        said = self._present.of(one)
+        state, said.state = said.state, None
+        stays = None if state is None else self._skimming.along(one.attention, normed)
         if stays is None:
             return None
         restored = normed * stays + state * (1 - stays)

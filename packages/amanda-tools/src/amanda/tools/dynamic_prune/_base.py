@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.dynamic_prune._flow import Flow
 from amanda.tools.dynamic_prune._math import framework
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
+from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
 from amanda.tools.mapping import StandardMapping
 
 Array = NDArray[np.float32]
@@ -33,13 +33,16 @@ class DynamicPruneTool(amanda.Tool):
 
     training = False
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, state: Callable[[], Any] = dict) -> None:
         super().__init__()
         if not isinstance(seed, (int, np.integer)) or seed < 0:
             raise AmandaError(f"seed is {seed!r}; it is a number without decimals, 0 or more")
         self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-        self._flow = Flow()
+        self._flow, self._present = Dataflow(), PerCaller[Any](self, state)
+        self._ops: dict[str, Any] = {}
         self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._enter)
+        self.add_inst_for_op(self._leave, require_outputs=True)
 
     def train(self, mode: bool = True) -> None:
         """Say whether what follows is training."""
@@ -47,20 +50,38 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """The share of each op that was pruned so far."""
+        """What was pruned so far."""
         return DynamicPruneResult(self._pruned())
 
     def clear(self) -> None:
-        """Forget what was pruned; what was analysed stays."""
-        for one in self._pruned():
-            one.clear()
+        """Forget what was pruned, and what was predicted for the last input; what was analysed stays."""
+        self._present.clear()
+        for one in self._ops.values():
+            one.pruned.clear()
 
     def loss(self) -> Any:
-        """Return the term to add to the training's loss, of each op's last execution; 0.0 without one."""
+        """Return what training adds to its loss, of the last execution by this thread; 0.0 without one."""
         return 0.0
 
     def _pruned(self) -> Iterable[Pruned]:
-        return ()
+        return (one.pruned for one in self._ops.values())
+
+    def _said(self) -> list[tuple[Any, Any]]:
+        """Return each op with what was predicted there in this thread's last execution."""
+        found = [(one, self._present.last(one)) for one in self._ops.values()]
+        return [(one, said) for one, said in found if said is not None]
+
+    def _enter(self, context: amanda.OpContext) -> None:
+        if context["phase"] == "forward":
+            node = context["node"] = self._flow.node(context)
+            self._analyse(context, node)
+
+    def _leave(self, context: amanda.OpContext) -> None:
+        if context["phase"] == "forward":
+            self._flow.made(context["node"], context.get_outputs() or [])
+
+    def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Instrument a forward op."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take predictors that `state_dict` gave; parameters that were made before get their values.
@@ -74,7 +95,8 @@ class DynamicPruneTool(amanda.Tool):
             super().load_state_dict(state, strict)
 
     def _forget(self) -> None:
-        """Ops are about to be analysed anew."""
+        """Forget ops, which will be analysed anew."""
+        self._ops.clear()
 
     def _trainable(self, context: amanda.OpContext, name: str, like: Any, make: Callable[[], Array]) -> Any:
         """A predictor's parameter at an op, on the device of `like`.
@@ -100,7 +122,7 @@ class DynamicPruneTool(amanda.Tool):
         if not self.training:
             return None
         uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
-        return framework(like).tensor(np.log(uniform) - np.log1p(-uniform), like)
+        return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
 
 
 def _renew(value: Any, loaded: Any) -> bool:

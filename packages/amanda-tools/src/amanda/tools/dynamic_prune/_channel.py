@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +11,6 @@ from autoray import astype, do, get_dtype_name
 
 import amanda
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, row, spatial_axes
-from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._math import (
     density_count,
     indicator,
@@ -23,7 +21,7 @@ from amanda.tools.dynamic_prune._math import (
     winners,
 )
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import Latest
+from amanda.tools.kit import DataflowNode
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
@@ -34,9 +32,7 @@ _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
 class _Layer:
     """A convolution and its predictor.
 
-    size: elements of the kernel.  latest: of the last input the saliency and the gate that the channels are
-    multiplied by, both (N, C), the share of the channels that are kept, and the share of the products, since
-    zeros of the input need none.
+    size: elements of the kernel.
     """
 
     pruned: Pruned
@@ -44,12 +40,20 @@ class _Layer:
     weight: Any
     bias: Any
     size: int
-    latest: Latest
 
-    @property
-    def axis(self) -> int:
-        """Of the channels."""
-        return self.layout.index("C")
+
+@dataclass(eq=False)
+class _Said:
+    """What a predictor said of the last input.
+
+    gate: what the channels are multiplied by: (N, C).  given: share of the channels that are kept; computed:
+    of the products, since zeros of the input need none.
+    """
+
+    saliency: Any = None
+    gate: Any = None
+    given: Any = 1.0
+    computed: Any = 1.0
 
 
 class DynamicChannelPruneTool(DynamicPruneTool):
@@ -66,35 +70,17 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     """
 
     def __init__(self, density: float = 0.5, penalty: float = 1e-8, seed: int = 0) -> None:
-        super().__init__(seed)
+        super().__init__(seed, _Said)
         self._density, self._penalty = checked_share("density", density), penalty
-        self._layers: dict[str, _Layer] = {}
-        self.add_inst_for_op(self._look)
-        self.add_inst_for_op(self._note, require_outputs=True)
 
     def loss(self) -> Any:
-        """penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
-        said = [one for layer in self._layers.values() if (one := layer.latest.saliency) is not None]
+        """Return penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
+        said = [one.saliency for _, one in self._said() if one.saliency is not None]
         return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
-
-    def clear(self) -> None:
-        """Forget what was pruned, and the saliencies of the last execution."""
-        super().clear()
-        for layer in self._layers.values():
-            layer.latest.clear()
-
-    def _forget(self) -> None:
-        self._layers.clear()
-
-    def _pruned(self) -> Iterable[Pruned]:
-        return (layer.pruned for layer in self._layers.values())
 
     # ---- analysis ----
 
-    def _look(self, context: amanda.OpContext) -> None:
-        if context["phase"] != "forward":
-            return
-        node = context["node"] = self._flow.node(context)
+    def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         for position, number in enumerate(node.inputs):
             maker = self._flow.maker(number)
             if maker is not None and "layer" in maker.notes:
@@ -104,11 +90,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             context.insert_before_op(self._predict, inputs=[0], layer=layer)
             context.insert_after_op(self._count, outputs=[0], layer=layer)
 
-    def _note(self, context: amanda.OpContext) -> None:
-        if context["phase"] == "forward":
-            self._flow.made(context["node"], context.get_outputs() or [])
-
-    def _gate_at(self, context: amanda.OpContext, node: Node, position: int, notes: dict[str, Any]) -> None:
+    def _gate_at(
+        self, context: amanda.OpContext, node: DataflowNode, position: int, notes: dict[str, Any]
+    ) -> None:
         """Decide where the channels of a convolution are pruned, at an op that reads them."""
         kind, layer = context["type"], notes["layer"]
         with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
@@ -124,21 +108,21 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
 
     def _layer(self, context: amanda.OpContext) -> _Layer:
-        if self.place(context) not in self._layers:
+        if self.place(context) not in self._ops:
             index, layout = context["weight_index"], context["layout"]
             x, kernel = context.get_inputs()[0], context.get_inputs()[index]
             extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
             given = context["shape"](x)[layout.index("C")]
             made = extents["O"] if "O" in extents else extents["I"] * extents["M"]
-            self._layers[self.place(context)] = _Layer(
+            self._ops[self.place(context)] = _Layer(
                 Pruned(context["type"], context.get_scope(), context.get_source(), "channels"),
                 layout,
                 self._trainable(context, "saliency.weight", x, lambda: self._weight(given, made)),
                 self._trainable(context, "saliency.bias", x, lambda: np.ones(made, np.float32)),
                 prod(extents.values()),
-                Latest(context),
             )
-        return self._layers[self.place(context)]
+        layer: _Layer = self._ops[self.place(context)]
+        return layer
 
     def _weight(self, given: int, made: int) -> Any:
         """A tenth of what He et al. 2015 initialise with: a trained model begins near what it was."""
@@ -150,26 +134,27 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _predict(self, x: Any, layer: _Layer) -> None:
         squeezed = subsample(x, spatial_axes(layer.layout))
         squeezed = astype(squeezed, get_dtype_name(layer.weight))
-        latest = layer.latest
-        latest.saliency = saliency(squeezed, layer.weight, layer.bias)
-        kept = winners(latest.saliency, density_count(self._density, int(layer.bias.shape[0])))
-        latest.gate = latest.saliency * kept
-        given = do("mean", indicator(stop(latest.gate) > 0, kept), axis=-1)
+        said = self._present.of(layer)
+        said.saliency = saliency(squeezed, layer.weight, layer.bias)
+        count = density_count(self._density, int(layer.bias.shape[0]))
+        kept = winners(said.saliency, count)
+        said.gate = said.saliency * kept
+        given = do("mean", indicator(stop(said.gate) > 0, kept), axis=-1)
         read = do("mean", indicator(stop(squeezed) > 0, kept), axis=-1)
-        latest.kept, latest.computed = do("mean", given), do("mean", given * read)
+        said.given, said.computed = do("mean", given), do("mean", given * read)
 
     @amanda.observer
     def _count(self, made: Any, layer: _Layer) -> None:
-        positions = prod(made.shape) // int(layer.bias.shape[0])
-        layer.pruned.add(1 - layer.latest.kept, layer.size * positions, 1 - layer.latest.computed)
+        positions, said = prod(made.shape) // int(layer.bias.shape[0]), self._present.of(layer)
+        layer.pruned.add(1 - said.given, layer.size * positions, 1 - said.computed)
 
     @amanda.differentiable
     def _prune(self, value: Any, layer: _Layer, evenly: bool = False) -> Any:
-        gate = layer.latest.gate
+        gate = self._present.of(layer).gate
         if gate is None:
             return value
         gate = astype(shares(gate) if evenly else gate, get_dtype_name(value))
-        return value * row(gate, layer.axis, len(value.shape))
+        return value * row(gate, layer.layout.index("C"), len(value.shape))
 
     @staticmethod
     @amanda.differentiable
@@ -177,7 +162,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         return do("ones_like", scale)
 
 
-def _is_vector(node: Node, position: int, layer: _Layer) -> bool:
-    """Return True if an input has one number for each channel."""
+def _is_vector(node: DataflowNode, position: int, layer: _Layer) -> bool:
+    """Whether an input has one number for each channel."""
     shape = node.shapes[position] if position in (0, 1) and position < len(node.shapes) else None
     return shape is not None and prod(one or 0 for one in shape) == int(layer.bias.shape[0])

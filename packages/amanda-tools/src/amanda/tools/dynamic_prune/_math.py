@@ -11,6 +11,7 @@ from typing import Any
 from autoray import astype, do, get_dtype_name
 
 from amanda.errors import AmandaError
+from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 
 _MODULES = {"torch": "_pytorch", "tensorflow": "_tensorflow", "numpy": "_numpy"}
@@ -33,7 +34,7 @@ def subsample(x: Any, axes: Sequence[int]) -> Any:
 
 
 def saliency(x: Any, weight: Any, bias: Any) -> Any:
-    """Return the predicted saliency of each output channel: relu(x weight + bias).
+    """How much each output channel is predicted to matter: relu(x weight + bias).
 
     x: (N, I).  weight: (I, O).  bias: (O,).  Returns (N, O).  Source: Gao et al. 2019.
     """
@@ -58,7 +59,7 @@ def shares(gate: Any) -> Any:
 
 
 def density_count(density: float, size: int) -> int:
-    """Return the number of `size` that are kept: `density` of them, rounded up, and one at least."""
+    """How many of `size` are kept: density of them, rounded up, and one at least."""
     return min(size, max(1, math.ceil(density * size - 1e-9)))
 
 
@@ -68,8 +69,8 @@ def indicator(condition: Any, like: Any) -> Any:
 
 
 def wide(value: Any) -> Any:
-    """In float32, if it is narrower."""
-    return astype(value, "float32") if get_dtype_name(value) in ("float16", "bfloat16") else value
+    """Return a tensor in float32, or in its own type if that is wider."""
+    return tensors_of(value).wide(value)
 
 
 def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> Any:
@@ -85,8 +86,8 @@ def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> A
 
 
 def stop(value: Any) -> Any:
-    """The value, through which no gradient goes."""
-    return framework(value).stop(value)
+    """Return a tensor through which no gradient goes."""
+    return tensors_of(value).detach(value)
 
 
 def per_unit(values: Any, size: int) -> Any:
@@ -120,7 +121,7 @@ def renormalised(probabilities: Any, keys: Any) -> Any:
 
 
 def budget_loss(used: Sequence[Any], total: Sequence[Any], target: float, progress: float = 1.0) -> Any:
-    """Return the squared distance of the blocks' cost from the target share, and from bounds that relax.
+    """How far the cost of the blocks is from the target share, and from bounds that relax.
 
     used, total: multiply-accumulates of each block.  progress: of the training, from 0, where each block
     is to cost the target, to 1, where a block is free.

@@ -23,16 +23,6 @@ def renewed(former: Array, value: Array) -> Array:
     return former
 
 
-def tensor(array: Any, like: Array) -> Array:
-    """An array in the type of `like`."""
-    return np.asarray(array).astype(like.dtype)
-
-
-def stop(value: Array) -> Array:
-    """The value."""
-    return value
-
-
 def sigmoid(value: Array) -> Array:
     """The logistic function."""
     made: Array = np.exp(-np.logaddexp(0, -value))

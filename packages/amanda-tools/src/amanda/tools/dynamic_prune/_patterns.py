@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from amanda.tools.dynamic_prune._flow import Flow, Node
+from amanda.tools.kit import Dataflow, DataflowNode
 
 PRODUCTS = frozenset({"matmul", "einsum", "baddbmm"})
 LAYERS = frozenset({"linear", "addmm", "matmul"})
@@ -27,12 +27,12 @@ class Residual:
     """
 
     branch: int
-    ops: tuple[Node, ...]
+    ops: tuple[DataflowNode, ...]
     identity: int
 
 
-def residual(flow: Flow, node: Node) -> Residual | None:
-    """Return the branch, which has more ops, and the identity of a residual connection; None of other ops."""
+def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
+    """What an op adds up, if it is a residual connection; of two branches the one of more ops."""
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
     if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
@@ -47,14 +47,14 @@ def residual(flow: Flow, node: Node) -> Residual | None:
     return Residual(branch, tuple(ops), ways[1 - branch][0][0])
 
 
-def is_of_one_sequence(flow: Flow, product: Node) -> bool:
-    """Return True if queries and keys are computed from one tensor, as far as their layers show."""
+def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
+    """Whether queries and keys are made of one tensor, as far as their layers show."""
     queries, *keys = (_layered(flow, number) for number in product.reads[:2])
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
 
 
-def _layered(flow: Flow, number: int) -> set[int | None]:
-    """Return the inputs of the layers that made a tensor, or its parts: caches append keys to older keys."""
+def _layered(flow: Dataflow, number: int) -> set[int | None]:
+    """What the layers read that made a tensor, or its parts: caches append keys to those they have."""
     parts, found, looked_at = [number], set[int | None](), 0
     while parts and looked_at < _PARTS:
         looked_at += 1
@@ -69,7 +69,7 @@ def _layered(flow: Flow, number: int) -> set[int | None]:
     return found
 
 
-def scores_of(flow: Flow, node: Node) -> Node | None:
+def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
     """The product of queries and keys that a softmax is of; None where it is of something else."""
     size = node.shapes[0]
     if size is None or len(size) not in (3, 4):
@@ -88,8 +88,8 @@ def scores_of(flow: Flow, node: Node) -> Node | None:
     return None
 
 
-def head_count(flow: Flow, product: Node, scores: tuple[int | None, ...]) -> int | None:
-    """Return the number of heads that share an axis with the batch, whose size the queries' layer shows."""
+def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
+    """How many heads share an axis with the batch: the layer that makes the queries knows the batch."""
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
             batch = prod(one or 1 for one in node.shapes[0][:-1]) // (scores[1] or 1)

@@ -30,18 +30,6 @@ def renewed(former: Tensor, value: Tensor) -> Tensor:
         return former.copy_(value)
 
 
-def tensor(array: NDArray[Any], like: Tensor) -> Tensor:
-    """An array in the type of `like`, where it is."""
-    import torch
-
-    return torch.as_tensor(array).to(like.device, like.dtype)
-
-
-def stop(value: Tensor) -> Tensor:
-    """The value, through which no gradient goes."""
-    return value.detach()
-
-
 def sigmoid(value: Tensor) -> Tensor:
     """The logistic function."""
     return value.sigmoid()

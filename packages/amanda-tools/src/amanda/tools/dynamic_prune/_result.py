@@ -73,7 +73,7 @@ class DynamicPruneResult(Result):
         return self._rows
 
     def notes(self) -> Sequence[str]:
-        """Return what the numbers count."""
+        """What the numbers are of."""
         return self._notes
 
     @property

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from autoray import astype, do, get_dtype_name
 
-from amanda.tools.dynamic_prune._flow import Node
 from amanda.tools.dynamic_prune._math import (
     binary_gumbel,
     density_count,
-    framework,
     per_token,
     per_unit,
     renormalised,
@@ -22,7 +20,7 @@ from amanda.tools.dynamic_prune._math import (
     winners,
 )
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import Latest
+from amanda.tools.kit import DataflowNode, PerCaller, tensors_of
 
 
 @dataclass(eq=False)
@@ -30,19 +28,32 @@ class Attention:
     """An attention.
 
     heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
-    before it.  skim: parameters of the learned predictor.  latest: what it decided for the last input.
-    There `alive` is 0/1, (N, T), the tokens that it was given, None for all; `later`, those that are left for
-    the next; `count`, of the units that are left, where each input keeps as many; `is_apart`, whether the
-    sequences of later layers are others, as far as residual connections show: windows of images are.
+    before it.  skim: parameters of the learned predictor.
     """
 
     pruned: Pruned
-    node: Node
+    node: DataflowNode
     heads: int | None
     width: int
     previous: Attention | None
     skim: tuple[Any, ...]
-    latest: Latest
+
+
+@dataclass(eq=False)
+class Decision:
+    """What an attention decided for the last input; at a residual connection `state`, what is added to.
+
+    alive: 0/1, (N, T), the tokens that the attention was given; None for all.  later: those that are left for
+    the next.  count: of the units that are left, where each input keeps as many.  carries: True where the
+    sequences of later layers are the same, as far as residual connections show: windows of images are others
+    in each layer.
+    """
+
+    alive: Any = None
+    later: Any = None
+    count: int = 0
+    carries: bool = True
+    state: Any = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Skimming:
     """How attentions decide.
 
     size: tokens of a unit.  protect: so many first tokens stay.  keep: the share that stays, unless it is
-    learned.  noise: Gumbel noise like some logits.
+    learned.  noise: Gumbel noise like some logits.  present: decisions of the execution under way.
     """
 
     size: int
@@ -58,48 +69,49 @@ class Skimming:
     keep: float
     learned: bool
     noise: Callable[[Any], Any]
+    present: PerCaller[Decision]
 
     def attend(self, probabilities: Any, one: Attention) -> Any:
         """The probabilities without what was dropped: (N, H, T, T); decides what is dropped next."""
         batch, heads, queries, keys = probabilities.shape
-        latest, previous = one.latest, None if one.previous is None else one.previous.latest
-        latest.alive = latest.later = None
+        said = self.present.of(one)
+        said.alive = said.later = None
         if queries != keys:
             return probabilities
-        before = None if previous is None or previous.is_apart else previous.later
+        previous = None if one.previous is None else self.present.of(one.previous)
+        before = previous.later if previous is not None and previous.carries else None
         if before is not None and tuple(before.shape) == (batch, keys):
-            latest.alive = before
+            said.alive = before
             # A key of which most was attended to would get a gradient without bound.
             alive = astype(stop(before), get_dtype_name(probabilities))
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
-        if latest.alive is None:
+        if said.alive is None:
             one.pruned.add(0.0, macs, 0.0)
         else:
-            shares = do("mean", stop(latest.alive), axis=-1)
+            shares = do("mean", stop(said.alive), axis=-1)
             one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        latest.later = self._left(probabilities, one)
+        said.later = self._left(probabilities, one, said, previous)
         return probabilities
 
-    def _left(self, probabilities: Any, one: Attention) -> Any:
-        """0/1 of the tokens that are left for later layers: (N, T)."""
+    def _left(self, probabilities: Any, one: Attention, said: Decision, previous: Decision | None) -> Any:
+        """Return 0/1 of the tokens that are left for later layers: (N, T)."""
         received = do("sum", wide(probabilities), axis=-2)
         length = int(received.shape[-1])
-        latest = one.latest
-        alive = do("ones_like", received[:, 0]) if latest.alive is None else latest.alive
+        alive = do("ones_like", received[:, 0]) if said.alive is None else said.alive
         units = per_unit(alive, self.size)
         count = int(units.shape[-1])
-        if latest.alive is not None and one.previous is not None:
-            count = one.previous.latest.count or 0
+        if said.alive is not None and previous is not None:
+            count = previous.count
         guarded = np.arange(units.shape[-1]) * self.size < self.protect
-        first = framework(received).tensor(guarded[None].astype(np.float32), received)
+        first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
         if self.learned:
             hard = self._predicted(probabilities, received, one)
             left = units * (first + (1 - first) * hard)
         else:
             score = stop(per_unit(do("sum", received, axis=1), self.size)) * units
-            latest.count = max(density_count(self.keep, count), int(guarded.sum()))
-            left = winners(score + 1e6 * first + units - 1, latest.count) * units
+            said.count = max(density_count(self.keep, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, said.count) * units
         return per_token(left, self.size, length)
 
     def _predicted(self, probabilities: Any, received: Any, one: Attention) -> Any:
@@ -112,18 +124,17 @@ class Skimming:
         logits = (do("tanh", hidden) @ last + offset)[..., 0]
         return astype(binary_gumbel(logits, self.noise(logits)), get_dtype_name(received))
 
+    def along(self, attention: Attention, states: Any) -> Any:
+        """Return 0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
 
-def along(attention: Attention, states: Any) -> Any:
-    """0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
-
-    None where all are, and where the states are of other sequences than it attended in.
-    """
-    latest = attention.latest
-    if latest.later is None:
-        return None
-    shape, own = tuple(states.shape[:2]), tuple(latest.later.shape)
-    if latest.alive is None or shape not in (own, own[::-1]):
-        latest.is_apart = shape not in (own, own[::-1])
-        return None
-    alive = latest.alive if shape == own else do("transpose", latest.alive, (1, 0))
-    return astype(alive, get_dtype_name(states))[..., None]
+        Gives None where all are, and where the states are of other sequences than it attended in.
+        """
+        said = self.present.of(attention)
+        if said.later is None:
+            return None
+        shape, own = tuple(states.shape[:2]), tuple(said.later.shape)
+        if said.alive is None or shape not in (own, own[::-1]):
+            said.carries = shape in (own, own[::-1])
+            return None
+        alive = said.alive if shape == own else do("transpose", said.alive, (1, 0))
+        return astype(alive, get_dtype_name(states))[..., None]

@@ -28,20 +28,6 @@ def renewed(former: Any, value: Any) -> Any:
     return former
 
 
-def tensor(array: Any, like: Any) -> Any:
-    """An array in the type of `like`."""
-    import tensorflow as tf
-
-    return tf.cast(tf.convert_to_tensor(array), like.dtype)
-
-
-def stop(value: Any) -> Any:
-    """The value, through which no gradient goes."""
-    import tensorflow as tf
-
-    return tf.stop_gradient(value)
-
-
 def sigmoid(value: Any) -> Any:
     """The logistic function."""
     import tensorflow as tf

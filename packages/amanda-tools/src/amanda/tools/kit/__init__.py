@@ -1,6 +1,7 @@
 """Weights and a base for tools that change them, arithmetic of tensors, and which op made which tensor."""
 
-from amanda.tools.kit._checks import check_one_of
+from amanda.tools.kit._callers import PerCaller
+from amanda.tools.kit._dataflow import Dataflow, DataflowNode, TensorMap
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._leaves import leaves
@@ -17,8 +18,8 @@ from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
-    "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "check_one_of", "holders_of", "origin", "packed_inputs", "parameters", "source",
-    "tensors_of", "weight_input",
+    "Dataflow", "DataflowNode", "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "PerCaller",
+    "Present", "SelectedRows", "TensorMap", "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput",
+    "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights", "holders_of", "origin",
+    "packed_inputs", "parameters", "source", "tensors_of", "weight_input",
 ]  # fmt: skip

@@ -1,73 +1,111 @@
-"""What is known of tensors that live, and which op made which."""
+"""Which op made which tensor, as far as ops have been analysed."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
+import amanda
+
 T = TypeVar("T")
 
-_KNOWN = 100_000
+_KNOWN, _FAR, _AROUND = 100_000, 200, 1000
 
 
 class TensorMap(Generic[T]):
-    """A value for each tensor that lives, of any framework; it keeps no tensor alive."""
+    """A weak map from tensors of any framework to something: it keeps no tensor alive."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[weakref.ref[Any], T]] = {}
 
+    @staticmethod
+    def key(tensor: Any) -> Hashable:
+        """Return a key that no other living tensor has."""
+        return getattr(tensor, "_id", None) or id(tensor)  # eager tensors of TensorFlow have numbers
+
     def __setitem__(self, tensor: Any, value: T) -> None:
-        """Take a value for a tensor; raises TypeError for what no weak reference can be made to."""
         key = self.key(tensor)
-
-        def forget(gone: Any) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is gone:
-                del self._known[key]
-
-        self._known[key] = weakref.ref(tensor, forget), value
+        self._known[key] = weakref.ref(tensor, partial(self._forget, key)), value
 
     def get(self, tensor: Any) -> T | None:
-        """Return the value of a tensor; None of an unknown one."""
+        """Return the value of a tensor; None for a tensor without one."""
         found = self._known.get(self.key(tensor))
         return found[1] if found is not None and found[0]() is not None else None
 
-    @staticmethod
-    def key(tensor: Any) -> Hashable:
-        """Return what tells a tensor from all others that live; TensorFlow numbers them."""
-        return getattr(tensor, "_id", None) or id(tensor)
+    def _forget(self, key: Hashable, gone: weakref.ref[Any]) -> None:
+        known = self._known.get(key)
+        if known is not None and known[0] is gone:
+            del self._known[key]
 
 
-class Dataflow(Generic[T]):
-    """Numbers tensors as they are met, and remembers what made each, also when it is gone.
+@dataclass(eq=False)
+class DataflowNode:
+    """An op as it was analysed.
 
-    A tensor gets another number when an op gives it again, as one in place does. What makes a tensor is a
-    value of the tool's own, such as a node.  The last 100,000 tensors that were made are known.
+    op_id: of the op.  type, shapes: as StandardMapping has them; of a list of tensors the shape of the first.
+    inputs: numbers of the tensors that the op reads, None for other values.  reads: all numbers, also of
+    tensors in lists.  notes: what a tool knows of the op.
+    """
+
+    op_id: int
+    type: str
+    inputs: tuple[int | None, ...]
+    shapes: tuple[tuple[int | None, ...] | None, ...]
+    reads: tuple[int, ...]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> int | None:
+        """The number of the first tensor that the op reads."""
+        return next(iter(self.reads), None)
+
+
+class Dataflow:
+    """Numbers tensors as they are met, and remembers which op made each one.
+
+    Call `node` in an analysis routine of each forward op, and `made` in one with `require_outputs=True`; the
+    tool depends on StandardMapping.
     """
 
     def __init__(self) -> None:
-        self._numbers = TensorMap[int]()
-        self._makers: dict[int, T] = {}
+        self._numbers: TensorMap[int] = TensorMap()
+        self._makers: dict[int, DataflowNode] = {}
         self._next = count()
 
-    def number(self, tensor: Any) -> int | None:
-        """Return the number of a tensor, a new one for one that is not known; None for what is no tensor."""
-        known = self._numbers.get(tensor)
-        return self._renumbered(tensor) if known is None else known
+    def node(self, context: amanda.OpContext) -> DataflowNode:
+        """Return a node for the op that is about to run."""
+        shape = context["shape"]
+        lists: list[Sequence[Any]] = [
+            value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()
+        ]
+        numbers = [
+            [self.number(one) if shape(one) is not None else None for one in values] for values in lists
+        ]
+        return DataflowNode(
+            context.get_op_id(), context["type"],
+            tuple(None if isinstance(value, (list, tuple)) else one[0]
+                  for value, one in zip(context.get_inputs(), numbers, strict=True)),
+            tuple(shape(values[0]) if values else None for values in lists),
+            tuple(one for each in numbers for one in each if one is not None),
+        )  # fmt: skip
 
-    def made(self, maker: T, tensors: Iterable[Any]) -> None:
-        """Remember what has made tensors, or what a routine gave in their place."""
+    def made(self, node: DataflowNode, tensors: Iterable[Any]) -> None:
+        """Record the outputs of an op, or what a routine gave in their place."""
         for tensor in tensors:
             number = self._renumbered(tensor)
             if number is not None:
-                self._makers[number] = maker
+                self._makers[number] = node
                 self._makers.pop(number - _KNOWN, None)
 
-    def maker(self, number: int | None) -> T | None:
-        """Return what made the tensor of a number; None if that is not known."""
-        return None if number is None else self._makers.get(number)
+    def number(self, tensor: Any) -> int | None:
+        """Return the number of a tensor, a new one for a new tensor; None for what is no tensor."""
+        known = self._numbers.get(tensor)
+        return self._renumbered(tensor) if known is None else known
 
     def _renumbered(self, tensor: Any) -> int | None:
         number = next(self._next)
@@ -76,3 +114,29 @@ class Dataflow(Generic[T]):
         except TypeError:
             return None
         return number
+
+    def maker(self, number: int | None) -> DataflowNode | None:
+        """Return the op that made a tensor, by the tensor's number."""
+        return None if number is None else self._makers.get(number)
+
+    def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:
+        """Iterate over a tensor and its maker, then the first tensor that the maker reads, and so on."""
+        for _ in range(_FAR):
+            if number is None:
+                return
+            node = self.maker(number)
+            yield number, node
+            number = None if node is None else node.data
+
+    def nearest(self, numbers: Iterable[int | None], note: str) -> Any:
+        """Return the note of a name at the nearest op that these tensors come from; None without one."""
+        waiting, seen = deque(numbers), set[int | None]()
+        while waiting and len(seen) < _AROUND:
+            number = waiting.popleft()
+            node = None if number in seen else self.maker(number)
+            seen.add(number)
+            if node is not None:
+                if note in node.notes:
+                    return node.notes[note]
+                waiting.extend(node.reads)
+        return None
