@@ -11,7 +11,7 @@ print(campaign.run(lambda: model(x)))
 
 from amanda.tools.inject._campaign import Campaign
 from amanda.tools.inject._compare import Compare, differs, differs_by, top1_changed
-from amanda.tools.inject._options import InjectError
+from amanda.tools.inject._faults import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Rate, Trial, wilson
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import Site

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
+from amanda.tools.inject._faults import InjectError, check_known
 from amanda.tools.inject._memory import FoundMemory
-from amanda.tools.inject._options import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
@@ -74,8 +74,7 @@ class Campaign:
     ) -> None:
         if trials < 1:
             raise InjectError(f"trials is {trials}; a campaign has at least 1")
-        if sample not in get_args(Sample):
-            raise InjectError(f"sample is {sample!r}; it is one of {', '.join(get_args(Sample))}")
+        check_known("sample", sample, Sample)
         if hang_factor is not None and hang_factor <= 1:
             raise InjectError(f"hang_factor is {hang_factor}; it is more than 1")
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample

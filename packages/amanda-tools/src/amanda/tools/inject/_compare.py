@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.inject._options import InjectError
-from amanda.tools.inject._pytorch import TorchElements
-from amanda.tools.inject._tensorflow import TensorFlowElements
-from amanda.tools.mapping import backend_of
+from amanda.tools.inject._faults import InjectError
+from amanda.tools.kit import tensors_of
 
 Compare = Callable[[Any, Any], bool]
-"""Whether an output, given after the one without faults, is to be called corrupted; both are as `arrays`."""
-
-_ELEMENTS = {"torch": TorchElements(), "tensorflow": TensorFlowElements()}
+"""Says of an output, given after the one without faults, if it is corrupted; both are as `arrays`."""
 
 
 def arrays(output: Any) -> Any:
-    """What a program gave, with a copy as a NumPy array for each tensor.
+    """Return what a program gave, with a copy as a NumPy array for each tensor.
 
     Mappings become dicts, and lists and tuples lists; other objects are copied.
     """
@@ -29,32 +26,29 @@ def arrays(output: Any) -> Any:
         return {key: arrays(value) for key, value in output.items()}
     if isinstance(output, (list, tuple)):
         return [arrays(value) for value in output]
-    if isinstance(output, (str, bytes, type(None))):
-        return output
-    if isinstance(output, (bool, int, float, complex, np.generic, np.ndarray)):
+    if isinstance(output, (bool, int, float, complex)):
         return np.array(output)
-    known = _ELEMENTS.get(backend_of(output))
-    return copy.deepcopy(output) if known is None else known.as_array(output)
+    if hasattr(output, "shape") and hasattr(output, "dtype"):
+        return np.array(tensors_of(output).to_numpy(output))
+    return copy.deepcopy(output)
 
 
 def differs(golden: Any, output: Any) -> bool:
-    """Whether anything is different, bit by bit but for the sign of zero; NaN equals NaN."""
+    """Return True if anything is different, bit by bit but for the sign of zero; NaN equals NaN."""
     return not _all(golden, output, _equal)
 
 
 def differs_by(rtol: float = 1e-5, atol: float = 1e-8) -> Compare:
-    """A comparison: whether any number is further off than `atol + rtol * abs(golden)`."""
+    """Return a comparison: True if any number is further off than `atol + rtol * abs(golden)`."""
 
-    def compare(golden: Any, output: Any) -> bool:
-        return not _all(
-            golden, output, lambda one, other: bool(np.allclose(other, one, rtol, atol, equal_nan=True))
-        )
+    def close(one: NDArray[Any], other: NDArray[Any]) -> bool:
+        return bool(np.allclose(other, one, rtol, atol, equal_nan=True))
 
-    return compare
+    return lambda golden, output: not _all(golden, output, close)
 
 
 def top1_changed(golden: Any, output: Any) -> bool:
-    """Whether the index of the largest number along the last axis of the first array is another anywhere."""
+    """Return True if the index of the largest number along the last axis of the first array is another."""
     one, other = next(_arrays_in(golden), None), next(_arrays_in(output), None)
     if one is None:
         raise InjectError("top1_changed compares arrays; the program gives none")
@@ -64,18 +58,19 @@ def top1_changed(golden: Any, output: Any) -> bool:
 
 
 def not_finite(golden: Any, output: Any) -> bool:
-    """Whether NaN or Inf is where there was none."""
-    found = list(_arrays_in(output))
-    pairs = zip(list(_arrays_in(golden)) + [None] * len(found), found, strict=False)
-    for one, other in pairs:
-        if other.dtype.kind not in "fc":
-            continue
-        bad = ~np.isfinite(other)
-        if one is not None and one.shape == other.shape and one.dtype.kind in "fc":
-            bad &= np.isfinite(one)
-        if bad.any():
-            return True
+    """Return True if NaN or Inf is where there was none."""
+    for one, other in zip_longest(_arrays_in(golden), _arrays_in(output)):
+        if other is not None and _has_nan(other):
+            bad = ~np.isfinite(other)
+            if one is not None and one.shape == other.shape and _has_nan(one):
+                bad &= np.isfinite(one)
+            if bad.any():
+                return True
     return False
+
+
+def _has_nan(array: NDArray[Any]) -> bool:
+    return array.dtype.kind in "fc"
 
 
 def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
@@ -87,10 +82,11 @@ def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
 
 
 def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc" and other.dtype.kind in "fc"))
+    return bool(np.array_equal(one, other, equal_nan=_has_nan(one) and _has_nan(other)))
 
 
 def _all(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Return True if two outputs have one structure, and arrays that are the same."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

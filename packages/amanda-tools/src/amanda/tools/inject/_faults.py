@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.inject._elements import Bytes, Elements
-from amanda.tools.inject._formats import Field, bits_of, is_number
+from amanda.errors import AmandaError
+from amanda.tools.inject._formats import Bytes, Field, bits_of, encoded, numbers
 
 Kind = Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "zero", "gaussian", "uniform", "relative"]
 OF_BITS = ("bit_flip", "stuck_at_0", "stuck_at_1")
 OF_NOISE = ("gaussian", "uniform", "relative")
+
+
+class InjectError(AmandaError, ValueError):
+    """An option of the tool, or of a campaign, that makes no sense."""
+
+
+def check_known(option: str, given: Any, known: Any) -> None:
+    """Raise InjectError for what is none of the values of a Literal."""
+    if given not in get_args(known):
+        raise InjectError(f"{option} is {given!r}; it is one of {', '.join(get_args(known))}")
+
+
+def check_least(option: str, given: int | None, least: int) -> None:
+    """Raise InjectError for a number that is too low."""
+    if given is not None and given < least:
+        raise InjectError(f"{option} is {given}; it is at least {least}")
 
 
 class Fault(NamedTuple):
@@ -24,57 +40,59 @@ class Fault(NamedTuple):
     scale: standard deviation of "gaussian" and of the factor of "relative", bound of "uniform".
     """
 
-    kind: Kind = "bit_flip"
-    bits: Sequence[int] | None = None
-    field: Field = "any"
-    flips: int = 1
-    value: float = 0.0
-    scale: float = 1.0
+    kind: Kind
+    bits: Sequence[int] | None
+    field: Field
+    flips: int
+    value: float
+    scale: float
 
-    def fits(self, dtype: str) -> bool:
-        """Whether elements of a type can have it."""
+    def check(self) -> None:
+        """Raise InjectError for parameters that do not go together."""
+        check_known("fault", self.kind, Kind)
+        check_known("field", self.field, Field)
+        check_least("flips", self.flips, 1)
+        if self.bits is not None and (not self.bits or min(self.bits) < 0):
+            raise InjectError(f"bits is {self.bits}; give positions, 0 for the least significant bit")
+        if self.kind not in OF_BITS and (self.bits is not None or self.field != "any"):
+            raise InjectError(
+                f"bits and field are for faults of bits ({', '.join(OF_BITS)}), not for {self.kind}"
+            )
+
+    def fits(self, dtype: str | None) -> bool:
+        """Return True if elements of a type can have the fault; noise is added to everything but bool."""
         if self.kind in OF_BITS:
-            return len(self.bits_in(dtype)) >= self.flips
-        return is_number(dtype) or self.kind not in OF_NOISE
+            return len(self._bits_in(dtype)) >= self.flips
+        return bool(bits_of(dtype, "any")) and (dtype != "bool" or self.kind not in OF_NOISE)
 
-    def bits_in(self, dtype: str) -> list[int]:
-        """Positions of the bits of a type that may be hit."""
-        field = bits_of(dtype, self.field)
-        return field if self.bits is None else [bit for bit in field if bit in self.bits]
+    def _bits_in(self, dtype: str | None) -> list[int]:
+        return [bit for bit in bits_of(dtype, self.field) if self.bits is None or bit in self.bits]
 
     def applied(
-        self, raw: Bytes, dtype: str, elements: Elements, random: np.random.Generator
+        self, raw: Bytes, dtype: str, like: Any, random: np.random.Generator
     ) -> tuple[Bytes, NDArray[np.int64] | None]:
-        """Elements (n, width) with the fault, and the bits (n, flips) that were hit."""
-        if self.kind in OF_BITS:
-            allowed = np.array(self.bits_in(dtype))
-            order = random.random((len(raw), len(allowed))).argsort(axis=1, kind="stable")
-            bits = allowed[np.sort(order[:, : self.flips], axis=1)]
-            return self._with_bits(raw, bits), bits
-        return elements.encoded(self._numbers(raw, dtype, elements, random), dtype), None
+        """Return elements (n, width) with the fault, and the bits (n, flips) that were hit.
 
-    def _with_bits(self, raw: Bytes, bits: NDArray[np.int64]) -> Bytes:
+        like: a tensor of the elements' type.
+        """
+        if self.kind not in OF_BITS:
+            return encoded(self._numbers(raw, dtype, random), dtype, like), None
+        allowed = np.array(self._bits_in(dtype))
+        order = random.random((len(raw), len(allowed))).argsort(axis=1, kind="stable")
+        bits = allowed[np.sort(order[:, : self.flips], axis=1)]
         masks = np.zeros_like(raw)
-        rows = np.arange(len(raw))
         for column in bits.T:
-            masks[rows, column // 8] |= (1 << (column % 8)).astype(np.uint8)
+            masks[np.arange(len(raw)), column // 8] |= (1 << (column % 8)).astype(np.uint8)
         if self.kind == "bit_flip":
-            return raw ^ masks
-        return raw & ~masks if self.kind == "stuck_at_0" else raw | masks
+            return raw ^ masks, bits
+        return raw & ~masks if self.kind == "stuck_at_0" else raw | masks, bits
 
-    def _numbers(
-        self, raw: Bytes, dtype: str, elements: Elements, random: np.random.Generator
-    ) -> NDArray[np.generic]:
-        count = len(raw)
+    def _numbers(self, raw: Bytes, dtype: str, random: np.random.Generator) -> NDArray[Any]:
         if self.kind in ("value", "zero"):
-            return np.full(count, self.value if self.kind == "value" else 0.0)
-        old = elements.numbers(raw, dtype)
-        if self.kind == "uniform":
-            noise = random.uniform(-self.scale, self.scale, (count, 2))
-        else:
-            noise = random.normal(0.0, self.scale, (count, 2))
+            return np.full(len(raw), self.value if self.kind == "value" else 0.0)
+        old = numbers(raw, dtype)
+        draw = random.uniform if self.kind == "uniform" else random.normal
+        noise = draw(-self.scale if self.kind == "uniform" else 0.0, self.scale, (len(raw), 2))
         drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(old) else noise[:, 0]
         with np.errstate(over="ignore", invalid="ignore"):
-            if self.kind == "relative":
-                return np.asarray(old * (1 + drawn))
-            return np.asarray(old + drawn)
+            return np.asarray(old * (1 + drawn) if self.kind == "relative" else old + drawn)

@@ -1,67 +1,93 @@
-"""Number formats by the names of element types: how many bits, and which mean what."""
+"""Number formats by the names of element types: the bits of each field, and bytes from and to numbers."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.kit import tensors_of
 
 Field = Literal["any", "sign", "exponent", "mantissa"]
+Bytes = NDArray[np.uint8]
+"""Bytes of elements: a row (width) for each."""
 
 _INTEGER = re.compile(r"(u?)int(8|16|32|64)")
-_MINIFLOAT = re.compile(r"float8_e(\d)m(\d)\w*")
-_FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
+_NUMPYS = frozenset({"float16", "float32", "float64"})
+_FLOATS = {*_NUMPYS, "bfloat16", *(name for name in dir(ml_dtypes) if name.startswith("float8_"))}
 _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
-def is_known(dtype: str | None) -> bool:
-    """Whether elements of this type have bits that faults can be put into."""
-    return dtype is not None and (
-        dtype == "bool"
-        or dtype in _FLOATS
-        or dtype in _COMPLEX
-        or bool(_INTEGER.fullmatch(dtype) or _MINIFLOAT.fullmatch(dtype))
-    )
-
-
-def is_number(dtype: str) -> bool:
-    """Whether noise can be added: to everything but truth values."""
-    return dtype != "bool"
-
-
-def width(dtype: str) -> int:
-    """Bytes of an element."""
-    return (max(bits_of(dtype, "any")) + 8) // 8
-
-
-def bits_of(dtype: str, field: Field) -> list[int]:
-    """Positions of the bits of a field, 0 the least significant.
+@cache
+def bits_of(dtype: str | None, field: Field) -> tuple[int, ...]:
+    """Return the positions of the bits of a field, 0 the least significant; none of an unknown type.
 
     A truth value has bit 0.  The real part of a complex number has the lower half of the bits.
     An integer's bits other than the sign are its mantissa.
     """
-    if dtype == "bool":
-        return [0] if field in ("any", "mantissa") else []
     if dtype in _COMPLEX:
-        part = _COMPLEX[dtype]
-        half = 8 * width(part)
-        one = bits_of(part, field)
-        return one + [bit + half for bit in one]
-    if integer := _INTEGER.fullmatch(dtype):
-        exponent, mantissa, signed = 0, int(integer[2]) - (not integer[1]), not integer[1]
-    else:
-        exponent, mantissa = _floating(dtype)
-        signed = exponent + mantissa < 8 or not _MINIFLOAT.fullmatch(dtype)
-    size = mantissa + exponent + signed
-    ranges = {
-        "any": range(size),
-        "mantissa": range(mantissa),
-        "exponent": range(mantissa, mantissa + exponent),
-        "sign": range(mantissa + exponent, size),
+        part = bits_of(_COMPLEX[dtype], field)
+        half = len(bits_of(_COMPLEX[dtype], "any"))
+        return (*part, *(bit + half for bit in part))
+    mantissa, exponent, sign = _sizes(dtype or "")
+    unsigned, size = mantissa + exponent, mantissa + exponent + sign
+    fields = {
+        "any": (0, size),
+        "mantissa": (0, mantissa),
+        "exponent": (mantissa, unsigned),
+        "sign": (unsigned, size),
     }
-    return list(ranges[field])
+    return tuple(range(*fields[field]))
 
 
-def _floating(dtype: str) -> tuple[int, int]:
-    if mini := _MINIFLOAT.fullmatch(dtype):
-        return int(mini[1]), int(mini[2])
-    return _FLOATS[dtype]
+def _sizes(dtype: str) -> tuple[int, int, int]:
+    """Return how many bits mantissa, exponent and sign have."""
+    if dtype in _FLOATS:
+        known = ml_dtypes.finfo(_type(dtype))
+        return known.nmant, known.nexp, known.bits - known.nmant - known.nexp
+    if integer := _INTEGER.fullmatch(dtype):
+        sign = 0 if integer[1] else 1
+        return int(integer[2]) - sign, 0, sign
+    return int(dtype == "bool"), 0, 0
+
+
+def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
+    """Return the numbers that bytes stand for, floats in float64."""
+    if dtype == "complex32":
+        return raw.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
+    found: NDArray[Any] = raw.view(_type(dtype))[:, 0]
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return found.astype(np.float64) if dtype in _FLOATS else found
+
+
+def encoded(given: NDArray[Any], dtype: str, like: Any) -> Bytes:
+    """Return the bytes of numbers: rounded, in integers also clipped to what the type holds.
+
+    like: a tensor of the type, whose library rounds where NumPy has no such type.
+    Raises ValueError for NaN where an integer is wanted.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if _INTEGER.fullmatch(dtype):
+            made = _integers(given, np.iinfo(dtype))
+        elif dtype == "complex32" or (dtype in _FLOATS and dtype not in _NUMPYS):
+            tensors = tensors_of(like)
+            return tensors.bytes_at(tensors.cast(given, like), np.arange(len(given)))
+        else:
+            made = given.astype(dtype)
+    return made.reshape(-1, 1).view(np.uint8)
+
+
+def _integers(given: NDArray[Any], limits: Any) -> NDArray[Any]:
+    if np.isnan(given).any():
+        raise ValueError(f"NaN cannot be written into elements of type {limits.dtype}")
+    least, most = int(limits.min), int(limits.max)
+    clipped = [least if one < least else most if one > most else round(one) for one in given.tolist()]
+    return np.array(clipped, limits.dtype)
+
+
+def _type(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -34,6 +34,14 @@ class Injection:
     old: Any
     new: Any
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as values that JSON knows: numbers that are complex or not finite as strings."""
+        told = {**asdict(self), "op": f"{self.op:#018x}"}
+        for name in ("old", "new"):
+            if isinstance(told[name], complex) or not math.isfinite(told[name]):
+                told[name] = str(told[name])
+        return told
+
 
 class InjectResult(Result):
     """Every element that was changed, in the order of injection."""
@@ -56,40 +64,25 @@ class InjectResult(Result):
         self._seen = dict(seen)
 
     def counts(self, key: str) -> dict[Any, int]:
-        """How many injections have each value of "phase", "type", "module", "dtype", "bits" and so on."""
+        """Return how many injections have each value of a field: "phase", "type", "module", "bits"."""
         return dict(Counter(getattr(one, key) for one in self.injections))
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each element."""
+        """Return a row for each element."""
         return [
-            (one.phase, one.type, one.module, one.source, f"{one.op:#018x}", one.execution, one.tensor,
-             one.dtype, " ".join(map(str, one.element)), " ".join(map(str, one.bits)),
-             plain(one.old), plain(one.new))
-            for one in self.injections
-        ]  # fmt: skip
+            tuple(" ".join(map(str, one)) if isinstance(one, tuple) else one for one in told.values())
+            for told in (injection.to_dict() for injection in self.injections)
+        ]
 
     def facts(self) -> Mapping[str, Any]:
-        """How many there were, also of those that are not in the rows."""
+        """Return how many there were, also of those that are not in the rows."""
         return {"injected": self.total, "executions": self.executions}
 
     def notes(self) -> Sequence[str]:
-        """How many there were, and which ops were not selected where none was."""
+        """Return how many there were, and which ops were not selected where none was."""
         notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
         if self.total > len(self.injections):
             notes.append(f"The first {len(self.injections):,} are kept; `limit` says how many.")
         if self._seen and not any(self._seen.values()):
             notes.append(f"No op was selected; there were {', '.join(sorted(self._seen))}.")
         return notes
-
-
-def exported(injection: Injection) -> dict[str, Any]:
-    """An injection as plain values."""
-    return {**asdict(injection), "op": f"{injection.op:#018x}",
-            "old": plain(injection.old), "new": plain(injection.new)}  # fmt: skip
-
-
-def plain(number: Any) -> Any:
-    """A number as JSON knows it: a string where it is complex or not finite."""
-    if isinstance(number, complex) or (isinstance(number, float) and not math.isfinite(number)):
-        return str(number)
-    return number

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from amanda.tools.inject._elements import Elements
-from amanda.tools.inject._formats import is_known
-from amanda.tools.inject._options import Options
+from amanda.tools.inject._faults import Fault
+from amanda.tools.kit import tensors_of
 
 
 class Site(NamedTuple):
@@ -24,17 +23,21 @@ class Site(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Place:
-    """One op that is selected, and how its tensors are read."""
+    """One op that is selected, forward or backward.
+
+    op: its id.  number: in the order of analysis.  dtype: gives the element type's name of a tensor.
+    """
 
     op: int
     phase: str
     type: str
     module: str
     source: str
-    elements: Elements
+    number: int
     dtype: Any
+    executions: int = 0
 
 
 class Tensor(NamedTuple):
@@ -49,30 +52,15 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
 
-Fits = Callable[[int, Any], bool]
-"""Whether a fault may be put in the value at a position."""
-
-
-def always(position: int, value: Any) -> bool:
-    """Any value fits."""
-    return True
-
-
-def tensors_of(
-    values: Sequence[tuple[int, Any]], place: Place, options: Options, fits: Fits
-) -> Iterator[Tensor]:
-    """Those among values, each with its position, that can have the fault."""
-    for position, (index, value) in enumerate(values):
-        if options.index not in (None, index) or not fits(index, value):
-            continue
-        listed = isinstance(value, (list, tuple))
-        for item, one in enumerate(value if listed else (value,)):
-            shape = place.elements.extents(one)
-            dtype = None if shape is None else place.dtype(one)
-            if shape is not None and dtype is not None and is_known(dtype) and options.fault.fits(dtype):
-                name = f"{options.target}[{index}]" + (f"[{item}]" if listed else "")
-                yield Tensor(one, dtype, shape, name, position, item if listed else None)
+def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Place) -> Iterator[Tensor]:
+    """Yield the dense tensors that a value is, or that are in a list, whose elements can have the fault."""
+    listed = isinstance(value, (list, tuple))
+    for item, one in enumerate(value if listed else (value,)):
+        dtype = place.dtype(one)
+        if dtype is not None and fault.fits(dtype) and tensors_of(one).is_dense(one):
+            own, index = (f"{name}[{item}]", item) if listed else (name, None)
+            yield Tensor(one, dtype, tuple(one.shape), own, position, index)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 import amanda
-from amanda.tools.inject import _numpy, _pytorch, _tensorflow
-from amanda.tools.inject._faults import Fault, Kind
-from amanda.tools.inject._formats import Field
-from amanda.tools.inject._options import TARGETS, Options, Target
+from amanda.tools.inject._faults import Fault, InjectError, Kind, check_known, check_least
+from amanda.tools.inject._formats import Field, numbers
 from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.inject._sites import Fits, Place, Site, Tensor, always, tensors_of
-from amanda.tools.mapping import MappingTool, StandardMapping, weight_gradient
+from amanda.tools.inject._sites import Place, Site, Tensor, tensors_in
+from amanda.tools.kit import parameter_inputs, tensors_of
+from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
+
+Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
 
 
 class InjectTool(amanda.Tool):
@@ -67,71 +69,67 @@ class InjectTool(amanda.Tool):
         limit: int = 10_000,
     ) -> None:
         super().__init__()
-        self._options = Options(
-            Fault(fault, bits, field, flips, value, scale), target,
-            Patterns("type", type), Paths("module", module), index, probability, count, seed, permanent,
-            start, end, frequency,
-        )  # fmt: skip
-        self._limit = limit
+        self._fault = Fault(fault, bits, field, flips, value, scale)
+        self._fault.check()
+        check_known("target", target, Target)
+        if count is not None and probability is not None:
+            raise InjectError("give either a count of elements or the probability of each, not both")
+        if probability is not None and not 0 <= probability <= 1:
+            raise InjectError(f"probability is {probability}; it lies between 0 and 1")
+        if not 0 <= seed < 1 << 64:
+            raise InjectError(f"seed is {seed}; it lies between 0 and 2**64 - 1")
+        for name, given, least in (
+            ("count", count, 1), ("frequency", frequency, 1), ("start", start, 0), ("end", end, start),
+            ("index", index, 0),
+        ):  # fmt: skip
+            check_least(name, given, least)
+        self._target, self._index = target, index
+        self._types, self._modules = Patterns("type", type), Paths("module", module)
+        self._probability, self._count = probability, count
+        self._permanent, self._limit = permanent, limit
+        self._executions = range(start, sys.maxsize if end is None else end, frequency)
+        self.seed = seed
         self._seen: dict[str, bool] = {}
-        self._numbers: dict[int, int] = {}
-        self._next = itertools.count()
+        self._number = itertools.count()
+        self._places: dict[int, dict[int, Place]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
-        self._places: dict[int, set[int]] = {}
-        self._sites: list[Site] | None = None
+        self._sites: list[tuple[tuple[int, int], Site]] | None = None
         self._only: Site | None = None
         self._trial = 0
         self.clear()
-        self.depends_on(
-            StandardMapping(),
-            MappingTool(
-                [
-                    ["pytorch", _pytorch.describe],
-                    ["tensorflow", _tensorflow.describe],
-                    ["onnxruntime", _numpy.describe],
-                ]
-            ),
-        )
-        self.add_inst_for_op(self._forward)
-        if target in ("grad_outputs", "grad_inputs", "weight_grads"):
+        self.depends_on(StandardMapping())
+        if target in ("outputs", "inputs", "weights"):
+            self.add_inst_for_op(self._forward)
+        else:
             self.add_inst_for_op(self._backward, backward=True)
 
     @property
     def result(self) -> InjectResult:
         """What was changed so far, in an order that does not depend on that of threads."""
-        injections = sorted(self._injections, key=self._order)
-        executions = self._executed_before + sum(self._executed.values())
-        result = InjectResult(injections, self._total, executions, self._seen)
+        executions = self._executed + sum(one.executions for one in self._all_places())
+        result = InjectResult(_in_order(self._injections), self._total, executions, self._seen)
         result.remarks = as_remarks(self.unmatched())
         return result
 
     def unmatched(self) -> list[str]:
-        """Say which options no op fitted."""
-        return [*super().unmatched(), *unmatched([self._options.types, self._options.modules])]
-
-    @property
-    def seed(self) -> int:
-        """The seed."""
-        return self._options.seed
+        """Return a sentence for each option that no op fitted."""
+        return [*super().unmatched(), *unmatched([self._types, self._modules])]
 
     def clear(self) -> None:
         """Forget what was changed, and count executions from 0 again; what was analysed stays."""
-        self._injections: list[Injection] = []
+        self._injections: list[tuple[tuple[int, int], Injection]] = []
         self._total = 0
-        self._executed: dict[int, int] = {}
-        self._executed_before = 0  # by ops that are gone
-        self._told: set[int] = set()  # ops of injections and sites
+        self._executed = 0  # by ops that are gone
+        for place in self._all_places():
+            place.executions = 0
 
     def op_gone(self, op_id: int) -> None:
         """Keep of an op that is gone only how often it executed, and what was changed there."""
         self._backward_of.pop(op_id, None)
-        for op in self._places.pop(op_id, ()):
-            self._executed_before += self._executed.pop(op, 0)
-            if op not in self._told:
-                self._numbers.pop(op, None)
+        self._executed += sum(one.executions for one in self._places.pop(op_id, {}).values())
 
-    def _order(self, one: Injection | Site) -> tuple[int, int]:
-        return one.execution, self._numbers[one.op]
+    def _all_places(self) -> list[Place]:
+        return [place for places in list(self._places.values()) for place in list(places.values())]
 
     # ---- for campaigns ----
 
@@ -142,8 +140,8 @@ class InjectTool(amanda.Tool):
 
     @property
     def sites(self) -> list[Site]:
-        """What `look` let be noted."""
-        return sorted(self._sites or (), key=self._order)
+        """The executions that were noted since `look`."""
+        return _in_order(self._sites or [])
 
     def try_at(self, trial: int, site: Site | None) -> None:
         """Change elements at one site alone, or at all of them, as chance has it for this trial."""
@@ -153,30 +151,27 @@ class InjectTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
-        target = self._options.target
-        if target not in ("outputs", "inputs", "weights"):
-            return
         if not self._selects(context, context["type"], context.get_op_type()):
             return
         place = self._place(context, context.get_op_id(), context["phase"], context["type"])
-        if target == "outputs":
+        if self._target == "outputs":
             context.insert_after_op(self._inject, place=place)
             return
-        owned = {*context["parameters_read"], context["weight_index"]}
+        owned = {context["weight_index"], *parameter_inputs(context)}
         positions = range(len(context.get_inputs()))
-        wanted = [i for i in positions if (i in owned) == (target == "weights")]
+        wanted = [i for i in positions if (i in owned) == (self._target == "weights")]
         if wanted:
             context.insert_before_op(self._inject, inputs=wanted, place=place, positions=wanted)
 
     def _backward(self, context: amanda.OpContext) -> None:
-        kind, target = context["backward_type"], self._options.target
+        kind: str = context["backward_type"]
         own = (kind, context.get_backward_op().__name__)
         if not self._selects(context, *own) and not self._selects_by_forward(context, kind):
             return
         place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
-        if target == "grad_outputs":
+        if self._target == "grad_outputs":
             context.insert_before_backward_op(self._inject, place=place)
-        elif target == "grad_inputs":
+        elif self._target == "grad_inputs":
             context.insert_after_backward_op(self._inject, place=place)
         elif context["weight_grad_index"] is not None:
             wanted = [context["weight_grad_index"]]
@@ -186,10 +181,9 @@ class InjectTool(amanda.Tool):
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
         """Return True for the one backward op that the word of its forward op selects."""
-        forward = (context["type"], context.get_op_type())
-        if kind == "accumulate_grad" or not self._options.selects(context.get_scopes(), *forward):
+        if kind == "accumulate_grad" or not self._fits(context, context["type"], context.get_op_type()):
             return False
-        if self._options.target == "weight_grads" and context["weight_grad_index"] is None:
+        if self._target == "weight_grads" and context["weight_grad_index"] is None:
             return False
         own = context.get_backward_op_id()
         selected = self._backward_of.setdefault(context.get_op_id(), own) == own
@@ -197,69 +191,66 @@ class InjectTool(amanda.Tool):
         return selected
 
     def _selects(self, context: amanda.OpContext, *names: str) -> bool:
-        selected = self._options.selects(context.get_scopes(), *names)
+        selected = self._fits(context, *names)
         self._seen[names[0]] = self._seen.get(names[0], False) or selected
         return selected
 
+    def _fits(self, context: amanda.OpContext, *names: str) -> bool:
+        return self._types(*names) and self._modules(*context.get_scopes())
+
     def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
-        self._numbers.setdefault(op, next(self._next))
-        self._places.setdefault(context.get_op_id(), set()).add(op)
-        where = (context.get_scope(), context.get_source())
-        return Place(op, phase, kind, *where, context["elements"], context["dtype"])
+        places = self._places.setdefault(context.get_op_id(), {})
+        if op not in places:
+            where = (context.get_scope(), context.get_source())
+            places[op] = Place(op, phase, kind, *where, next(self._number), context["dtype"])
+        return places[op]
 
     # ---- execution ----
 
     def _inject(
-        self, *values: Any, place: Place, positions: Sequence[int] | None = None, fits: Fits = always
-    ) -> Any:
-        execution = self._executed.get(place.op, 0)
-        self._executed[place.op] = execution + 1
-        if not self._options.at(execution):
+        self, *values: Any, place: Place, positions: Sequence[int] | None = None,
+        fits: Callable[[int, Any], bool] = lambda position, value: True,
+    ) -> Any:  # fmt: skip
+        execution, place.executions = place.executions, place.executions + 1
+        if execution not in self._executions:
             return None
         if self._only is not None and (place.op, execution) != self._only[:2]:
             return None
-        numbered = list(zip(positions or range(len(values)), values, strict=True))
-        tensors = list(tensors_of(numbered, place, self._options, fits))
+        tensors = [
+            tensor
+            for position, (index, value) in enumerate(
+                zip(positions or range(len(values)), values, strict=True)
+            )
+            if self._index in (None, index) and fits(index, value)
+            for tensor in tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
+        ]
         size = sum(tensor.size for tensor in tensors)
-        if self._sites is not None:
-            if size:
-                where = (place.phase, place.type, place.module, place.source)
-                self._told.add(place.op)
-                self._sites.append(Site(place.op, execution, size, *where))
-            return None
-        random = self._random(place.op, 0 if self._options.permanent else execution)
-        picked = self._picked(size, random)
-        return self._changed(values, tensors, picked, place, execution, random) if len(picked) else None
-
-    def _random(self, op: int, execution: int) -> np.random.Generator:
-        """A generator by what is to be random, and by nothing that was drawn before."""
-        counter = [0, execution, self._trial, TARGETS.index(self._options.target)]
-        key = np.array([self._options.seed, op], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
-
-    def _picked(self, size: int, random: np.random.Generator) -> Any:
-        """Positions among so many elements, in order."""
-        if self._options.probability is None:
-            count = min(self._options.count or 1, size)
-        else:
-            count = int(random.binomial(size, self._options.probability))
-        return np.sort(random.choice(size, count, replace=False, shuffle=False)) if count else ()
+        if self._sites is None:
+            return self._changed(values, tensors, size, place, execution)
+        if size:
+            where = (place.phase, place.type, place.module, place.source)
+            self._sites.append(((execution, place.number), Site(place.op, execution, size, *where)))
+        return None
 
     def _changed(
-        self, values: Sequence[Any], tensors: Sequence[Tensor], picked: Any, place: Place,
-        execution: int, random: np.random.Generator,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        results: list[Any] = list(values)
-        elements, first = place.elements, 0
+        self, values: Sequence[Any], tensors: Sequence[Tensor], size: int, place: Place, execution: int
+    ) -> tuple[Any, ...] | None:
+        """Return the values with faults in elements that chance picks; None where it picks none."""
+        random = self._random(place.op, 0 if self._permanent else execution)
+        if self._probability is None:
+            count = min(self._count or 1, size)
+        else:
+            count = int(random.binomial(size, self._probability))
+        if not count:
+            return None
+        picked = np.sort(random.choice(size, count, replace=False, shuffle=False))
+        results, first = list(values), 0
         for tensor in tensors:
             mine = picked[(picked >= first) & (picked < first + tensor.size)] - first
             first += tensor.size
             if not len(mine):
                 continue
-            old = elements.read(tensor.value, mine)
-            new, bits = self._options.fault.applied(old, tensor.dtype, elements, random)
-            made = elements.replaced(tensor.value, mine, new)
-            self._note(tensor, mine, (old, new), bits, place, execution)
+            made = self._faulty(tensor, mine, place, execution, random)
             if tensor.item is None:
                 results[tensor.position] = made
             else:
@@ -267,18 +258,31 @@ class InjectTool(amanda.Tool):
                 results[tensor.position][tensor.item] = made
         return tuple(results)
 
-    def _note(
-        self, tensor: Tensor, positions: Any, raw: tuple[Any, Any], bits: Any, place: Place, execution: int
-    ) -> None:
+    def _random(self, op: int, execution: int) -> np.random.Generator:
+        """Return a generator that depends on what is to be random, and on nothing that was drawn before."""
+        counter = [0, execution, self._trial, get_args(Target).index(self._target)]
+        key = np.array([self.seed, op], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
+
+    def _faulty(
+        self, tensor: Tensor, positions: Any, place: Place, execution: int, random: np.random.Generator
+    ) -> Any:
+        """Return a tensor with the fault at positions, and keep what it was."""
+        xp, dtype = tensors_of(tensor.value), tensor.dtype
+        old = xp.bytes_at(tensor.value, positions)
+        new, bits = self._fault.applied(old, dtype, tensor.value, random)
         self._total += len(positions)
         kept = max(0, self._limit - len(self._injections))
-        old, new = (place.elements.numbers(one[:kept], tensor.dtype).tolist() for one in raw)
-        where = (place.phase, place.type, place.module, place.source, place.op, execution)
-        if kept:
-            self._told.add(place.op)
+        where = (place.phase, place.type, place.module, place.source, place.op, execution, tensor.name, dtype)
+        before, after = (numbers(raw[:kept], dtype).tolist() for raw in (old, new))
         for i, position in enumerate(positions[:kept]):
-            element = tuple(int(one) for one in np.unravel_index(position, tensor.shape))
+            element = tuple(map(int, np.unravel_index(position, tensor.shape)))
             hit = () if bits is None else tuple(map(int, bits[i]))
-            self._injections.append(
-                Injection(*where, tensor.name, tensor.dtype, element, hit, old[i], new[i])
-            )
+            injection = Injection(*where, element, hit, before[i], after[i])
+            self._injections.append(((execution, place.number), injection))
+        return xp.with_bytes(tensor.value, positions, new)
+
+
+def _in_order(found: list[tuple[tuple[int, int], Any]]) -> list[Any]:
+    """Return injections or sites by execution and by the number of their op."""
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]

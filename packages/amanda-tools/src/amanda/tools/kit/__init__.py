@@ -7,7 +7,14 @@ from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._tensors import Tensors, TensorsError, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
-from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, source, weight_input
+from amanda.tools.kit._weight_input import (
+    WeightInput,
+    WeightReads,
+    origin,
+    parameter_inputs,
+    source,
+    weight_input,
+)
 from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
@@ -16,6 +23,6 @@ from amanda.tools.kit._weights import Weights
 __all__ = [
     "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
     "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameters", "source", "tensors_of",
-    "weight_input",
+    "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameter_inputs", "parameters",
+    "source", "tensors_of", "weight_input",
 ]  # fmt: skip

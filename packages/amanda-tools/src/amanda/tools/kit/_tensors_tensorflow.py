@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._tensors import Array, Tensors
+from amanda.tools.kit._tensors import Array, Save, Tensors
 
 _ALIGNED = 16
 """Alignment, in elements, of memory that frameworks take as it is, without a check."""
@@ -31,6 +31,24 @@ class TensorFlowTensors(Tensors):
     def copy(self, array: Any) -> Array:
         """Return a copy to be written into later, an array of NumPy."""
         return np.array(array)
+
+    def with_bytes(self, x: Any, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Any:
+        """Return a copy, on the same device, with other bytes in the elements at positions."""
+        with _tf().device(x.device):
+            return super().with_bytes(x, positions, rows)
+
+    def memory(self, x: Any) -> tuple[Hashable, Save] | None:
+        """Return a key of the variable that an eager handle leads to, and a function that saves its value."""
+        kinds = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
+        if not kinds or not hasattr(x, "numpy"):
+            return None
+        dtype, raw_ops = _tf().dtypes.as_dtype(kinds[0].dtype), _tf().raw_ops
+
+        def save() -> Callable[[], None]:
+            value = raw_ops.ReadVariableOp(resource=x, dtype=dtype)
+            return lambda: raw_ops.AssignVariableOp(resource=x, value=value)
+
+        return id(x), save
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
