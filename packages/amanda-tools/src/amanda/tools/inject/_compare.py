@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+from autoray import tree_iter
 from numpy.typing import NDArray
 
 from amanda.tools.inject._faults import InjectError
@@ -74,11 +75,7 @@ def _has_nan(array: NDArray[Any]) -> bool:
 
 
 def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
-    if isinstance(output, np.ndarray):
-        yield output
-    elif isinstance(output, (dict, list)):
-        for value in output.values() if isinstance(output, dict) else output:
-            yield from _arrays_in(value)
+    return (one for one in tree_iter(output) if isinstance(one, np.ndarray))
 
 
 def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:

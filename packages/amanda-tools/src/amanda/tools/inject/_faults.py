@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.errors import AmandaError
-from amanda.tools.inject._formats import Bytes, Field, bits_of, encoded, numbers
+from amanda.tools.kit import BitField, bits_of, from_bytes, to_bytes
 
+Bytes = NDArray[np.uint8]
+"""Elements: a row of bytes for each."""
 Kind = Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "zero", "gaussian", "uniform", "relative"]
 OF_BITS = ("bit_flip", "stuck_at_0", "stuck_at_1")
 OF_NOISE = ("gaussian", "uniform", "relative")
@@ -26,12 +28,6 @@ def check_known(option: str, given: Any, known: Any) -> None:
         raise InjectError(f"{option} is {given!r}; it is one of {', '.join(get_args(known))}")
 
 
-def check_least(option: str, given: int | None, least: int) -> None:
-    """Raise InjectError for a number that is too low."""
-    if given is not None and given < least:
-        raise InjectError(f"{option} is {given}; it is at least {least}")
-
-
 class Fault(NamedTuple):
     """One kind of fault and its parameters.
 
@@ -42,7 +38,7 @@ class Fault(NamedTuple):
 
     kind: Kind
     bits: Sequence[int] | None
-    field: Field
+    field: BitField
     flips: int
     value: float
     scale: float
@@ -50,8 +46,7 @@ class Fault(NamedTuple):
     def check(self) -> None:
         """Raise InjectError for parameters that do not go together."""
         check_known("fault", self.kind, Kind)
-        check_known("field", self.field, Field)
-        check_least("flips", self.flips, 1)
+        check_known("field", self.field, BitField)
         if self.bits is not None and (not self.bits or min(self.bits) < 0):
             raise InjectError(f"bits is {self.bits}; give positions, 0 for the least significant bit")
         if self.kind not in OF_BITS and (self.bits is not None or self.field != "any"):
@@ -63,7 +58,7 @@ class Fault(NamedTuple):
         """Return True if elements of a type can have the fault; noise is added to everything but bool."""
         if self.kind in OF_BITS:
             return len(self._bits_in(dtype)) >= self.flips
-        return bool(bits_of(dtype, "any")) and (dtype != "bool" or self.kind not in OF_NOISE)
+        return bool(bits_of(dtype)) and (dtype != "bool" or self.kind not in OF_NOISE)
 
     def _bits_in(self, dtype: str | None) -> list[int]:
         return [bit for bit in bits_of(dtype, self.field) if self.bits is None or bit in self.bits]
@@ -76,7 +71,7 @@ class Fault(NamedTuple):
         like: a tensor of the elements' type.
         """
         if self.kind not in OF_BITS:
-            return encoded(self._numbers(raw, dtype, random), dtype, like), None
+            return to_bytes(self._numbers(raw, dtype, random), dtype, like), None
         allowed = np.array(self._bits_in(dtype))
         order = random.random((len(raw), len(allowed))).argsort(axis=1, kind="stable")
         bits = allowed[np.sort(order[:, : self.flips], axis=1)]
@@ -90,7 +85,7 @@ class Fault(NamedTuple):
     def _numbers(self, raw: Bytes, dtype: str, random: np.random.Generator) -> NDArray[Any]:
         if self.kind in ("value", "zero"):
             return np.full(len(raw), self.value if self.kind == "value" else 0.0)
-        old = numbers(raw, dtype)
+        old = from_bytes(raw, dtype)
         draw = random.uniform if self.kind == "uniform" else random.normal
         noise = draw(-self.scale if self.kind == "uniform" else 0.0, self.scale, (len(raw), 2))
         drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(old) else noise[:, 0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autoray import tree_iter, tree_map
+
 import amanda
 from amanda.tools.kit import tensors_of
 
@@ -32,10 +34,9 @@ class FoundMemory(amanda.Tool):
 
     def outlasting(self, value: Any) -> Any:
         """Return the value with copies of the tensors in it that lie in memory which `restore` writes."""
-        if isinstance(value, dict):
-            return {key: self.outlasting(one) for key, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.outlasting(one) for one in value)
+        return tree_map(self._copied, value, is_leaf=_is_leaf)
+
+    def _copied(self, value: Any) -> Any:
         in_found = any(key in self._found for key, _ in _memories([value]))
         return value.clone() if in_found and hasattr(value, "clone") else value
 
@@ -54,10 +55,11 @@ class FoundMemory(amanda.Tool):
         self._made.update(key for key, _ in _memories(outputs) if key not in self._found)
 
 
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, dict) and type(value) not in (list, tuple)
+
+
 def _memories(values: Any) -> Iterator[tuple[Any, Callable[[], Callable[[], None]]]]:
     """Yield the key of the memory of each value, also in lists, with the function that copies it."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _memories(value)
-        elif (memory := tensors_of(value).memory(value)) is not None:
-            yield memory
+    found = (tensors_of(value).memory(value) for value in tree_iter(values))
+    yield from (memory for memory in found if memory is not None)

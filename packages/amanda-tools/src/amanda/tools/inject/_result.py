@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -44,7 +44,10 @@ class Injection:
 
 
 class InjectResult(Result):
-    """Every element that was changed, in the order of injection."""
+    """Every element that was changed, in the order of injection.
+
+    total: how many there were.  left: types of the ops that were met, where none was selected.
+    """
 
     name: ClassVar[str] = "inject"
     title = "Injected faults"
@@ -56,12 +59,12 @@ class InjectResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self, injections: Sequence[Injection], total: int, executions: int, seen: Mapping[str, bool]
+        self, injections: Sequence[Injection], total: int, executions: int, left: Collection[str] = ()
     ) -> None:
         self.injections = tuple(injections)
         self.total = total
         self.executions = executions
-        self._seen = dict(seen)
+        self._left = sorted(left)
 
     def counts(self, key: str) -> dict[Any, int]:
         """Return how many injections have each value of a field: "phase", "type", "module", "bits"."""
@@ -83,6 +86,6 @@ class InjectResult(Result):
         notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
         if self.total > len(self.injections):
             notes.append(f"The first {len(self.injections):,} are kept; `limit` says how many.")
-        if self._seen and not any(self._seen.values()):
-            notes.append(f"No op was selected; there were {', '.join(sorted(self._seen))}.")
+        if self._left:
+            notes.append(f"No op was selected; there were {', '.join(self._left)}.")
         return notes

@@ -27,14 +27,12 @@ class Site(NamedTuple):
 class Place:
     """One op that is selected, forward or backward.
 
-    op: its id.  number: in the order of analysis.  dtype: gives the element type's name of a tensor.
+    told: its phase, type, module and source.  number: in the order of analysis.  dtype: gives the name of
+    a tensor's element type.
     """
 
     op: int
-    phase: str
-    type: str
-    module: str
-    source: str
+    told: tuple[str, str, str, str]
     number: int
     dtype: Any
     executions: int = 0
@@ -45,7 +43,6 @@ class Tensor(NamedTuple):
 
     value: Any
     dtype: str
-    shape: tuple[int, ...]
     name: str
     position: int
     item: int | None
@@ -53,7 +50,7 @@ class Tensor(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements."""
-        return prod(self.shape)
+        return prod(self.value.shape)
 
 
 def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Place) -> Iterator[Tensor]:
@@ -62,5 +59,4 @@ def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Place)
     for item, one in enumerate(value if listed else (value,)):
         dtype = place.dtype(one)
         if dtype is not None and fault.fits(dtype) and tensors_of(one).is_dense(one):
-            own, index = (f"{name}[{item}]", item) if listed else (name, None)
-            yield Tensor(one, dtype, tuple(one.shape), own, position, index)
+            yield Tensor(one, dtype, name + f"[{item}]" * listed, position, item if listed else None)

@@ -10,11 +10,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 import amanda
-from amanda.tools.inject._faults import Fault, InjectError, Kind, check_known, check_least
-from amanda.tools.inject._formats import Field, numbers
+from amanda.tools.inject._faults import Fault, InjectError, Kind, check_known
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import Place, Site, Tensor, tensors_in
-from amanda.tools.kit import parameter_inputs, tensors_of
+from amanda.tools.kit import BitField, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
 
@@ -57,7 +56,7 @@ class InjectTool(amanda.Tool):
         probability: float | None = None,
         count: int | None = None,
         bits: list[int] | None = None,
-        field: Field = "any",
+        field: BitField = "any",
         flips: int = 1,
         value: float = 0.0,
         scale: float = 1.0,
@@ -79,17 +78,19 @@ class InjectTool(amanda.Tool):
         if not 0 <= seed < 1 << 64:
             raise InjectError(f"seed is {seed}; it lies between 0 and 2**64 - 1")
         for name, given, least in (
-            ("count", count, 1), ("frequency", frequency, 1), ("start", start, 0), ("end", end, start),
-            ("index", index, 0),
+            ("count", count, 1), ("flips", flips, 1), ("frequency", frequency, 1), ("start", start, 0),
+            ("end", end, start), ("index", index, 0),
         ):  # fmt: skip
-            check_least(name, given, least)
+            if given is not None and given < least:
+                raise InjectError(f"{name} is {given}; it is at least {least}")
         self._target, self._index = target, index
         self._types, self._modules = Patterns("type", type), Paths("module", module)
         self._probability, self._count = probability, count
         self._permanent, self._limit = permanent, limit
         self._executions = range(start, sys.maxsize if end is None else end, frequency)
         self.seed = seed
-        self._seen: dict[str, bool] = {}
+        self._met: set[str] = set()
+        self._selected = False
         self._number = itertools.count()
         self._places: dict[int, dict[int, Place]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
@@ -107,7 +108,8 @@ class InjectTool(amanda.Tool):
     def result(self) -> InjectResult:
         """What was changed so far, in an order that does not depend on that of threads."""
         executions = self._executed + sum(one.executions for one in self._all_places())
-        result = InjectResult(_in_order(self._injections), self._total, executions, self._seen)
+        left = () if self._selected else self._met
+        result = InjectResult(_in_order(self._injections), self._total, executions, left)
         result.remarks = as_remarks(self.unmatched())
         return result
 
@@ -151,7 +153,8 @@ class InjectTool(amanda.Tool):
     # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
-        if not self._selects(context, context["type"], context.get_op_type()):
+        self._met.add(context["type"])
+        if not self._fits(context, context["type"], context.get_op_type()):
             return
         place = self._place(context, context.get_op_id(), context["phase"], context["type"])
         if self._target == "outputs":
@@ -165,8 +168,9 @@ class InjectTool(amanda.Tool):
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind: str = context["backward_type"]
-        own = (kind, context.get_backward_op().__name__)
-        if not self._selects(context, *own) and not self._selects_by_forward(context, kind):
+        self._met.add(kind)
+        own_name = context.get_backward_op().__name__
+        if not self._fits(context, kind, own_name) and not self._selects_by_forward(context, kind):
             return
         place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
         if self._target == "grad_outputs":
@@ -186,14 +190,7 @@ class InjectTool(amanda.Tool):
         if self._target == "weight_grads" and context["weight_grad_index"] is None:
             return False
         own = context.get_backward_op_id()
-        selected = self._backward_of.setdefault(context.get_op_id(), own) == own
-        self._seen[kind] = self._seen[kind] or selected
-        return selected
-
-    def _selects(self, context: amanda.OpContext, *names: str) -> bool:
-        selected = self._fits(context, *names)
-        self._seen[names[0]] = self._seen.get(names[0], False) or selected
-        return selected
+        return self._backward_of.setdefault(context.get_op_id(), own) == own
 
     def _fits(self, context: amanda.OpContext, *names: str) -> bool:
         return self._types(*names) and self._modules(*context.get_scopes())
@@ -201,8 +198,9 @@ class InjectTool(amanda.Tool):
     def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
         places = self._places.setdefault(context.get_op_id(), {})
         if op not in places:
-            where = (context.get_scope(), context.get_source())
-            places[op] = Place(op, phase, kind, *where, next(self._number), context["dtype"])
+            told = (phase, kind, context.get_scope(), context.get_source())
+            places[op] = Place(op, told, next(self._number), context["dtype"])
+            self._selected = True
         return places[op]
 
     # ---- execution ----
@@ -224,19 +222,18 @@ class InjectTool(amanda.Tool):
             if self._index in (None, index) and fits(index, value)
             for tensor in tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
         ]
-        size = sum(tensor.size for tensor in tensors)
         if self._sites is None:
-            return self._changed(values, tensors, size, place, execution)
-        if size:
-            where = (place.phase, place.type, place.module, place.source)
-            self._sites.append(((execution, place.number), Site(place.op, execution, size, *where)))
+            return self._changed(values, tensors, place, execution)
+        if size := sum(tensor.size for tensor in tensors):
+            self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.told)))
         return None
 
     def _changed(
-        self, values: Sequence[Any], tensors: Sequence[Tensor], size: int, place: Place, execution: int
+        self, values: Sequence[Any], tensors: Sequence[Tensor], place: Place, execution: int
     ) -> tuple[Any, ...] | None:
         """Return the values with faults in elements that chance picks; None where it picks none."""
-        random = self._random(place.op, 0 if self._permanent else execution)
+        starts = list(itertools.accumulate((tensor.size for tensor in tensors), initial=0))
+        size, random = starts.pop(), self._random(place.op, 0 if self._permanent else execution)
         if self._probability is None:
             count = min(self._count or 1, size)
         else:
@@ -244,13 +241,11 @@ class InjectTool(amanda.Tool):
         if not count:
             return None
         picked = np.sort(random.choice(size, count, replace=False, shuffle=False))
-        results, first = list(values), 0
-        for tensor in tensors:
-            mine = picked[(picked >= first) & (picked < first + tensor.size)] - first
-            first += tensor.size
-            if not len(mine):
+        results, hits = list(values), np.split(picked, np.searchsorted(picked, starts[1:]))
+        for tensor, start, hit in zip(tensors, starts, hits, strict=True):
+            if not len(hit):
                 continue
-            made = self._faulty(tensor, mine, place, execution, random)
+            made = self._faulty(tensor, hit - start, place, execution, random)
             if tensor.item is None:
                 results[tensor.position] = made
             else:
@@ -273,10 +268,10 @@ class InjectTool(amanda.Tool):
         new, bits = self._fault.applied(old, dtype, tensor.value, random)
         self._total += len(positions)
         kept = max(0, self._limit - len(self._injections))
-        where = (place.phase, place.type, place.module, place.source, place.op, execution, tensor.name, dtype)
-        before, after = (numbers(raw[:kept], dtype).tolist() for raw in (old, new))
+        where = (*place.told, place.op, execution, tensor.name, dtype)
+        before, after = (from_bytes(raw[:kept], dtype).tolist() for raw in (old, new))
         for i, position in enumerate(positions[:kept]):
-            element = tuple(map(int, np.unravel_index(position, tensor.shape)))
+            element = tuple(map(int, np.unravel_index(position, tensor.value.shape)))
             hit = () if bits is None else tuple(map(int, bits[i]))
             injection = Injection(*where, element, hit, before[i], after[i])
             self._injections.append(((execution, place.number), injection))

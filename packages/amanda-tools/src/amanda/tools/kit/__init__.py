@@ -1,5 +1,6 @@
 """What a tool needs beyond the context of an op: weights, and a base for tools that change them."""
 
+from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._origins import Origin
@@ -21,8 +22,8 @@ from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows", "Tensors",
-    "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection",
-    "WeightTool", "Weights", "holders_of", "origin", "packed_inputs", "parameter_inputs", "parameters",
-    "source", "tensors_of", "weight_input",
+    "BitField", "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows",
+    "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
+    "WeightSelection", "WeightTool", "Weights", "bits_of", "from_bytes", "holders_of", "origin",
+    "packed_inputs", "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input",
 ]  # fmt: skip
