@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.remat._operation import Place
+from amanda.tools.remat._records import Place
 from amanda.tools.results import Column, Result, amount, shortened
 
 
