@@ -12,10 +12,10 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
 from amanda.tools.inject._faults import InjectError, check_known
-from amanda.tools.inject._memory import FoundMemory
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
+from amanda.tools.kit import FoundMemory
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]

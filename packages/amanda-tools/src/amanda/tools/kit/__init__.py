@@ -3,6 +3,7 @@
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
+from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
@@ -22,8 +23,9 @@ from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "BitField", "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present", "SelectedRows",
-    "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
-    "WeightSelection", "WeightTool", "Weights", "bits_of", "from_bytes", "holders_of", "origin",
-    "packed_inputs", "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input",
+    "BitField", "Form", "FoundMemory", "Held", "HeldError", "Holders", "Origin", "OtherForm", "Present",
+    "SelectedRows", "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads",
+    "WeightResult", "WeightSelection", "WeightTool", "Weights", "bits_of", "from_bytes", "holders_of",
+    "origin", "packed_inputs", "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes",
+    "weight_input",
 ]  # fmt: skip

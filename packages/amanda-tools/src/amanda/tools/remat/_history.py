@@ -118,8 +118,9 @@ class History:
     def _hold(self, ref: Ref) -> None:
         """Hold what cannot be made again, since it is needed to make others."""
         tensor = ref.tensor()
-        current = tensor is not None and tensor._version == ref.version
-        self._keep(ref.storage, tensor.detach() if current else self.torch.whole(ref.storage.alive))
+        if tensor is None or tensor._version != ref.version:
+            tensor = self.torch.whole(ref.storage.alive)
+        self._keep(ref.storage, tensor.detach())
 
     def _keep(self, storage: Storage, tensor: Any) -> None:
         """Keep the memory of a storage alive by a tensor on it."""

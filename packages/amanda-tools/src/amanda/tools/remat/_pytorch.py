@@ -114,7 +114,7 @@ class Torch:
         self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in known]
         sample = torch.empty(1)
         address = sample.untyped_storage()._cdata
-        self._offset = native._storage_Use_Count(address) - 1
+        self._offset: int = native._storage_Use_Count(address) - 1
 
     # ---- what may be followed ----
 
@@ -153,7 +153,8 @@ class Torch:
 
     def uses(self, address: int) -> int:
         """Return how many tensors share a storage."""
-        return int(self.torch._C._storage_Use_Count(address)) - self._offset
+        count: int = self.torch._C._storage_Use_Count(address)
+        return count - self._offset
 
     def geometry(self, tensor: Any) -> Geometry:
         """Return how a tensor lies in its storage."""

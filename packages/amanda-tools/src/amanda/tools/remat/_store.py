@@ -43,12 +43,11 @@ class Store(History):
         self.short = 0
         self._heuristic = heuristic
         self._evicted: weakref.WeakSet[Storage] = weakref.WeakSet()
-        self._bounded = True
 
     def make_room(self, need: int, place: Place, certain: bool = True) -> None:
         """Evict until `need` bytes fit in the budget, as far as anything can be evicted."""
         self.ledger.drain()
-        if self.budget is None or not self._bounded:
+        if self.budget is None:
             return
         if self.ledger.bytes + need > self.budget:
             self._drop_unneeded()
@@ -121,13 +120,14 @@ class Store(History):
 
     def _commit(self, target: Operation) -> bool:
         """Return True if all that an op needs can be had, now and later; hold what could go away."""
-        order = self._closure(target)
         good: set[Operation] = set()
-        for operation in order:
+        for operation in self._closure(target):
             if all(self._can_be_had(ref.storage, good) for ref in operation.refs):
                 good.add(operation)
             else:
-                self._give_up(operation)
+                for storage in operation.products:
+                    if storage.alive is not None:
+                        storage.maker = None
         if target not in good:
             return False
         for operation in good:
@@ -153,12 +153,6 @@ class Store(History):
         if maker is None:
             return storage.alive is not None
         return maker in good or maker.committed == self._generation
-
-    @staticmethod
-    def _give_up(operation: Operation) -> None:
-        for storage in operation.products:
-            if storage.alive is not None:
-                storage.maker = None
 
     # ---- what comes back ----
 
@@ -304,11 +298,11 @@ class Store(History):
     @contextmanager
     def _unbounded(self) -> Iterator[None]:
         """Context in which nothing is evicted: it might need what is about to be lost."""
-        before, self._bounded = self._bounded, False
+        before, self.budget = self.budget, None
         try:
             yield
         finally:
-            self._bounded = before
+            self.budget = before
 
     def restore(self) -> None:
         """Bring back all that was evicted, and follow nothing any more; every handle is its tensor."""

@@ -1,4 +1,4 @@
-"""The memory that a program finds when it begins, as of parameters, where no fault is to stay."""
+"""Memory that a program finds when it begins, such as parameters and buffers, copied and put back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from autoray import tree_iter, tree_map
 
 import amanda
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit._tensors import tensors_of
 
 
 class FoundMemory(amanda.Tool):
