@@ -6,7 +6,7 @@ heuristics that it compares with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,27 +45,21 @@ class Cluster:
             mine.cost += theirs.cost
 
 
-def parents(storage: Storage) -> Iterator[Storage]:
-    """Yield storages that are gone and needed to make this one again."""
-    if storage.maker is not None:
-        for ref in storage.maker.refs:
-            if ref.storage.is_gone:
-                yield ref.storage
+def parents(storage: Storage) -> list[Storage]:
+    """Return the storages that are gone and needed to make this one again."""
+    refs = () if storage.maker is None else storage.maker.refs
+    return [ref.storage for ref in refs if ref.storage.is_gone]
 
 
-def children(storage: Storage) -> Iterator[Storage]:
-    """Yield storages that are gone and need this one to be made again."""
-    for operation in list(storage.consumers):
-        for product in operation.products:
-            if product.is_gone:
-                yield product
+def children(storage: Storage) -> list[Storage]:
+    """Return the storages that are gone and need this one to be made again."""
+    consumers = list(storage.consumers)
+    return [product for operation in consumers for product in operation.products if product.is_gone]
 
 
-def _clusters(storage: Storage) -> Iterator[Cluster]:
-    for direction in (parents, children):
-        for one in direction(storage):
-            if one.cluster is not None:
-                yield one.cluster
+def _clusters(storage: Storage) -> list[Cluster]:
+    around = [*parents(storage), *children(storage)]
+    return [one.cluster for one in around if one.cluster is not None]
 
 
 def join_neighbours(storage: Storage) -> None:
@@ -89,7 +83,7 @@ def _evicted_cost(storage: Storage) -> float:
     return _sum(storage, parents) + _sum(storage, children)
 
 
-def _sum(storage: Storage, direction: Callable[[Storage], Iterator[Storage]]) -> float:
+def _sum(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
     seen, waiting, cost = {storage}, [storage], 0.0
     operations = set()
     while waiting:
@@ -113,8 +107,8 @@ def h_dtr(storage: Storage, staleness: float) -> float:
 
 def h_dtr_eq(storage: Storage, staleness: float) -> float:
     """The same with the neighbourhood by union-find, which is what there is time for."""
-    around = sum(root.cost for root in {cluster.root() for cluster in _clusters(storage)})
-    return (storage.cost + around) / (storage.size * staleness)
+    around = {cluster.root() for cluster in _clusters(storage)}
+    return (storage.cost + sum(root.cost for root in around)) / (storage.size * staleness)
 
 
 def h_dtr_local(storage: Storage, staleness: float) -> float:

@@ -70,15 +70,12 @@ class Store(History):
 
     def _victim(self, passed: set[Storage]) -> Storage | None:
         """Return the storage with the lowest score."""
-        candidates = [
-            one
+        scores = {
+            one: self._heuristic(one, self.clock - one.touched + 1e-9)
             for one in self.ledger.storages()
             if one.maker and not one.locks and one.size and one not in passed and self._is_ours(one)
-        ]
-        return min(candidates, key=self._score, default=None)
-
-    def _score(self, storage: Storage) -> float:
-        return self._heuristic(storage, self.clock - storage.touched + 1e-9)
+        }
+        return min(scores, key=scores.__getitem__, default=None)
 
     def _is_ours(self, storage: Storage) -> bool:
         """Return True if nothing but this tool holds it."""
