@@ -399,9 +399,11 @@ def test_a_path_selects_what_lies_in_it_in_every_tool() -> None:
         InjectTool(module="layer1", count=1),
         InjectTool(module="layer1", target="grad_outputs", count=1),
         PruneTool(module="layer1"),
+        select(QuantizeTool(activation_bits=None), module="layer1"),
         select(FlopsTool(), module="layer1", phase="forward"),
     ]
     for tool in tools:
         with amanda.apply(tool):
             model(x).sum().backward()
-        assert {row[2] for row in tool.result.rows()} == {"layer1.0", "layer1.1"}, tool
+        module = [column.name for column in tool.result.columns].index("module")
+        assert {row[module] for row in tool.result.rows()} == {"layer1.0", "layer1.1"}, tool

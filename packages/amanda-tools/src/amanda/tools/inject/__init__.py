@@ -14,7 +14,8 @@ from amanda.tools.inject._compare import Compare, differs, differs_by, top1_chan
 from amanda.tools.inject._faults import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Rate, Trial, wilson
 from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.inject._tool import InjectTool, Site
+from amanda.tools.inject._sites import Site
+from amanda.tools.inject._tool import InjectTool
 
 __all__ = [
     "Campaign",

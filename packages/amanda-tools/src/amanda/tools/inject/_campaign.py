@@ -11,10 +11,11 @@ import numpy as np
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
-from amanda.tools.inject._faults import InjectError, check_known, check_least
-from amanda.tools.inject._memory import FoundMemory
+from amanda.tools.inject._faults import InjectError, check_known
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
-from amanda.tools.inject._tool import InjectTool, Site
+from amanda.tools.inject._sites import Site
+from amanda.tools.inject._tool import InjectTool
+from amanda.tools.kit import FoundMemory
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]
@@ -25,11 +26,11 @@ class HangError(AmandaError):
 
 
 class _Watch(amanda.Tool):
-    """Stops a program that executes too many ops, or for too long."""
+    """Stops a program that executes more than `limit` ops, or that runs for longer than `timeout` seconds."""
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
-        self.limit: float = float("inf")
+        self.limit = float("inf")
         self.start()
         self.add_inst_for_op(lambda context: context.insert_before_op(self._look, inputs=[]))
 
@@ -71,14 +72,15 @@ class Campaign:
         hang_factor: float | None = 10.0,
         timeout: float | None = None,
     ) -> None:
-        check_least("trials", trials, 1)
+        if trials < 1:
+            raise InjectError(f"trials is {trials}; a campaign has at least 1")
         check_known("sample", sample, Sample)
         if hang_factor is not None and hang_factor <= 1:
             raise InjectError(f"hang_factor is {hang_factor}; it is more than 1")
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor = hang_factor
-        self._memory = FoundMemory()
-        self._watch = None if hang_factor is None and timeout is None else _Watch(timeout)
+        self._memory, self._watch = FoundMemory(), _Watch(timeout)
+        self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
 
     def run(self, program: Program) -> CampaignResult:
         """Run the program without faults twice, and once for each trial.
@@ -95,19 +97,18 @@ class Campaign:
         return CampaignResult(trials, self._tool.seed, len(sites))
 
     def replay(self, program: Program, number: int) -> Any:
-        """Run the program with the faults of one trial: what it returns, or what it raises."""
+        """Run the program with the faults of one trial; return what it returns, or raise what it raises."""
         _, sites = self._golden(program)
         self._tool.try_at(number, self._site(number, sites))
         return self._run(program, self._memory.outlasting)
 
     def _golden(self, program: Program) -> tuple[Any, list[Site]]:
-        """Return the program's output without faults, and the sites where faults fit."""
+        """Return what the program gives without faults, and where it can have them."""
         self._tool.look()
-        if self._watch is not None:
-            self._watch.limit = float("inf")
+        self._watch.limit = float("inf")
         self._memory.clear()
         golden = self._run(program, arrays, self._memory)
-        if self._watch is not None and self._hang_factor is not None:
+        if self._hang_factor is not None:
             self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
         sites = self._tool.sites
         if not sites:
@@ -141,27 +142,26 @@ class Campaign:
         return Trial(number, outcome if injections else "no_fault", injections, error)
 
     def _outcome(self, program: Program, golden: Any) -> tuple[Outcome, str]:
+        raised = None
         try:
             output = self._run(program, arrays)
         except Exception as error:
-            if self._watch is not None and self._watch.fired:
-                return "hang", self._watch.fired
-            if isinstance(error, InjectError):
-                raise
-            return "crash", f"{type(error).__name__}: {error}"
-        if self._watch is not None and self._watch.fired:
+            raised = error
+        if self._watch.fired:
             return "hang", self._watch.fired
+        if isinstance(raised, InjectError):
+            raise raised
+        if raised is not None:
+            return "crash", f"{type(raised).__name__}: {raised}"
         if not_finite(golden, output):
             return "nan", ""
         return ("sdc" if self._compare(golden, output) else "masked"), ""
 
     def _run(self, program: Program, read: Callable[[Any], Any], *others: amanda.Tool) -> Any:
-        """Run the program, and return `read(output)` before memory is restored."""
-        watches = () if self._watch is None else (self._watch,)
-        for watch in watches:
-            watch.start()
+        """Return what `read` makes of the program's output, before memory is put back."""
+        self._watch.start()
         try:
-            with amanda.apply(*others, self._tool, *watches):
+            with amanda.apply(*others, *self._tools):
                 output = program()
             return read(output)
         finally:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.inject._result import Injection, exported
+from amanda.tools.inject._result import Injection
 from amanda.tools.results import Column, KeyedResult
 
 Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
@@ -45,7 +45,7 @@ class Rate(NamedTuple):
 
 
 def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
-    """A share with its score interval; (0, 0, 1) of no trial.  Source: Wilson 1927."""
+    """Return a share with its score interval; (0, 0, 1) of no trial.  Source: Wilson 1927."""
     if not trials:
         return Rate(0.0, 0.0, 1.0)
     share, square = successes / trials, z * z
@@ -53,10 +53,6 @@ def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
     half = z / (1 + square / trials) * sqrt(share * (1 - share) / trials + square / (4 * trials * trials))
     low = 0.0 if successes == 0 else max(0.0, middle - half)
     return Rate(share, low, 1.0 if successes == trials else min(1.0, middle + half))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 class CampaignResult(KeyedResult):
@@ -69,7 +65,10 @@ class CampaignResult(KeyedResult):
     keys: ClassVar[Sequence[str]] = KEYS
     counted: ClassVar[Sequence[Column]] = (
         *(Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED)),
-        *(Column(name, show=_percent, number=True, unit="share") for name in ("SDC rate", "low", "high")),
+        *(
+            Column(name, show=lambda share: f"{100 * share:.1f} %", number=True, unit="share")
+            for name in ("SDC rate", "low", "high")
+        ),
     )
 
     def __init__(
@@ -80,39 +79,40 @@ class CampaignResult(KeyedResult):
         self.tell_by(by, f"Outcomes of {len(self.trials):,} trials")
 
     def count(self, outcome: Outcome) -> int:
-        """Return the number of trials with an outcome.  Raises AmandaError for an unknown outcome."""
+        """Return how many trials had an outcome.  Raises AmandaError for what is none."""
         if outcome not in OUTCOMES:
             raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(OUTCOMES)}")
         return sum(trial.outcome == outcome for trial in self.trials)
 
     def rate(self, *outcomes: Outcome) -> Rate:
-        """Share of these outcomes in the trials in which something was changed."""
+        """Return the share of these outcomes in the trials in which something was changed."""
         happened = len(self.trials) - self.count("no_fault")
         return wilson(sum(self.count(outcome) for outcome in outcomes), happened)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each value of the keys, in their order; trials without a fault are in none."""
-        groups: dict[tuple[Any, ...], list[Trial]] = {}
+        """Return a row for each value of the keys, in their order; trials without a fault are in none."""
+        groups: dict[tuple[str, ...], dict[int, Trial]] = {}
         for trial in self.trials:
-            for key in dict.fromkeys(_key(one, self._by) for one in trial.injections):
-                groups.setdefault(key, []).append(trial)
+            for one in trial.injections:
+                groups.setdefault(_key(one, self._by), {})[trial.number] = trial
         rows = []
-        for key, trials in groups.items():
-            counts = [sum(trial.outcome == outcome for trial in trials) for outcome in COUNTED]
-            rows.append((*key, len(trials), *counts, *wilson(counts[1], len(trials))))
-        return sorted(rows, key=lambda row: [_order(part) for part in row[: len(self._by)]])
+        for key in sorted(groups, key=lambda key: [_order(part) for part in key]):
+            outcomes = [trial.outcome for trial in groups[key].values()]
+            counts = [outcomes.count(outcome) for outcome in COUNTED]
+            rows.append((*key, len(outcomes), *counts, *wilson(outcomes.count("sdc"), len(outcomes))))
+        return rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Rates of each outcome, and every trial with what was changed in it."""
+        """Return rates of each outcome, and every trial with what was changed in it."""
         rates = {outcome: self.rate(outcome)._asdict() for outcome in COUNTED}
         trials = [
-            {**asdict(trial), "injections": [exported(one) for one in trial.injections]}
+            {**vars(trial), "injections": [one.to_dict() for one in trial.injections]}
             for trial in self.trials
         ]
         return {"seed": self.seed, "sites": self.sites, "rates": rates, "trials": trials}
 
     def notes(self) -> Sequence[str]:
-        """All trials together, and what the words mean."""
+        """Return the rates of all trials together, and what the words mean."""
         rates = "; ".join(f"{outcome} {self.rate(outcome)}" for outcome in COUNTED if self.count(outcome))
         notes = [
             f"Seed {self.seed}, {self.sites:,} executions of ops in which faults fit.",
@@ -123,12 +123,12 @@ class CampaignResult(KeyedResult):
         return notes
 
 
-def _key(injection: Injection, by: Sequence[str]) -> tuple[Any, ...]:
+def _key(injection: Injection, by: Sequence[str]) -> tuple[str, ...]:
     bits = " ".join(map(str, injection.bits))
     return tuple(bits if key == "bit" else getattr(injection, key) for key in by)
 
 
 def _order(part: str) -> tuple[list[int], str]:
-    """Bits by their positions, words by their letters."""
+    """Order bits by their positions, words by their letters."""
     numbers = part.split() if part.replace(" ", "").isdigit() else []
     return [int(number) for number in numbers], part

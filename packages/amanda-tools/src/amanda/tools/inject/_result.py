@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -34,9 +34,20 @@ class Injection:
     old: Any
     new: Any
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as values that JSON knows: numbers that are complex or not finite as strings."""
+        told = {**asdict(self), "op": f"{self.op:#018x}"}
+        for name in ("old", "new"):
+            if isinstance(told[name], complex) or not math.isfinite(told[name]):
+                told[name] = str(told[name])
+        return told
+
 
 class InjectResult(Result):
-    """Every element that was changed, in the order of injection."""
+    """Every element that was changed, in the order of injection.
+
+    total: how many there were.  left: types of the ops that were met, where none was selected.
+    """
 
     name: ClassVar[str] = "inject"
     title = "Injected faults"
@@ -48,48 +59,33 @@ class InjectResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self, injections: Sequence[Injection], total: int, executions: int, seen: Mapping[str, bool]
+        self, injections: Sequence[Injection], total: int, executions: int, left: Collection[str] = ()
     ) -> None:
         self.injections = tuple(injections)
         self.total = total
         self.executions = executions
-        self._seen = dict(seen)
+        self._left = sorted(left)
 
     def counts(self, key: str) -> dict[Any, int]:
-        """Return the number of injections for each value of "phase", "type", "module", "dtype" and so on."""
+        """Return how many injections have each value of a field: "phase", "type", "module", "bits"."""
         return dict(Counter(getattr(one, key) for one in self.injections))
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each element."""
+        """Return a row for each element."""
         return [
-            (one.phase, one.type, one.module, one.source, f"{one.op:#018x}", one.execution, one.tensor,
-             one.dtype, " ".join(map(str, one.element)), " ".join(map(str, one.bits)),
-             plain(one.old), plain(one.new))
-            for one in self.injections
-        ]  # fmt: skip
+            tuple(" ".join(map(str, one)) if isinstance(one, tuple) else one for one in told.values())
+            for told in (injection.to_dict() for injection in self.injections)
+        ]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the number of all injections, also of those that are not in the rows."""
+        """Return how many there were, also of those that are not in the rows."""
         return {"injected": self.total, "executions": self.executions}
 
     def notes(self) -> Sequence[str]:
-        """Return the number of injections, and the ops that were met if none was selected."""
+        """Return how many there were, and which ops were not selected where none was."""
         notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
         if self.total > len(self.injections):
             notes.append(f"The first {len(self.injections):,} are kept; `limit` says how many.")
-        if self._seen and not any(self._seen.values()):
-            notes.append(f"No op was selected; there were {', '.join(sorted(self._seen))}.")
+        if self._left:
+            notes.append(f"No op was selected; there were {', '.join(self._left)}.")
         return notes
-
-
-def exported(injection: Injection) -> dict[str, Any]:
-    """An injection as plain values."""
-    return {**asdict(injection), "op": f"{injection.op:#018x}",
-            "old": plain(injection.old), "new": plain(injection.new)}  # fmt: skip
-
-
-def plain(number: Any) -> Any:
-    """A number as JSON knows it: a string where it is complex or not finite."""
-    if isinstance(number, complex) or (isinstance(number, float) and not math.isfinite(number)):
-        return str(number)
-    return number

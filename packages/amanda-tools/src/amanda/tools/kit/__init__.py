@@ -1,25 +1,35 @@
 """Weights and a base for tools that change them, arithmetic of tensors, and which op made which tensor."""
 
 from amanda.tools.kit._callers import PerCaller
+from amanda.tools.kit._checks import check_one_of
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode, TensorMap
+from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
 from amanda.tools.kit._leaves import leaves
+from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
-from amanda.tools.kit._parts import parameters_read
 from amanda.tools.kit._tensors import Tensors, TensorsError, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
-from amanda.tools.kit._weight_input import WeightInput, WeightReads, origin, source, weight_input
+from amanda.tools.kit._weight_input import (
+    WeightInput,
+    WeightReads,
+    origin,
+    parameter_inputs,
+    source,
+    weight_input,
+)
 from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
 
 __all__ = [
-    "Dataflow", "DataflowNode", "Form", "Held", "HeldError", "Holders", "Origin", "OtherForm", "PerCaller",
-    "Present", "SelectedRows", "TensorMap", "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput",
-    "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights", "holders_of", "origin",
-    "packed_inputs", "parameters", "source", "tensors_of", "weight_input",
+    "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held", "HeldError", "Holders", "Origin",
+    "OtherForm", "PerCaller", "Present", "SelectedRows", "TensorMap", "Tensors", "TensorsError", "Weight",
+    "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights",
+    "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves", "origin", "packed_inputs",
+    "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input",
 ]  # fmt: skip

@@ -35,6 +35,10 @@ class Holders:
         """Return what tells the holder from others as long as it lives."""
         return interceptor.ordinal(holder)
 
+    def is_parameter(self, holder: Any) -> bool:
+        """Return True for what a model holds, False for a leaf of autograd that a program made."""
+        return True
+
     def held(self, holder: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of the holder and the part that a weight is; None where that is unknown."""
         return (self.identity(holder), None) if holder is weight else None

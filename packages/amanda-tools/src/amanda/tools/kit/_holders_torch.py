@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 class Parameters(Holders):
     """Parameters and other leaves of autograd."""
 
+    def is_parameter(self, holder: Tensor) -> bool:
+        """Return True for a Parameter, False for another leaf."""
+        import torch
+
+        return isinstance(holder, torch.nn.Parameter)
+
     def held(self, holder: Tensor, weight: Tensor) -> tuple[int, Form | None]:
         """Return the parameter that a weight is or is a view of, and its form there."""
         own = form_of(weight)

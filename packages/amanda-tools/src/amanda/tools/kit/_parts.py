@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import amanda
-from amanda.tools.mapping import backend_of
-from amanda.tools.mapping._tensorflow import is_parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,22 +38,6 @@ def may_vary(context: amanda.OpContext, index: int) -> bool:
     import torch
 
     return not isinstance(context.get_inputs()[index], torch.nn.Parameter)
-
-
-def parameters_read(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return the positions of inputs that are parameters or views of one, or were read of variables."""
-    inputs = context.get_inputs()
-    return tuple(i for i, value in enumerate(inputs) if _is_parameter(context, inputs, i, backend_of(value)))
-
-
-def _is_parameter(context: amanda.OpContext, inputs: Sequence[Any], index: int, backend: str) -> bool:
-    if backend == "torch":
-        from torch.nn import Parameter
-
-        return isinstance(context.get_variable(index), Parameter)
-    if backend == "tensorflow":
-        return is_parameter(context, inputs, index)
-    return context.get_variable(index) is not None
 
 
 def makes_a_weight(context: amanda.OpContext) -> bool:

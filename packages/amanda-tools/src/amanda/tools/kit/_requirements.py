@@ -28,8 +28,6 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",
     ),
-    ("inject", "torch"): _MEMORY,
-    ("inject", "tensorflow"): ("tensorflow.python.framework.ops:EagerTensor._handle_data",),
     ("kit", "torch"): (*_MEMORY, "torch:Tensor._base"),
     ("kit", "tensorflow"): (
         *_RECORD,
@@ -74,9 +72,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("trace", "torch"): (
         *_MEMORY,
-        "torch:Tensor._cdata",
         "torch:Tensor._version",
-        "torch:_C._WeakTensorRef",
         "torch:_C._current_autograd_node",
         "torch:_C._current_graph_task_id",
         "torch:_C._functions.AccumulateGrad._sequence_nr",

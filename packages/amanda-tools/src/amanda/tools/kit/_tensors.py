@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,10 @@ GROUP = "amanda.tensors"
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""
+
+
+Save = Callable[[], Callable[[], None]]
+"""Copies the content of memory and returns a function that restores every byte of it."""
 
 
 class TensorsError(AmandaError):
@@ -46,25 +50,22 @@ class Tensors:
         """Return a copy to be written into later."""
         return np.array(to_numpy(array))
 
-    # ---- elements as they are stored ----
+    def bytes_at(self, x: Any, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the bytes of elements: a row for each position in the flattened tensor."""
+        return _rows(np.asarray(to_numpy(x)))[positions]
 
-    def element_type(self, x: Any) -> np.dtype[Any] | None:
-        """Return the type of a dense tensor's elements, of NumPy or ml_dtypes; None of any other value."""
-        return getattr(x, "dtype", None) if hasattr(x, "shape") else None
-
-    def exact(self, x: Any) -> NDArray[Any]:
-        """Return a copy of a dense tensor in its own element type."""
-        return np.array(to_numpy(x), order="C")
-
-    def take(self, x: Any, positions: NDArray[Any]) -> NDArray[Any]:
-        """Return the elements at positions of the flattened tensor."""
-        return np.asarray(self.exact(x).reshape(-1)[positions])
-
-    def put(self, x: Any, positions: NDArray[Any], values: NDArray[Any]) -> Any:
-        """Return a copy of a tensor with other elements at positions of the flattened tensor."""
-        array = self.exact(x)
-        array.reshape(-1)[positions] = values
+    def with_bytes(self, x: Any, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Any:
+        """Return a copy of a tensor with other bytes in the elements at positions."""
+        array = np.array(to_numpy(x), order="C")
+        _rows(array)[positions] = rows
         return do("asarray", array, like=x)
+
+    def memory(self, x: Any) -> tuple[Hashable, Save] | None:
+        """Return a key of the memory that a tensor lies in, and a function that saves what is in it.
+
+        None for a tensor whose memory no op writes, and for other values.
+        """
+        return None
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
@@ -184,14 +185,15 @@ class Tensors:
 class NumpyTensors(Tensors):
     """Arrays of NumPy, which routines are given in ONNX Runtime."""
 
-    def element_type(self, x: Any) -> np.dtype[Any] | None:
-        """Return the type of an array of numbers; None of any other value."""
-        return x.dtype if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm" else None
-
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number or an array in the element type of an array."""
         dtype = like.dtype if hasattr(like, "dtype") else np.asarray(like).dtype
         return value.astype(dtype) if hasattr(value, "astype") else np.asarray(value, dtype)
+
+
+def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the bytes of each element, a view if the array is contiguous."""
+    return np.ascontiguousarray(array.reshape(-1, 1)).view(np.uint8)
 
 
 def tensors_of(x: Any) -> Tensors:

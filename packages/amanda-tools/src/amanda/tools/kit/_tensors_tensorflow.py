@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.kit._requirements import check
-from amanda.tools.kit._tensors import Array, Tensors
+from amanda.tools.kit._tensors import Array, Save, Tensors
 
 _ALIGNED = 16
 """Alignment, in elements, of memory that frameworks take as it is, without a check."""
@@ -33,26 +33,23 @@ class TensorFlowTensors(Tensors):
         """Return a copy to be written into later, an array of NumPy."""
         return np.array(array)
 
-    # ---- elements as they are stored ----
-
-    def element_type(self, x: Any) -> np.dtype[Any] | None:
-        """Return the type of the elements of an eager tensor of numbers; None of any other value."""
-        kind = getattr(x, "dtype", None)
-        if kind is None or not hasattr(x, "numpy") or getattr(x, "shape", None) is None:
-            return None
-        is_numeric = kind.is_floating or kind.is_complex or kind.is_integer or kind.is_bool
-        return np.dtype(kind.as_numpy_dtype) if is_numeric and not kind.is_quantized else None
-
-    def exact(self, x: Any) -> NDArray[Any]:
-        """Return a copy in the tensor's own element type."""
-        return np.array(x.numpy(), order="C")
-
-    def put(self, x: Any, positions: NDArray[Any], values: NDArray[Any]) -> Any:
-        """Return a tensor on the same device with other elements at positions of the flattened tensor."""
-        array = self.exact(x)
-        array.reshape(-1)[positions] = values
+    def with_bytes(self, x: Any, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Any:
+        """Return a copy, on the same device, with other bytes in the elements at positions."""
         with _tf().device(x.device):
-            return _tf().constant(array, x.dtype)
+            return super().with_bytes(x, positions, rows)
+
+    def memory(self, x: Any) -> tuple[Hashable, Save] | None:
+        """Return a key of the variable that an eager handle leads to, and a function that saves its value."""
+        kinds = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
+        if not kinds or not hasattr(x, "numpy"):
+            return None
+        dtype, raw_ops = _tf().dtypes.as_dtype(kinds[0].dtype), _tf().raw_ops
+
+        def save() -> Callable[[], None]:
+            value = raw_ops.ReadVariableOp(resource=x, dtype=dtype)
+            return lambda: raw_ops.AssignVariableOp(resource=x, value=value)
+
+        return id(x), save
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._tensors import Tensors
+from amanda.tools.kit._tensors import Save, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +29,7 @@ class TorchTensors(Tensors):
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
         """Return an array of NumPy: a copy, since no storage that NumPy has seen can change its size."""
-        x = x.detach()
+        x = _resolved(x)
         x = x.float() if x.is_floating_point() and x.element_size() < 4 else x
         return np.asarray(x.cpu().clone().numpy())
 
@@ -41,44 +40,33 @@ class TorchTensors(Tensors):
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
 
-    # ---- elements as they are stored ----
-
-    def element_type(self, x: Any) -> np.dtype[Any] | None:
-        """Return the type of the elements of a strided tensor with memory of its own; None of others."""
+    def bytes_at(self, x: Tensor, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the bytes of elements: a row for each position in the flattened tensor."""
         import torch
 
-        strided = isinstance(x, torch.Tensor) and x.layout is torch.strided
-        if not strided or x.is_meta or x.is_quantized or x.dtype is torch.complex32:
+        return _rows(_resolved(x))[torch.from_numpy(positions).to(x.device)].cpu().numpy()
+
+    def with_bytes(self, x: Tensor, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Tensor:
+        """Return a copy, in the order of memory of `x`, with other bytes in the elements at positions."""
+        import torch
+
+        plain = _resolved(x)
+        copy = plain.clone(memory_format=torch.contiguous_format)
+        chosen = torch.from_numpy(positions).to(x.device)
+        _rows(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
+        return torch.empty_like(plain).copy_(copy)
+
+    def memory(self, x: Any) -> tuple[Hashable, Save] | None:
+        """Return a key of a dense tensor's storage, and a function that saves all of it."""
+        import torch
+
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
             return None
-        name = str(x.dtype).rpartition(".")[2]
-        return np.dtype(getattr(ml_dtypes, name, name))
-
-    def exact(self, x: Tensor) -> NDArray[Any]:
-        """Return a copy in the tensor's own element type; of one that is not dense what `to_numpy` gives."""
-        if self.element_type(x) is None:
-            return self.to_numpy(x.to_dense())
-        return self._as_array(_rows(_resolved(x)), x)[:, 0].reshape(x.shape)
-
-    def take(self, x: Tensor, positions: NDArray[Any]) -> NDArray[Any]:
-        """Return the elements at positions of the flattened tensor; no others go to the host."""
-        import torch
-
-        return self._as_array(_rows(_resolved(x))[torch.from_numpy(positions).to(x.device)], x)[:, 0]
-
-    def put(self, x: Tensor, positions: NDArray[Any], values: NDArray[Any]) -> Tensor:
-        """Return a copy with other elements at positions, in the order of memory of the tensor."""
-        import torch
-
-        whole = _resolved(x)
-        copy = whole.clone(memory_format=torch.contiguous_format)
-        raw = torch.from_numpy(np.array(values).reshape(-1, 1).view(np.uint8)).to(x.device)
-        _rows(copy)[torch.from_numpy(positions).to(x.device)] = raw
-        return torch.empty_like(whole).copy_(copy)
-
-    def _as_array(self, rows: Tensor, like: Tensor) -> NDArray[Any]:
-        kind = self.element_type(like)
-        assert kind is not None
-        return np.asarray(rows.cpu().clone().numpy()).view(kind)
+        try:
+            storage = x.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+            return None
+        return (storage._cdata, partial(_saved, x)) if storage.nbytes() else None
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
@@ -187,7 +175,8 @@ class TorchTensors(Tensors):
         """Return True for a tensor that has elements and stores each of them."""
         import torch
 
-        return x.layout is torch.strided and not x.is_nested and x.numel() > 0
+        has_storage = x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_quantized)
+        return has_storage and x.numel() > 0
 
     def with_gradient(
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Tensor],
@@ -222,15 +211,33 @@ class TorchTensors(Tensors):
 
 
 def _resolved(x: Tensor) -> Tensor:
-    """Return a tensor without autograd, and with what views leave for later done."""
-    return x.detach().resolve_conj().resolve_neg()
+    """Return a dense tensor without autograd, with conjugation and negation carried out."""
+    import torch
+
+    plain = x.detach().resolve_conj().resolve_neg()
+    return plain if plain.layout is torch.strided else plain.to_dense()
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return the bytes of elements, a row for each: the tensor's own memory if it is contiguous."""
+    """Return the bytes of each element, a view if the tensor is contiguous."""
     import torch
 
     return x.contiguous().view(-1, 1).view(torch.uint8)
+
+
+def _saved(x: Tensor) -> Callable[[], None]:
+    """Copy the storage of a tensor; return a function that restores it, past autograd's counts of writes."""
+    import torch
+
+    with torch.inference_mode(False):
+        held = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    copy = held.clone()
+
+    def restore() -> None:
+        if held.untyped_storage().nbytes() == len(copy) and not torch.equal(held, copy):
+            held.copy_(copy)
+
+    return restore
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools.kit._holders import holders_of
 from amanda.tools.kit._origins import Origin, Origins
 from amanda.tools.kit._parts import form_of, may_vary
 from amanda.tools.kit._slices import Slices
@@ -52,6 +53,15 @@ def source(context: amanda.OpContext, index: int) -> Origin | None:
     """Return what an input is of a parameter, during analysis; None for what was computed."""
     reads: WeightReads = context[_READS]
     return reads.source(context, index)
+
+
+def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
+    """Return the positions of inputs that are parameters or views of one, or that were read of a variable."""
+    inputs = context.get_inputs()
+    holders = {
+        i: context.get_variable(i) for i, one in enumerate(inputs) if not isinstance(one, (list, tuple))
+    }
+    return tuple(i for i, one in holders.items() if one is not None and holders_of(one).is_parameter(one))
 
 
 def origin(run: Mapping[str, Any]) -> Origin | None:

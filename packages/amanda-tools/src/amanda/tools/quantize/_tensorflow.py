@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._requirements import check
 from amanda.tools.kit._tensors_tensorflow import is_in_host_memory
 
 Floats = NDArray[np.float32]

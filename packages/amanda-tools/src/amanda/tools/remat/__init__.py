@@ -7,7 +7,7 @@ print(remat.result)
 """
 
 from amanda.tools.remat._heuristics import HEURISTICS
-from amanda.tools.remat._operation import BudgetError, RematError
+from amanda.tools.remat._records import BudgetError, RematError
 from amanda.tools.remat._result import RematResult
 from amanda.tools.remat._tool import RematTool
 

@@ -1,6 +1,7 @@
 """Which storage is evicted first: the one with the lowest score.
 
-Kirisame et al. 2021, "Dynamic Tensor Rematerialization", sec. 4.1, and the simpler ones it compares with.
+Kirisame et al. 2021, "Dynamic Tensor Rematerialization", sec. 2, 4.1 and appendix C, and the simpler
+heuristics that it compares with.
 """
 
 from __future__ import annotations
@@ -8,23 +9,106 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from amanda.tools.remat._neighbourhood import ancestors_cost, cluster_cost, evicted_cost
-
 if TYPE_CHECKING:
-    from amanda.tools.remat._operation import Storage
+    from amanda.tools.remat._records import Storage
 
 Heuristic = Callable[["Storage", float], float]
 """From a storage and its staleness, above 0, to its score."""
 
 
+# ---- storages around one that is alive, which are gone: evicting it would make them dearer ----
+
+
+class Cluster:
+    """A set of a union-find forest: storages that are gone and neighbours, with the sum of their costs."""
+
+    __slots__ = ("_parent", "cost")
+
+    def __init__(self, cost: float) -> None:
+        self._parent: Cluster | None = None
+        self.cost = cost
+
+    def root(self) -> Cluster:
+        """Return the set's representative, which has the cost of all; the way to it is halved."""
+        one = self
+        while one._parent is not None:
+            if one._parent._parent is not None:
+                one._parent = one._parent._parent
+            one = one._parent
+        return one
+
+    def join(self, other: Cluster) -> None:
+        """Make one set of two."""
+        mine, theirs = self.root(), other.root()
+        if mine is not theirs:
+            theirs._parent = mine
+            mine.cost += theirs.cost
+
+
+def parents(storage: Storage) -> list[Storage]:
+    """Return the storages that are gone and needed to make this one again."""
+    refs = () if storage.maker is None else storage.maker.refs
+    return [ref.storage for ref in refs if ref.storage.is_gone]
+
+
+def children(storage: Storage) -> list[Storage]:
+    """Return the storages that are gone and need this one to be made again."""
+    consumers = list(storage.consumers)
+    return [product for operation in consumers for product in operation.products if product.is_gone]
+
+
+def _clusters(storage: Storage) -> list[Cluster]:
+    around = [*parents(storage), *children(storage)]
+    return [one.cluster for one in around if one.cluster is not None]
+
+
+def join_neighbours(storage: Storage) -> None:
+    """Join the sets around a storage that has no memory now."""
+    if storage.is_gone:
+        storage.cluster = Cluster(storage.cost)
+        for cluster in _clusters(storage):
+            storage.cluster.join(cluster)
+
+
+def leave_neighbours(storage: Storage) -> None:
+    """Take out the cost of a storage that is back; sets are never split: h_DTR^eq approximates."""
+    if storage.cluster is not None:
+        root = storage.cluster.root()
+        root.cost = max(root.cost - storage.cost, 0.0)
+        storage.cluster = None
+
+
+def _evicted_cost(storage: Storage) -> float:
+    """Return the cost of the evicted neighbourhood e*: what is reached through what is gone, either way."""
+    return _sum(storage, parents) + _sum(storage, children)
+
+
+def _sum(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
+    seen, waiting, cost = {storage}, [storage], 0.0
+    operations = set()
+    while waiting:
+        for one in direction(waiting.pop()):
+            if one not in seen:
+                seen.add(one)
+                waiting.append(one)
+                if one.maker not in operations:
+                    operations.add(one.maker)
+                    cost += one.cost
+    return cost
+
+
+# ---- scores ----
+
+
 def h_dtr(storage: Storage, staleness: float) -> float:
     """Cost of the storage and its evicted neighbourhood, over bytes and staleness."""
-    return (storage.cost + evicted_cost(storage)) / (storage.size * staleness)
+    return (storage.cost + _evicted_cost(storage)) / (storage.size * staleness)
 
 
 def h_dtr_eq(storage: Storage, staleness: float) -> float:
     """The same with the neighbourhood by union-find, which is what there is time for."""
-    return (storage.cost + cluster_cost(storage)) / (storage.size * staleness)
+    around = {cluster.root() for cluster in _clusters(storage)}
+    return (storage.cost + sum(root.cost for root in around)) / (storage.size * staleness)
 
 
 def h_dtr_local(storage: Storage, staleness: float) -> float:
@@ -34,12 +118,12 @@ def h_dtr_local(storage: Storage, staleness: float) -> float:
 
 def h_e_star(storage: Storage, staleness: float) -> float:
     """Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks."""
-    return evicted_cost(storage)
+    return _evicted_cost(storage)
 
 
 def msps(storage: Storage, staleness: float) -> float:
     """Cost of the storage and of what is gone before it, over bytes (Peng et al. 2020, "Capuchin")."""
-    return (storage.cost + ancestors_cost(storage)) / storage.size
+    return (storage.cost + _sum(storage, parents)) / storage.size
 
 
 def lru(storage: Storage, staleness: float) -> float:
@@ -53,7 +137,6 @@ def size(storage: Storage, staleness: float) -> float:
 
 
 HEURISTICS: dict[str, Heuristic] = {
-    "h_dtr": h_dtr, "h_dtr_eq": h_dtr_eq, "h_dtr_local": h_dtr_local, "h_e_star": h_e_star, "msps": msps,
-    "lru": lru, "size": size,
-}  # fmt: skip
+    one.__name__: one for one in (h_dtr, h_dtr_eq, h_dtr_local, h_e_star, msps, lru, size)
+}
 """Heuristics by name."""

@@ -1,4 +1,4 @@
-"""What is known of the storages of a scope, and of the ops that made them."""
+"""Records of the storages of a scope, and of the ops that made them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda.tools.remat._ledger import Ledger
-from amanda.tools.remat._neighbourhood import join_neighbours
-from amanda.tools.remat._operation import Handle, Operation, Place, Ref, Scratch, Slot, Storage
 from amanda.tools.remat._pytorch import Torch
+from amanda.tools.remat._records import Handle, Operation, Place, Ref, Scratch, Storage
 
 
 class History:
-    """Remembers ops as they run.
+    """Records ops as they run.
 
     clock: the cost of all that ran.
     """
@@ -23,33 +22,29 @@ class History:
         self.torch = Torch()
         self.clock = 0.0
         self.lock = threading.RLock()
-        self.ledger = Ledger(join_neighbours)
+        self.ledger = Ledger()
         self._generation = 0
         self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._busy = False
 
     def meet(self, tensor: Any) -> Storage:
-        """Return the record of a tensor's storage; a new storage is an input, never recomputed."""
-        memory = self.torch.memory(tensor)
+        """Return the record of a tensor's storage; a new one is as given, and cannot be made again."""
+        memory = tensor.untyped_storage()
         entry = self.ledger.find(memory)
-        if entry is None:
+        storage = None if entry is None else entry.storage
+        if storage is None:
             storage = Storage(memory.nbytes())
             self.ledger.add(memory, storage, counts=False)
-        elif (known := entry.storage) is None:
-            storage = entry.record = Storage(memory.nbytes())
-            storage.address, storage.memory = memory._cdata, entry.memory
-        else:
-            storage = known
-            if storage.maker is not None and not tensor.requires_grad:
-                self._settle(storage)
+        elif storage.maker is not None and not tensor.requires_grad:
+            self._settle(storage)
         storage.touched = self.clock
         return storage
 
     def begin(self, place: Place, compute: Any, inputs: Sequence[Any], scratch: Sequence[int]) -> Operation:
-        """Remember an op that is about to run."""
+        """Record an op that is about to run."""
         self._tidy()
-        kept = [self._scratch(one) if i in scratch else self._referred(one) for i, one in enumerate(inputs)]
+        kept = [self._referred(one, i in scratch) for i, one in enumerate(inputs)]
         self._numbers += 1
         return Operation(self._numbers, place, compute, kept, self.torch.settings(inputs))
 
@@ -62,26 +57,28 @@ class History:
             for storage in self.ledger.storages():
                 storage.copy = storage.maker = None
 
-    def _scratch(self, tensor: Any) -> Scratch:
-        return Scratch(self.torch.geometry(tensor), tensor.device)
-
-    def _referred(self, value: Any) -> Any:
+    def _referred(self, value: Any, is_scratch: bool = False) -> Any:
         if type(value) in (list, tuple):
             return type(value)(map(self._referred, value))
+        if isinstance(value, slice):  # its bounds may be tensors, which the program may write later
+            bounds = (value.start, value.stop, value.step)
+            return slice(*(int(one) if isinstance(one, self.torch.torch.Tensor) else one for one in bounds))
         if not isinstance(value, self.torch.torch.Tensor):
-            return self.torch.as_it_is(value)
+            return value
         geometry = self.torch.geometry(value)
+        if is_scratch:
+            return Scratch(geometry, value.device)
         return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
 
     def save(self, operation: Operation, tensor: Any, index: int) -> Handle:
-        """Return the handle that autograd keeps for the index-th tensor that an op saves."""
+        """Return what autograd shall keep of a tensor that it saves while an op runs, as the index-th."""
         version = None if tensor.is_inference() else tensor._version
         if not self.torch.is_plain(tensor):
             return Handle(tensor.detach(), version, None, None)
-        memory = self.torch.memory(tensor)
+        memory = tensor.untyped_storage()
         entry = self.ledger.find(memory)
         if entry is None:
-            storage = self._made(operation, memory, Slot(True, index))
+            storage = self._made(operation, memory, (index, True))
         else:
             storage = entry.storage or self.meet(tensor)
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
@@ -91,46 +88,43 @@ class History:
         return handle
 
     def finish(self, operation: Operation, result: Any, pure: bool) -> None:
-        """Remember what an op has made; it is not run again if it was not pure."""
+        """Record what an op has made, which is not made again if the op was not pure."""
         for index, one in enumerate(self.torch.results(result)):
             if isinstance(one, self.torch.torch.Tensor) and self.torch.is_plain(one):
-                memory = self.torch.memory(one)
+                memory = one.untyped_storage()
                 if self.ledger.find(memory) is None:
-                    self._made(operation, memory, Slot(False, index))
-        made = [one for product in operation.products if (one := product()) is not None]
+                    self._made(operation, memory, (index, False))
+        made = operation.products
         operation.size = sum(one.size for one in made)
         self.clock += operation.cost
         for storage in made:
             storage.touched = self.clock
-            if not pure:
-                storage.maker = None
+        if not pure:
+            self.forget(operation)
 
-    def _made(self, operation: Operation, memory: Any, slot: Slot) -> Storage:
+    def _made(self, operation: Operation, memory: Any, slot: tuple[int, bool]) -> Storage:
         storage = Storage(memory.nbytes())
-        storage.maker, storage.slot = operation, slot
-        operation.products.append(weakref.ref(storage))
+        operation.makes(storage, slot)
         self.ledger.add(memory, storage, counts=True)
         return storage
 
     def forget(self, operation: Operation) -> None:
-        """An op has failed: what it saved so far cannot be made again."""
-        for product in operation.products:
-            if (storage := product()) is not None:
-                storage.maker = None
+        """Cut the history of what an op has made, which cannot be made again."""
+        for storage in operation.products:
+            storage.maker = None
 
     # ---- what is held ----
 
     def _hold(self, ref: Ref) -> None:
         """Hold what cannot be made again, since it is needed to make others."""
-        storage = ref.storage
         tensor = ref.tensor()
-        if tensor is not None and tensor._version == ref.version:
-            self._keep(storage, tensor.detach())
-        else:
-            self._keep(storage, self.torch.whole(storage.alive))
+        if tensor is None or tensor._version != ref.version:
+            tensor = self.torch.whole(ref.storage.alive)
+        self._keep(ref.storage, tensor.detach())
 
     def _keep(self, storage: Storage, tensor: Any) -> None:
-        storage.hold(tensor)
+        """Keep the memory of a storage alive by a tensor on it."""
+        storage.copy, storage.version = tensor, tensor._version
         self.ledger.loosen(storage)
 
     def _fill(self, handle: Handle, memory: Any) -> None:
@@ -138,7 +132,7 @@ class History:
         handle.version = handle.tensor._version
 
     def _settle(self, storage: Storage) -> None:
-        """Make no more of a storage than what it is: its history is cut, as autograd's was."""
+        """Cut the history of a storage, as autograd's was."""
         maker, storage.maker = storage.maker, None
         if maker is not None and maker.committed == self._generation and storage.copy is None:
             self._keep(storage, self.torch.whole(storage.alive))

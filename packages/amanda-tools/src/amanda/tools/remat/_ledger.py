@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from amanda.tools.remat._operation import Storage
+from amanda.tools.remat._heuristics import join_neighbours
+from amanda.tools.remat._records import Storage
 
 
 @dataclass(slots=True)
@@ -21,11 +21,11 @@ class Entry:
 
     memory: weakref.ref[Any]
     size: int
-    record: Storage | weakref.ref[Storage] | None
+    record: Storage | weakref.ref[Storage] | None = None
 
     @property
     def storage(self) -> Storage | None:
-        """The record of what the memory holds; None if that is unknown, or of no more use."""
+        """What it holds; None where that is not known, or no longer of use."""
         record = self.record
         return record if record is None or isinstance(record, Storage) else record()
 
@@ -36,34 +36,35 @@ class Ledger:
     bytes: alive now.  peak: the most at once.
     """
 
-    def __init__(self, on_death: Callable[[Storage], None]) -> None:
-        self._on_death = on_death
+    def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._dead: deque[tuple[int, weakref.ref[Any]]] = deque()
-        self.bytes = 0
-        self.peak = 0
+        self.bytes = self.peak = 0
 
     def find(self, memory: Any) -> Entry | None:
-        """Return the entry of memory; None for unknown memory."""
+        """Return what is known of memory."""
         entry = self._entries.get(memory._cdata)
         return entry if entry is not None and entry.memory() is memory else None
 
-    def add(self, memory: Any, record: Storage, counts: bool) -> None:
+    def add(self, memory: Any, storage: Storage, counts: bool) -> None:
         """Follow memory, which holds a storage from now on."""
         address, dead = memory._cdata, self._dead
         self.drain()
+        entry = self.find(memory)
+        if entry is None:
 
-        def died(reference: weakref.ref[Any]) -> None:
-            dead.append((address, reference))  # a death comes at any time, on any thread
+            def died(reference: weakref.ref[Any]) -> None:
+                dead.append((address, reference))  # a death comes at any time, on any thread
 
-        size = memory.nbytes() if counts else 0
-        record.address, record.memory = address, weakref.ref(memory, died)
-        self._entries[address] = Entry(record.memory, size, record)
-        self.bytes += size
-        self.look()
+            entry = Entry(weakref.ref(memory, died), memory.nbytes() if counts else 0)
+            self._entries[address] = entry
+            self.bytes += entry.size
+            self.look()
+        entry.record = storage
+        storage.address, storage.memory = address, entry.memory
 
     def look(self, more: int = 0) -> None:
-        """See whether this, with so many bytes besides, is a peak."""
+        """See if this, with so many bytes besides, is a peak."""
         self.peak = max(self.peak, self.bytes + more)
 
     def drain(self) -> None:
@@ -74,13 +75,12 @@ class Ledger:
             if entry is not None and entry.memory is reference:
                 del self._entries[address]
                 self.bytes -= entry.size
-                storage = entry.storage
-                if storage is not None:
+                if (storage := entry.storage) is not None:
                     storage.memory = None
-                    self._on_death(storage)
+                    join_neighbours(storage)
 
     def written(self, memory: Any) -> Storage | None:
-        """Forget what memory held, since it is written; return its record."""
+        """Drop what memory held before it is written, and return it."""
         entry = self.find(memory)
         storage = None if entry is None else entry.storage
         if entry is not None and storage is not None:
@@ -88,13 +88,13 @@ class Ledger:
         return storage
 
     def loosen(self, storage: Storage) -> None:
-        """Keep no strong reference to a storage that holds its memory itself from now on."""
+        """Refer weakly to a storage that holds its memory by itself now, and not the other way round."""
         entry = self._entries.get(storage.address)
         if entry is not None and entry.record is storage:
             entry.record = weakref.ref(storage)
 
     def storages(self) -> list[Storage]:
-        """Return the storages that are alive."""
+        """Return what is alive."""
         found = [entry.storage for entry in list(self._entries.values())]
         return [one for one in found if one is not None]
 

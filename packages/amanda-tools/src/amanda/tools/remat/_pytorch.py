@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda import interceptor
 from amanda.tools.kit._requirements import check
-from amanda.tools.remat._operation import flat
-from amanda.tools.remat._switches import Switches
+from amanda.tools.remat._records import flat
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -51,6 +50,19 @@ class Kind(NamedTuple):
 
 
 _STATISTICS = (3, 4)
+_SWITCHES = (
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+)
+"""What reads and what sets each of the switches by which PyTorch chooses kernels."""
 _NATIVE = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType,
@@ -58,7 +70,7 @@ _NATIVE = (
 
 
 def kind(context: amanda.OpContext) -> Kind:
-    """Read it off the schemas of an op's overloads."""
+    """Return the kind of an op, by the schemas of its overloads."""
     import torch
 
     inputs, name = context.get_inputs(), context.get_op_type()
@@ -99,34 +111,29 @@ class Torch:
 
         check("remat", "torch")
         self.torch: Any = torch
-        self._forward_ad: Any = torch.autograd.forward_ad
-        self._switches = Switches(torch)
-        self._uses: Any = torch._C._storage_Use_Count
+        native: Any = torch._C
+        known = [pair for pair in _SWITCHES if all(hasattr(native, name) for name in pair)]
+        self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in known]
         sample = torch.empty(1)
-        address = self.memory(sample)._cdata
-        self._offset = self._uses(address) - 1
+        address = sample.untyped_storage()._cdata
+        self._offset: int = native._storage_Use_Count(address) - 1
 
     # ---- what may be followed ----
 
     def records(self, inputs: Sequence[Any]) -> bool:
-        """Return True if autograd records an op on these inputs, and this tool can run it again."""
-        torch = self.torch
-        if not torch.is_grad_enabled() or self._forward_ad._current_level >= 0:
+        """Return True if autograd records an op on these inputs, and all is as this tool can repeat it."""
+        torch, native = self.torch, self.torch._C
+        if not torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
             return False
         tensors = self.tensors(inputs)
         if not any(one.requires_grad for one in tensors) or not all(map(self.is_plain, tensors)):
             return False
-        return not torch._C._len_torch_dispatch_stack() and not self._has_modes()
-
-    def _has_modes(self) -> bool:
-        """Return True if a mode for functions is active besides that of the default device."""
-        count = self.torch._C._len_torch_function_stack()
-        return count > 0 and any(
-            type(self.torch._C._get_function_stack_at(i)).__name__ != "DeviceContext" for i in range(count)
-        )
+        modes = map(native._get_function_stack_at, range(native._len_torch_function_stack()))
+        disturbed = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # the default device's
+        return not disturbed and not native._len_torch_dispatch_stack()
 
     def is_plain(self, tensor: Any) -> bool:
-        """Return True if a tensor is a plain view of its storage."""
+        """Return True if a tensor is its storage's numbers and no more."""
         torch = self.torch
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -137,74 +144,62 @@ class Torch:
         )
 
     def tensors(self, values: Sequence[Any]) -> list[Any]:
-        """The tensors among values."""
+        """Return the tensors among values."""
         return [one for one in flat(values) if isinstance(one, self.torch.Tensor)]
 
     def results(self, result: Any) -> list[Any]:
-        """An op's results in order."""
+        """Return an op's results in order."""
         return flat(result) if type(result) is list or isinstance(result, tuple) else [result]
 
     # ---- memory ----
 
-    def memory(self, tensor: Any) -> Any:
-        """A tensor's storage."""
-        return tensor.untyped_storage()
-
     def uses(self, address: int) -> int:
-        """Return the number of tensors that share a storage."""
-        return int(self._uses(address)) - self._offset
+        """Return how many tensors share a storage."""
+        count: int = self.torch._C._storage_Use_Count(address)
+        return count - self._offset
 
     def geometry(self, tensor: Any) -> Geometry:
-        """Return extents, strides, offset and element type of a tensor in its storage."""
+        """Return how a tensor lies in its storage."""
         return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def view(self, memory: Any, geometry: Geometry) -> Any:
-        """A tensor on a storage."""
+        """Return a tensor on a storage."""
         made = self.torch.empty(0, dtype=geometry.dtype, device=memory.device)
         return made.set_(memory, geometry.offset, geometry.size, geometry.stride)
 
     def whole(self, memory: Any) -> Any:
-        """A tensor of all bytes of a storage."""
+        """Return a tensor of all bytes of a storage."""
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
-
-    def scratch(self, geometry: Geometry, device: Any) -> Any:
-        """Memory for what an op writes."""
-        return self.torch.zeros(geometry.size, dtype=geometry.dtype, device=device)
 
     # ---- running ----
 
-    def as_it_is(self, value: Any) -> Any:
-        """Return an input that is no tensor; tensors in the bounds of a slice become numbers."""
-        if not isinstance(value, slice):
-            return value
-        bounds = (value.start, value.stop, value.step)
-        return slice(*(int(one) if isinstance(one, self.torch.Tensor) else one for one in bounds))
-
     def settings(self, inputs: Sequence[Any]) -> Settings:
-        """Return the global settings that an op depends on."""
+        """Return what is in force."""
         torch = self.torch
         devices = sorted({"cpu", *(one.device.type for one in self.tensors(inputs))})
         states = tuple(
             (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices
         )
         autocast = states if any(on for _, on, _ in states) else None
-        return Settings(torch.is_grad_enabled(), autocast, self._switches.read())
+        return Settings(torch.is_grad_enabled(), autocast, [get() for get, _ in self._switches])
 
-    def random_states(self, inputs: Sequence[Any]) -> list[Any]:
-        """Of the generators that an op on these inputs may draw from."""
-        torch = self.torch
-        states = [torch.default_generator.get_state()]
-        for device in {one.device for one in self.tensors(inputs) if one.device.type != "cpu"}:
-            states.append(getattr(torch, device.type).get_rng_state(device))
-        states += [one.get_state() for one in flat(inputs) if isinstance(one, torch.Generator)]
-        return states
+    def state(self, inputs: Sequence[Any], random: bool) -> list[Any]:
+        """Return what an op that can run again leaves as it is: versions of inputs, and of what is drawn.
 
-    def are_equal(self, states: Sequence[Any], others: Sequence[Any]) -> bool:
-        """Return True if no random number was drawn between two states."""
-        return all(self.torch.equal(one, other) for one, other in zip(states, others, strict=True))
+        random: read the states of the generators that an op on these inputs may draw from.
+        """
+        torch, tensors = self.torch, self.tensors(inputs)
+        state: list[Any] = [one._version for one in tensors]
+        if random:
+            devices = {one.device for one in tensors if one.device.type != "cpu"}
+            drawn = [torch.default_generator.get_state()]
+            drawn += [getattr(torch, device.type).get_rng_state(device) for device in devices]
+            drawn += [one.get_state() for one in flat(inputs) if isinstance(one, torch.Generator)]
+            state += [one.numpy().tobytes() for one in drawn]
+        return state
 
     def saving(self, pack: Any, unpack: Any) -> AbstractContextManager[Any] | None:
-        """Context in which autograd keeps what `pack` gives; None where the user has a say in it."""
+        """Return a context in which autograd keeps what `pack` gives; None under hooks of the user's own."""
         autograd = self.torch._C._autograd
         if not autograd._saved_tensors_hooks_is_enabled():
             return None
@@ -216,27 +211,29 @@ class Torch:
     def replay(
         self, compute: Compute, inputs: Sequence[Any], settings: Settings
     ) -> tuple[list[Any], list[Any]]:
-        """Run an op once more: its results, and what autograd saves meanwhile, in order."""
+        """Run an op once more; return its results, and what autograd saves meanwhile, in order."""
         torch = self.torch
         saved: list[Any] = []
 
         def pack(tensor: Any) -> None:
             saved.append(tensor.detach())
 
+        present = self.settings(inputs)
+        off = [(device, False, dtype) for device, _, dtype in present.autocast or ()]
         with self.undisturbed(), ExitStack() as stack:
-            if settings.autocast is not None or self.settings(inputs).autocast is not None:
-                for device, on, dtype in settings.autocast or self._off(inputs):
-                    stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
+            for device, on, dtype in settings.autocast or off:
+                stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
             stack.enter_context(torch.set_grad_enabled(settings.grad))
-            stack.enter_context(self._switches.standing(settings.switches))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpacked))
-            return [self._alone(one) for one in self.results(compute(inputs))], saved
-
-    def _off(self, inputs: Sequence[Any]) -> list[tuple[str, bool, Any]]:
-        return [(device, False, dtype) for device, _, dtype in self.settings(inputs).autocast or ()]
-
-    def _alone(self, value: Any) -> Any:
-        return value.detach() if isinstance(value, self.torch.Tensor) else value
+            for (_, turn), now, then in zip(self._switches, present.switches, settings.switches, strict=True):
+                if now != then:
+                    turn(then)
+                    stack.callback(turn, now)
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda one: saved.append(one.detach()), _unpacked
+            )
+            stack.enter_context(hooks)
+            results = self.results(compute(inputs))
+            return [one.detach() if isinstance(one, torch.Tensor) else one for one in results], saved
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -252,7 +249,7 @@ class Torch:
             yield
 
     def expected(self, compute: Compute, inputs: Sequence[Any]) -> int | None:
-        """Bytes that an op is going to make, by a run without numbers; None where it has no such run.
+        """Return the bytes that an op is going to make, by a run without numbers; None where there is none.
 
         On a thread of its own: there autograd counts its nodes apart, and nothing of the user's is in force.
         """
@@ -260,10 +257,7 @@ class Torch:
         found: list[int] = []
 
         def run() -> None:
-            with (
-                interceptor.Suspension(),
-                suppress(Exception),
-            ):  # what is raised, if anything is, is for the op itself to raise
+            with interceptor.Suspension(), suppress(Exception):  # which the op itself will raise
                 found.append(self._bytes_made(compute, given))
 
         thread = threading.Thread(target=run, name="amanda-remat")
@@ -273,15 +267,16 @@ class Torch:
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
         made: dict[int, Any] = {}
-        given = {self.memory(one)._cdata for one in self.tensors(inputs)}
 
         def pack(tensor: Any) -> Any:
-            made[self.memory(tensor)._cdata] = self.memory(tensor)
+            made[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
             return tensor.detach()
 
         with self.torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
-            results = self.tensors(self.results(compute(inputs)))
-        made.update({self.memory(one)._cdata: self.memory(one) for one in results})
+            results = self.results(compute(inputs))
+        for one in self.tensors(results):
+            pack(one)
+        given = {one.untyped_storage()._cdata for one in self.tensors(inputs)}
         return sum(int(memory.nbytes()) for address, memory in made.items() if address not in given)
 
     def _meta(self, value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.remat._operation import Place
+from amanda.tools.remat._records import Place
 from amanda.tools.results import Column, Result, amount, shortened
 
 
@@ -41,12 +41,12 @@ class RematResult(Result):
 
     @property
     def evictions(self) -> int:
-        """Number of evictions."""
+        """How often a storage was evicted."""
         return sum(one.evictions for one in self._places)
 
     @property
     def rematerialisations(self) -> int:
-        """Number of ops that ran again."""
+        """How often an op was run again."""
         return sum(one.rematerialisations for one in self._places)
 
     @property
@@ -67,7 +67,7 @@ class RematResult(Result):
         return {"budget": self.budget, "peak": self.peak, "short": self.short}
 
     def notes(self) -> Sequence[str]:
-        """Return whether the budget was held."""
+        """Whether the budget was held."""
         peak = f"At most {self.peak:,} bytes of storages that ops had made were alive"
         if self.budget is None:
             return [f"{peak}; there was no budget."]

@@ -1,7 +1,11 @@
-"""The storages of a scope: how what was evicted comes back, when read, ahead of writes, and at the end."""
+"""The storages of a scope within a budget: what is evicted, and how it comes back.
+
+It comes back when it is read, ahead of writes that would make it impossible, and at the end.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,16 +13,148 @@ from time import perf_counter
 from typing import Any
 
 from amanda import interceptor
-from amanda.tools.remat._eviction import Eviction
-from amanda.tools.remat._neighbourhood import join_neighbours, leave_neighbours
-from amanda.tools.remat._operation import Handle, Operation, Place, Ref, RematError, Scratch, Storage
+from amanda.tools.remat._heuristics import Heuristic, join_neighbours, leave_neighbours
+from amanda.tools.remat._history import History
+from amanda.tools.remat._records import (
+    BudgetError,
+    Handle,
+    Operation,
+    Place,
+    Ref,
+    RematError,
+    Scratch,
+    Storage,
+)
+
+logger = logging.getLogger("amanda")
 
 
-class Store(Eviction):
-    """All that a tool holds for one scope; any thread may call it."""
+class Store(History):
+    """Holds what autograd saves within a budget of bytes, None for no bound; any thread may call it.
+
+    strict: raise BudgetError where the budget cannot be held.
+    short: the most bytes by which the budget was exceeded.
+    """
+
+    def __init__(self, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
+        super().__init__()
+        self.budget = budget
+        self.strict = strict
+        self.short = 0
+        self._heuristic = heuristic
+        self._evicted: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+    def make_room(self, need: int, place: Place, certain: bool = True) -> None:
+        """Evict until `need` bytes fit in the budget, as far as anything can be evicted."""
+        self.ledger.drain()
+        if self.budget is None:
+            return
+        if self.ledger.bytes + need > self.budget:
+            self._drop_unneeded()
+        passed: set[Storage] = set()
+        while self.ledger.bytes + need > self.budget:
+            victim = self._victim(passed)
+            if victim is None:
+                if certain:
+                    self._fall_short(need, place)
+                return
+            if not self._evict(victim):
+                passed.add(victim)
+
+    def _drop_unneeded(self) -> None:
+        """Drop the copies of what came back and was read for the last time."""
+        for one in self.ledger.storages():
+            if one.copy is not None and not (one.handles or one.locks) and one.maker and one.maker.is_over:
+                one.copy = None
+        self.ledger.drain()
+
+    def _victim(self, passed: set[Storage]) -> Storage | None:
+        """Return the storage with the lowest score."""
+        scores = {
+            one: self._heuristic(one, self.clock - one.touched + 1e-9)
+            for one in self.ledger.storages()
+            if one.maker and not one.locks and one.size and one not in passed and self._is_ours(one)
+        }
+        return min(scores, key=scores.__getitem__, default=None)
+
+    def _is_ours(self, storage: Storage) -> bool:
+        """Return True if nothing but this tool holds it."""
+        own = sum(handle.tensor is not None for handle in storage.handles) + (storage.copy is not None)
+        return own > 0 and self.torch.uses(storage.address) == own
+
+    def _fall_short(self, need: int, place: Place) -> None:
+        assert self.budget is not None
+        short = self.ledger.bytes + need - self.budget
+        message = (
+            f"{place.type} at {place.source} needs {need:,} bytes more than the {self.ledger.bytes:,} that "
+            f"are alive with it and cannot be evicted; the budget is {self.budget:,}"
+        )
+        if self.strict:
+            raise BudgetError(message)
+        if not self.short:
+            logger.warning("the budget of memory is exceeded by %s bytes: %s", f"{short:,}", message)
+        self.short = max(self.short, short)
+
+    def _evict(self, storage: Storage) -> bool:
+        maker = storage.maker
+        if maker is None or not self._commit(maker):
+            return False
+        held = [handle for handle in storage.handles if handle.tensor is not None]
+        for handle in held:
+            handle.tensor = None
+        storage.copy = None
+        memory = storage.alive
+        if memory is not None:  # somebody holds the storage itself
+            for handle in held:
+                self._fill(handle, memory)
+            storage.maker = None
+            return False
+        self.ledger.drain()
+        self._evicted.add(storage)
+        maker.place.evictions += 1
+        maker.place.evicted_bytes += storage.size
+        return True
+
+    def _commit(self, target: Operation) -> bool:
+        """Return True if all that an op needs can be had, now and later; hold what could go away."""
+        good: set[Operation] = set()
+        for operation in self._closure(target):
+            if all(self._can_be_had(ref.storage, good) for ref in operation.refs):
+                good.add(operation)
+            else:
+                for storage in operation.products:
+                    if storage.alive is not None:
+                        storage.maker = None
+        if target not in good:
+            return False
+        for operation in good:
+            operation.committed = self._generation
+            for ref in operation.refs:
+                if ref.storage.maker is None and ref.storage.copy is None:
+                    self._hold(ref)
+        return True
+
+    def _closure(self, target: Operation) -> list[Operation]:
+        """Return the ops that an op may need and that are not committed, in the order of execution."""
+        seen, waiting = {target}, [target]
+        while waiting:
+            for ref in waiting.pop().refs:
+                maker = ref.storage.maker
+                if maker is not None and maker not in seen and maker.committed != self._generation:
+                    seen.add(maker)
+                    waiting.append(maker)
+        return sorted(seen, key=lambda operation: operation.number)
+
+    def _can_be_had(self, storage: Storage, good: set[Operation]) -> bool:
+        maker = storage.maker
+        if maker is None:
+            return storage.alive is not None
+        return maker in good or maker.committed == self._generation
+
+    # ---- what comes back ----
 
     def unpack(self, handle: Handle) -> Any:
-        """The tensor that a handle stands for, computed again if it was evicted."""
+        """Return the tensor that a handle stands for, computed again if it was evicted."""
         with self._alone():
             storage = handle.storage
             if handle.tensor is not None:
@@ -35,7 +171,7 @@ class Store(Eviction):
             yield
 
     def materialise(self, target: Storage) -> Any:
-        """The memory of a storage, made again with all that it takes.
+        """Return the memory of a storage, made again with all that it takes.
 
         Raises RematError where an op gives something else than at first, or its inputs were written unseen.
         """
@@ -67,7 +203,7 @@ class Store(Eviction):
 
     @staticmethod
     def _lock_inputs(operation: Operation, locked: set[Storage]) -> Storage | None:
-        """Keep what an op needs, as far as it is there; the first that is not."""
+        """Lock what an op needs, as far as it is there; return the first that is not."""
         missing = None
         for ref in operation.refs:
             if ref.storage.alive is None:
@@ -84,20 +220,16 @@ class Store(Eviction):
         inputs = [self._input(one) for one in operation.inputs]
         results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
         self.ledger.look(operation.size)
-        for product in operation.products:
-            storage = product()
-            if storage is None or storage.alive is not None:
-                continue
-            if storage is wanted or storage.handles:
-                assert storage.slot is not None
-                found = saved if storage.slot.saved else results
-                self._return(storage, found[storage.slot.index : storage.slot.index + 1], place)
+        for storage in operation.products:
+            if storage.alive is None and (storage is wanted or storage.handles):
+                index, is_saved = storage.slot
+                self._return(storage, (saved if is_saved else results)[index : index + 1], place)
         place.rematerialisations += 1
         place.seconds += perf_counter() - begin
         self.clock += operation.cost
 
     def _return(self, storage: Storage, found: Sequence[Any], place: Place) -> None:
-        memory = self.torch.memory(found[0]) if found else None
+        memory = found[0].untyped_storage() if found else None
         if memory is None or memory.nbytes() != storage.size:
             raise RematError(
                 f"{place.type} at {place.source} made {storage.size:,} bytes at first, and "
@@ -113,12 +245,14 @@ class Store(Eviction):
         if type(value) in (list, tuple):
             return type(value)(map(self._input, value))
         if isinstance(value, Scratch):
-            return self.torch.scratch(value.geometry, value.device)
+            geometry = value.geometry
+            return self.torch.torch.zeros(geometry.size, dtype=geometry.dtype, device=value.device)
         if not isinstance(value, Ref):
             return value
         storage = value.storage
         given = value.tensor()
-        if storage.is_written or (given is not None and given._version != value.version):
+        is_written = storage.copy is not None and storage.copy._version != storage.version
+        if is_written or (given is not None and given._version != value.version):
             raise RematError(
                 f"a tensor of {storage.size:,} bytes that is needed to compute evicted ones again was "
                 "written where no tool saw it; write it inside the scope, with instrumentation on"
@@ -130,18 +264,19 @@ class Store(Eviction):
     # ---- writes, and the end ----
 
     def before_write(self, tensors: Sequence[Any]) -> None:
-        """Before tensors are written, bring back what only their present values can restore."""
+        """Bring back what only the present values of tensors could restore, before these are written."""
         with self._alone():
             self._tidy()
             self.ledger.drain()
             for tensor in tensors:
                 if not self.torch.is_plain(tensor):
                     continue
-                record = self.ledger.written(self.torch.memory(tensor))
+                memory = tensor.untyped_storage()
+                record = self.ledger.written(memory)
                 if record is None:
                     continue
                 if record.maker is None and record.copy is not None:
-                    self._restore_dependents(record, self.torch.memory(tensor))
+                    self._restore_dependents(record, memory)
                 record.copy = None
                 if record.maker is not None:
                     join_neighbours(record)
@@ -160,11 +295,11 @@ class Store(Eviction):
     @contextmanager
     def _unbounded(self) -> Iterator[None]:
         """Context in which nothing is evicted: it might need what is about to be lost."""
-        before, self._bounded = self._bounded, False
+        before, self.budget = self.budget, None
         try:
             yield
         finally:
-            self._bounded = before
+            self.budget = before
 
     def restore(self) -> None:
         """Bring back all that was evicted, and follow nothing any more; every handle is its tensor."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Hashable
-from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from amanda.errors import ToolError
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._heuristics import HEURISTICS
-from amanda.tools.remat._operation import Operation, Place
+from amanda.tools.remat._records import Operation, Place
 from amanda.tools.remat._result import RematResult
 from amanda.tools.remat._store import Store
 
@@ -25,15 +24,6 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
           "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
 _KNOWN = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
-
-
-@dataclass(eq=False)
-class _Site:
-    """One op."""
-
-    kind: _pytorch.Kind
-    place: Place
-    compute: Any
 
 
 class RematTool(amanda.Tool):
@@ -74,7 +64,7 @@ class RematTool(amanda.Tool):
 
     @property
     def result(self) -> RematResult:
-        """The evictions and the ops that ran again so far."""
+        """The evictions, and the ops that were run again, so far."""
         store = self._store
         peak = max(self._peak, store.ledger.peak if store else 0)
         short = max(self._short, store.short if store else 0)
@@ -112,10 +102,10 @@ class RematTool(amanda.Tool):
         place = self._places.setdefault(
             context.get_op_id(), Place(context["type"], context.get_scope(), context.get_source())
         )
-        context.replace_op(self._run, site=_Site(kind, place, context.get_computation()))
+        context.replace_op(self._run, kind=kind, place=place, compute=context.get_computation())
 
     def _pass(self, context: amanda.OpContext) -> None:
-        """Leave an op as it is, and say so once."""
+        """Leave an op as it is, and warn once."""
         if context.is_static():
             raise ToolError(
                 "remat acts while a model is trained in PyTorch's eager mode, not in a file: apply it to the "
@@ -137,46 +127,35 @@ class RematTool(amanda.Tool):
         if self._store is not None:
             self._store.before_write(self._store.torch.tensors(values))
 
-    def _run(self, *inputs: Any, site: _Site) -> Any:
-        """The op itself, remembered; NotImplemented where it leaves nothing for a backward pass."""
+    def _run(self, *inputs: Any, kind: _pytorch.Kind, place: Place, compute: _pytorch.Compute) -> Any:
+        """Run the op and record it; return NotImplemented where it leaves nothing for a backward pass."""
         store = self._opened()
         if not store.torch.records(inputs):
             return NotImplemented
-        kind, key = site.kind, (site.place.type, _signature(inputs))
+        key = (place.type, _signature(inputs))
         with store.lock:
-            operation = store.begin(site.place, site.compute, inputs, kind.scratch)
-            self._make_room(store, site, key, inputs)
-        states = store.torch.random_states(inputs) if kind.random else []
-        versions = [one._version for one in store.torch.tensors(inputs)]
+            operation = store.begin(place, compute, inputs, kind.scratch)
+            if store.budget is not None:
+                need = self._sizes.get(key)
+                guess = store.torch.expected(compute, inputs) or 0 if need is None else need
+                store.make_room(guess, place, certain=need is not None)
+        before = store.torch.state(inputs, kind.random)
         begin = perf_counter()
         try:
             with _Saving(store, operation):
-                result = site.compute(inputs)
+                result = compute(inputs)
         except BaseException:
             store.forget(operation)
             raise
         seconds = perf_counter() - begin
-        pure = versions == [one._version for one in store.torch.tensors(inputs)]
-        if kind.random:
-            pure = pure and store.torch.are_equal(states, store.torch.random_states(inputs))
         with store.lock:
             operation.cost = 1.0 if self._unit else seconds
-            store.finish(operation, result, pure)
+            store.finish(operation, result, pure=before == store.torch.state(inputs, kind.random))
             if len(self._sizes) >= _KNOWN:  # numbers among the inputs may be others each time
                 self._sizes.clear()
             self._sizes[key] = operation.size
-            store.make_room(0, site.place)
+            store.make_room(0, place)
         return result
-
-    def _make_room(self, store: Store, site: _Site, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        if store.budget is None:
-            return
-        need = self._sizes.get(key)
-        if need is not None:
-            store.make_room(need, site.place)
-        else:
-            guess = store.torch.expected(site.compute, inputs) or 0
-            store.make_room(guess, site.place, certain=False)
 
 
 class _Saving:
@@ -215,7 +194,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _bytes(budget: int | str | None) -> int | None:
-    """A budget as a number of bytes."""
+    """Return a budget as a number of bytes."""
     if isinstance(budget, str) and (found := _AMOUNT.fullmatch(budget)) is not None:
         unit = found[2].lower()
         if unit in _UNITS:

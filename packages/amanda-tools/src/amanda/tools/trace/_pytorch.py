@@ -10,6 +10,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
+from amanda.tools.kit._requirements import check
 from amanda.tools.trace._graph import Tensor
 from amanda.tools.trace._values import Ask, Facts, Span, Values
 

@@ -1,0 +1,85 @@
+"""Number formats by the names of element types: which bits mean what, and numbers from and to bytes."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from amanda.tools.kit._tensors import tensors_of
+
+BitField = Literal["any", "sign", "exponent", "mantissa"]
+
+_INTEGER = re.compile(r"(u?)int(8|16|32|64)")
+_LACKED = {"bfloat16", *(name for name in dir(ml_dtypes) if name.startswith("float8_"))}  # by NumPy
+_FLOATS = {"float16", "float32", "float64", *_LACKED}
+_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+@cache
+def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
+    """Return the positions of the bits of a field, 0 the least significant; none of an unknown type.
+
+    A truth value has bit 0.  The real part of a complex number has the lower half of the bits.
+    An integer's bits other than the sign are its mantissa.
+
+    >>> bits_of("float16", "exponent")
+    (10, 11, 12, 13, 14)
+    """
+    if dtype in _COMPLEX:
+        part, half = bits_of(_COMPLEX[dtype], field), len(bits_of(_COMPLEX[dtype]))
+        return (*part, *(bit + half for bit in part))
+    mantissa, exponent, sign = _sizes(dtype or "")
+    unsigned, size = mantissa + exponent, mantissa + exponent + sign
+    fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned), "sign": (unsigned, size)}
+    return tuple(range(*fields.get(field, (0, size))))
+
+
+def _sizes(dtype: str) -> tuple[int, int, int]:
+    """Return how many bits mantissa, exponent and sign have."""
+    if dtype in _FLOATS:
+        known = ml_dtypes.finfo(_type(dtype))  # type: ignore[no-untyped-call]
+        return known.nmant, known.nexp, known.bits - known.nmant - known.nexp
+    if integer := _INTEGER.fullmatch(dtype):
+        sign = 0 if integer[1] else 1
+        return int(integer[2]) - sign, 0, sign
+    return int(dtype == "bool"), 0, 0
+
+
+def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
+    """Return the numbers that rows of bytes stand for, floats in float64."""
+    if dtype == "complex32":
+        return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
+    found: NDArray[Any] = rows.view(_type(dtype))[:, 0]
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return found.astype(np.float64) if dtype in _FLOATS else found
+
+
+def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
+    """Return a row of bytes for each number: rounded, in integers also clipped to what the type holds.
+
+    like: a tensor of the type, whose library rounds where NumPy has no such type.
+    Raises ValueError for NaN where an integer is wanted.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype in _LACKED or dtype == "complex32":
+            tensors = tensors_of(like)
+            return tensors.bytes_at(tensors.cast(numbers, like), np.arange(len(numbers)))
+        made = _integers(numbers, dtype) if _INTEGER.fullmatch(dtype) else numbers.astype(dtype)
+    return made.reshape(-1, 1).view(np.uint8)
+
+
+def _integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
+    if np.isnan(numbers).any():
+        raise ValueError(f"NaN cannot be written into elements of type {dtype}")
+    least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    clipped = [least if one < least else most if one > most else round(one) for one in numbers.tolist()]
+    return np.array(clipped, dtype)
+
+
+def _type(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,146 @@
+"""Bytes, formats and memory of tensors: the same words for PyTorch, TensorFlow and NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import amanda
+from amanda.tools.kit import FoundMemory, bits_of, from_bytes, parameter_inputs, tensors_of, to_bytes
+from amanda.tools.mapping import StandardMapping
+
+VALUES = np.linspace(-3, 4, 24, dtype=np.float32).reshape(2, 3, 4)
+
+
+def tensorflow() -> Any:
+    import tensorflow as tf
+
+    return tf.constant(VALUES)
+
+
+TORCH = torch.from_numpy(VALUES)
+MADE = {
+    "numpy": lambda: VALUES,
+    "numpy, transposed": lambda: np.asfortranarray(VALUES),
+    "torch": TORCH.clone,
+    "torch, in another order": lambda: TORCH.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "torch, negated later": lambda: torch.complex(torch.zeros(2, 3, 4), -TORCH).conj().imag,
+    "tensorflow": tensorflow,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_bytes_of_elements_are_read_and_replaced_in_a_copy(made: Any) -> None:
+    x, at = made(), np.array([1, 7, 23])
+    xp = tensors_of(x)
+    rows = xp.bytes_at(x, at)
+    assert rows.shape == (3, 4)
+    assert from_bytes(rows, "float32").tolist() == VALUES.reshape(-1)[at].tolist()
+    changed = xp.with_bytes(x, at, to_bytes(np.array([1.5, np.inf, -0.0]), "float32", x))
+    wanted = VALUES.copy()
+    wanted.reshape(-1)[at] = [1.5, np.inf, -0.0]
+    assert type(changed) is type(x)
+    assert xp.to_numpy(changed).tobytes() == wanted.tobytes()
+    assert xp.to_numpy(x).tobytes() == VALUES.tobytes()
+    if isinstance(x, torch.Tensor):
+        assert changed.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mantissa", "exponent", "sign"),
+    [("float32", 23, 8, 1), ("bfloat16", 7, 8, 1), ("float8_e4m3fn", 3, 4, 1), ("float8_e8m0fnu", 0, 8, 0),
+     ("int16", 15, 0, 1), ("uint8", 8, 0, 0), ("bool", 1, 0, 0), ("string", 0, 0, 0), (None, 0, 0, 0)],
+)  # fmt: skip
+def test_the_bits_of_a_type_are_mantissa_then_exponent_then_sign(
+    dtype: Any, mantissa: int, exponent: int, sign: int
+) -> None:
+    fields = bits_of(dtype, "mantissa"), bits_of(dtype, "exponent"), bits_of(dtype, "sign")
+    assert tuple(map(len, fields)) == (mantissa, exponent, sign)
+    assert sum(fields, ()) == bits_of(dtype) == tuple(range(mantissa + exponent + sign))
+
+
+def test_a_complex_number_has_the_bits_of_its_real_part_first() -> None:
+    assert bits_of("complex64", "sign") == (31, 63)
+    assert from_bytes(to_bytes(np.array([1 - 2j]), "complex64", None), "complex64").tolist() == [1 - 2j]
+
+
+def test_numbers_are_rounded_as_their_library_rounds() -> None:
+    given = np.array([0.1, 1000.0, -3.3])
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        like = torch.zeros(1, dtype=getattr(torch, name))
+        wanted = torch.from_numpy(given).to(like.dtype).double().tolist()
+        assert from_bytes(to_bytes(given, name, like), name).tolist() == wanted
+        array = np.zeros(1, getattr(ml_dtypes, name))
+        found = from_bytes(to_bytes(given, name, array), name)
+        np.testing.assert_array_equal(found, given.astype(array.dtype).astype(np.float64))
+    clipped = to_bytes(np.array([2.5, -1e30, np.inf]), "int64", None)
+    assert from_bytes(clipped, "int64").tolist() == [2, -(1 << 63), (1 << 63) - 1]
+
+
+def test_a_sparse_tensor_and_a_conjugate_one_become_arrays() -> None:
+    xp = tensors_of(torch.zeros(1))
+    assert xp.to_numpy(torch.eye(2).to_sparse()).tolist() == [[1, 0], [0, 1]]
+    assert xp.to_numpy(torch.tensor([1 + 2j]).conj()).tolist() == [1 - 2j]
+
+
+def test_what_has_no_elements_of_its_own_is_not_dense() -> None:
+    xp = tensors_of(torch.zeros(1))
+    others = [torch.eye(2).to_sparse(), torch.ones(3, device="meta"), torch.ones(0)]
+    assert [xp.is_dense(one) for one in (torch.ones(2), *others)] == [True, False, False, False]
+
+
+def positions(program: Any) -> dict[str, tuple[int, ...]]:
+    """Return the positions of parameters among the inputs of each op, by its type."""
+    found = {}
+
+    class Look(amanda.Tool):
+        def __init__(self) -> None:
+            super().__init__()
+            self.depends_on(StandardMapping())
+            self.add_inst_for_op(self.look)
+
+        def look(self, context: amanda.OpContext) -> None:
+            found[context["type"]] = parameter_inputs(context)
+
+    with amanda.apply(Look()):
+        program()
+    return found
+
+
+def test_parameters_and_their_views_are_told_from_leaves() -> None:
+    held, leaf = nn.Parameter(torch.ones(3, 3)), torch.ones(3, 3, requires_grad=True)
+
+    def program() -> None:
+        leaf.neg()
+        torch.matmul(leaf, held.t())
+        torch.cat([held, leaf])
+
+    assert positions(program) == {"neg": (), "transpose": (0,), "matmul": (1,), "cat": ()}
+
+
+def test_values_of_variables_are_parameters() -> None:
+    import tensorflow as tf
+
+    variable = tf.Variable(tf.ones((2, 2)))
+    traced = tf.function(lambda x: tf.matmul(x, tf.transpose(variable)))
+    assert positions(lambda: tf.matmul(tf.ones((2, 2)), variable))["matmul"] == (1,)
+    assert positions(lambda: traced(tf.ones((2, 2))))["matmul"] == (1,)
+
+
+def test_found_memory_is_put_back_also_where_a_view_was_written() -> None:
+    norm, whole = nn.BatchNorm1d(3), torch.arange(6.0)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    memory = FoundMemory()
+    with amanda.apply(memory):
+        norm(torch.rand(4, 3))
+        whole.view(2, 3)[0].mul_(5)
+        kept = memory.outlasting({"whole": [whole]})
+    memory.restore()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    assert kept["whole"][0].tolist() == [0, 5, 10, 3, 4, 5]
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
