@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from amanda.tools.kit._tensors import tensors_of
 
 BitField = Literal["any", "sign", "exponent", "mantissa"]
+"""A part of a number in memory."""
 
 _INTEGER = re.compile(r"(u?)int(8|16|32|64)")
 _LACKED = {"bfloat16", *(name for name in dir(ml_dtypes) if name.startswith("float8_"))}  # by NumPy
