@@ -218,7 +218,7 @@ def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]
 
 
 def _reads_vectors(node: DataflowNode) -> bool:
-    """Whether all that an op reads beside its data has one extent at most."""
+    """Return True if all inputs of an op beside its data are vectors or numbers."""
     return all(sum(one != 1 for one in shape) <= 1 for shape in node.shapes[1:] if shape is not None)
 
 

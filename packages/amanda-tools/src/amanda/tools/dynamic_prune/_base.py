@@ -50,7 +50,7 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """What was pruned so far."""
+        """The share of each op that was pruned so far."""
         return DynamicPruneResult(self._pruned())
 
     def clear(self) -> None:

@@ -163,6 +163,6 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
 
 def _is_vector(node: DataflowNode, position: int, layer: _Layer) -> bool:
-    """Whether an input has one number for each channel."""
+    """Return True if an input has one number for each channel."""
     shape = node.shapes[position] if position in (0, 1) and position < len(node.shapes) else None
     return shape is not None and prod(one or 0 for one in shape) == int(layer.bias.shape[0])

@@ -25,7 +25,7 @@ class Geometry:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether each position is computed of itself alone."""
+        """True if each position of the output is computed from one position of the input."""
         pads = self.padding in (None, ((0, 0), (0, 0)))
         return self.kernel == self.stride == (1, 1) and pads
 
@@ -64,7 +64,7 @@ class Geometry:
 
 
 def geometry(attributes: Mapping[str, Any], layout: str, kernel: Size) -> Geometry | None:
-    """That of an op, of its attributes as its framework has them; None of an unusual one."""
+    """Return the geometry of a convolution from its framework's attributes; None for an unusual one."""
     if "padding" in attributes and "strides" in attributes:
         return _of_tensorflow(attributes, layout, kernel)
     if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:

@@ -34,7 +34,7 @@ def subsample(x: Any, axes: Sequence[int]) -> Any:
 
 
 def saliency(x: Any, weight: Any, bias: Any) -> Any:
-    """How much each output channel is predicted to matter: relu(x weight + bias).
+    """Return the predicted saliency of each output channel: relu(x weight + bias).
 
     x: (N, I).  weight: (I, O).  bias: (O,).  Returns (N, O).  Source: Gao et al. 2019.
     """
@@ -59,7 +59,7 @@ def shares(gate: Any) -> Any:
 
 
 def density_count(density: float, size: int) -> int:
-    """How many of `size` are kept: density of them, rounded up, and one at least."""
+    """Return the number of `size` that are kept: `density` of them, rounded up, and one at least."""
     return min(size, max(1, math.ceil(density * size - 1e-9)))
 
 
@@ -121,7 +121,7 @@ def renormalised(probabilities: Any, keys: Any) -> Any:
 
 
 def budget_loss(used: Sequence[Any], total: Sequence[Any], target: float, progress: float = 1.0) -> Any:
-    """How far the cost of the blocks is from the target share, and from bounds that relax.
+    """Return the squared distance of the blocks' cost from the target share, and from bounds that relax.
 
     used, total: multiply-accumulates of each block.  progress: of the training, from 0, where each block
     is to cost the target, to 1, where a block is free.

@@ -32,7 +32,7 @@ class Residual:
 
 
 def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
-    """What an op adds up, if it is a residual connection; of two branches the one of more ops."""
+    """Return the branch, which has more ops, and the identity of a residual connection; None of other ops."""
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
     if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
@@ -48,13 +48,13 @@ def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
-    """Whether queries and keys are made of one tensor, as far as their layers show."""
+    """Return True if queries and keys are computed from one tensor, as far as their layers show."""
     queries, *keys = (_layered(flow, number) for number in product.reads[:2])
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
 
 
 def _layered(flow: Dataflow, number: int) -> set[int | None]:
-    """What the layers read that made a tensor, or its parts: caches append keys to those they have."""
+    """Return the inputs of the layers that made a tensor, or its parts: caches append keys to older keys."""
     parts, found, looked_at = [number], set[int | None](), 0
     while parts and looked_at < _PARTS:
         looked_at += 1
@@ -89,7 +89,7 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
 
 
 def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
-    """How many heads share an axis with the batch: the layer that makes the queries knows the batch."""
+    """Return the number of heads that share an axis with the batch, whose size the queries' layer shows."""
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
             batch = prod(one or 1 for one in node.shapes[0][:-1]) // (scores[1] or 1)

@@ -73,7 +73,7 @@ class DynamicPruneResult(Result):
         return self._rows
 
     def notes(self) -> Sequence[str]:
-        """What the numbers are of."""
+        """Return what the numbers count."""
         return self._notes
 
     @property

@@ -106,7 +106,7 @@ class InjectTool(amanda.Tool):
 
     @property
     def result(self) -> InjectResult:
-        """What was changed so far, in an order that does not depend on that of threads."""
+        """The elements that were changed so far, in an order that does not depend on that of threads."""
         executions = self._executed + sum(one.executions for one in self._all_places())
         left = () if self._selected else self._met
         result = InjectResult(_in_order(self._injections), self._total, executions, left)

@@ -25,7 +25,7 @@ class Entry:
 
     @property
     def storage(self) -> Storage | None:
-        """What it holds; None where that is not known, or no longer of use."""
+        """The record of what the memory holds; None if that is unknown, or of no more use."""
         record = self.record
         return record if record is None or isinstance(record, Storage) else record()
 

@@ -41,12 +41,12 @@ class RematResult(Result):
 
     @property
     def evictions(self) -> int:
-        """How often a storage was evicted."""
+        """Number of evictions."""
         return sum(one.evictions for one in self._places)
 
     @property
     def rematerialisations(self) -> int:
-        """How often an op was run again."""
+        """Number of ops that ran again."""
         return sum(one.rematerialisations for one in self._places)
 
     @property
@@ -67,7 +67,7 @@ class RematResult(Result):
         return {"budget": self.budget, "peak": self.peak, "short": self.short}
 
     def notes(self) -> Sequence[str]:
-        """Whether the budget was held."""
+        """Return whether the budget was held."""
         peak = f"At most {self.peak:,} bytes of storages that ops had made were alive"
         if self.budget is None:
             return [f"{peak}; there was no budget."]
