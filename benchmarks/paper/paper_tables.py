@@ -158,7 +158,7 @@ PROJECTS = (
         "Tile-wise pruning", ("VGGs, BERT", 1203, 213), "session hook", "tile_wise_tf.py",
         "variables named as in layers", (), "prune",
         ("_masks.py::tile_mask", "_masks.py::tiles_kept", "_masks.py::lowest_units_dropped",
-         "_masks.py::_scores", "_masks.py::_tiles", "_patterns.py::Tiles"),
+         "_patterns.py::_tiles_kept"),
         "any, in PyTorch and TensorFlow", f"{STATIC}::test_tiles_are_those_of_a_hook_of_sessions",
     ),
     Project(
@@ -179,7 +179,7 @@ PROJECTS = (
     Project(
         "APEX vector-wise pruning", ("models of modules", 499, 279), "modules, optimizer's step",
         "apex_torch.py", "models of modules", (), "prune",
-        ("_masks.py::n_m_mask", "_masks.py::n_m_kept", "_patterns.py::Vectors"),
+        ("_masks.py::n_m_mask", "_masks.py::n_m_kept", "_patterns.py::_vectors_kept"),
         "any, in PyTorch and TensorFlow", f"{STATIC}::test_masks_of_2_4_are_those_of_asp",
     ),
 )  # fmt: skip
