@@ -1,7 +1,7 @@
 """Every check and the demo; tests, types, lint and bench share one environment in .nox/dev.
 
-`python -m pip install nox && nox -s demo`. Sessions: demo, tests, zoo, zoo_tf, opdb, fuzz, soak, mindspore,
-pythons, torch_versions, tf_versions, types, lint, wheels, release, templates, third_party, docs,
+`python -m pip install nox && nox -s demo`. Sessions: demo, tests, tests_slow, zoo, zoo_tf, opdb, fuzz, soak,
+mindspore, pythons, torch_versions, tf_versions, types, lint, wheels, release, templates, third_party, docs,
 bench, paper.
 """
 
@@ -79,6 +79,8 @@ SANITIZERS = (
     "-DAMANDA_CHECKED",
 )  # fmt: skip
 PARALLEL = ("--numprocesses=2", "--durations=10")
+ELSEWHERE = "(zoo or zoo_tf or opdb or soak or installs)"
+WITH_SLOW = ("-m", f"not {ELSEWHERE}")
 SANITIZED = ("driver", "sees", "restored", "lives_with_processes", "lives_with_programs")
 TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0", "2.21.0")
 MINDSPORE_VERSION = "2.10.0"
@@ -202,9 +204,15 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run every test; arguments after -- go to pytest."""
-    environment = development(session)
-    environment.run("python", "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]))
+    """Run every test but the slow ones; arguments after -- go to pytest."""
+    development(session).run("python", "-m", "pytest", *(session.posargs or ["--numprocesses=auto"]))
+
+
+@nox.session(venv_backend="none")
+def tests_slow(session: nox.Session) -> None:
+    """Run the slow tests: programs, suites within tests, whole models; arguments after -- go to pytest."""
+    chosen = session.posargs or ["--numprocesses=auto"]
+    development(session).run("python", "-m", "pytest", "-m", f"slow and not {ELSEWHERE}", *chosen)
 
 
 @nox.session(venv_backend="none")
@@ -332,7 +340,8 @@ def tried(
 ) -> list[str]:
     """Run tests and write what they came to into docs/support.json; the version, if some failed."""
     report = environment.home / "report.xml"
-    command = [str(environment.home / BIN / "python"), "-m", "pytest", *arguments, f"--junitxml={report}"]
+    command = [str(environment.home / BIN / "python"), "-m", "pytest", *WITH_SLOW, *arguments]
+    command.append(f"--junitxml={report}")
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1", **env}, check=False)
     if done.returncode not in (0, 1):
         environment.session.error(f"pytest could not run on {kind} {version}")
@@ -410,7 +419,9 @@ def fuzz(session: nox.Session) -> None:
     }
     torch_tests = [f"packages/amanda-driver-torch/tests/test_{name}.py" for name in SANITIZED]
     native = ("-k", "not pure_python")
-    environment.run("python", "-m", "pytest", *native, "packages/amanda-core/tests", *torch_tests, **checked)
+    environment.run(
+        "python", "-m", "pytest", *WITH_SLOW, *native, "packages/amanda-core/tests", *torch_tests, **checked
+    )
     environment.run("python", "-m", "interceptor_fuzz.programs", "1000000", "1000", seconds, **checked)
     of_torch = str(ROOT / "packages/amanda-driver-torch/tests/support")
     environment.run("python", "-m", "torch_shapes", "12", **{**checked, "PYTHONPATH": of_torch})
@@ -467,7 +478,7 @@ def wheels(session: nox.Session) -> None:
             "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
             "--wheel-dir", str(dist), str(path),
         )  # fmt: skip
-    builder.run("python", "-m", "pytest", "tests/packaging", AMANDA_WHEELS=str(dist))
+    builder.run("python", "-m", "pytest", *WITH_SLOW, "tests/packaging", AMANDA_WHEELS=str(dist))
     built = {path: next(dist.glob(f"{path.name.replace('-', '_')}-*.whl")) for path in DISTRIBUTIONS}
     for name, as_wheels in {
         "wheels": DISTRIBUTIONS,
@@ -486,7 +497,7 @@ def mixed(session: nox.Session, name: str, wheels: list[Path], others: list[Path
     environment.install("--no-deps", *map(str, wheels), *editable(others))
     share(session, environment)
     environment.run("python", "-m", "amanda", "info", "--load")
-    environment.run("python", "-m", "pytest", *(session.posargs or SUBSET))
+    environment.run("python", "-m", "pytest", *(session.posargs or [*WITH_SLOW, *SUBSET]))
 
 
 def share(session: nox.Session, environment: Environment) -> None:
@@ -569,7 +580,7 @@ def installed(environment: Environment, dist: Path, tests: str) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Run every snippet of docs/ and build the site into build/site, strictly; arguments go to the build."""
-    development(session).run("python", "-m", "pytest", "tests/docs")
+    development(session).run("python", "-m", "pytest", *WITH_SLOW, "tests/docs")
     environment = Environment(session, "docs")
     environment.install(*SITE)
     share(session, environment)

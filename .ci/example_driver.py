@@ -1,6 +1,6 @@
-"""The example of the driver template is the core's own: its fake framework and the driver of that, renamed.
+"""The example of the driver template is the core's own driver of the fake framework, renamed.
 
-`python .ci/example_driver.py` writes it into templates/driver, after one of these was changed.
+`python .ci/example_driver.py` writes it into templates/driver, after that was changed.
 It has the framework by a name of its own: a driver is found by what it drives, which a program imports.
 """
 
@@ -15,11 +15,24 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "packages/amanda-core"
 TEMPLATE = ROOT / "templates/driver/template"
 ONLY_HERE = "{{% if framework == 'tinyframe' %}}{}{{% endif %}}"
-IMPORTED = "from amanda.testing import DriverTests, FakeDriver, Sample, attached, fake, never\n"
+IMPORTED = re.compile(
+    r"from amanda\.testing import .*?\nfrom amanda\.testing\.fake\._graphs import .*?\n", re.S
+)
 IMPORTS = """from amanda.testing import DriverTests, Sample, never
 from amanda.drivers.tinyframe import FakeDriver
 from amanda.testing import fake
 """
+FRAMEWORK = '''"""tinyframe, the framework that is driven: that of `amanda.testing`, by a name of its own."""
+
+import sys
+
+from amanda.testing import fake
+from amanda.testing.fake import *  # noqa: F403
+from amanda.testing.fake import _autograd, _modules, _operators
+
+__all__ = [*fake.__all__, "_autograd", "_modules", "_operators"]
+sys.modules[__name__] = fake
+'''
 RENAMED = {
     r"amanda\.testing\._fake_driver": "amanda.drivers.tinyframe",
     r"from amanda\.testing import fake\b": "import tinyframe",
@@ -35,12 +48,11 @@ def example() -> dict[Path, str]:
     """The files of the template that belong to the example, and what is in them."""
     driver = TEMPLATE / "src/amanda/drivers/{{ framework }}"
     suite = (CORE / "tests/test_fake_driver.py").read_text().partition("\n\nclass Hearing")[0]
-    files = {TEMPLATE / "tests" / ONLY_HERE.format("test_driver.py"): suite.replace(IMPORTED, IMPORTS) + "\n"}
+    files = {TEMPLATE / "tests" / ONLY_HERE.format("test_driver.py"): IMPORTED.sub(IMPORTS, suite) + "\n"}
     for file in CORE.glob("src/amanda/testing/_fake_driver/_[!_]*.py"):
         files[driver / ONLY_HERE.format(file.name)] = file.read_text()
-    framework = TEMPLATE / "tests" / ONLY_HERE.format("tinyframe")
-    files |= {framework / file.name: file.read_text() for file in CORE.glob("src/amanda/testing/fake/*.py")}
-    return {file: tidied(renamed(text)) for file, text in files.items()}
+    made = {file: tidied(renamed(text)) for file, text in files.items()}
+    return {**made, TEMPLATE / "tests" / ONLY_HERE.format("tinyframe.py"): FRAMEWORK}
 
 
 def renamed(text: str) -> str:

@@ -26,9 +26,6 @@ def dense(study: Study, model: Model, seed: int) -> Scores:
     return scores
 
 
-# ---- with tools ----
-
-
 def pruned(study: Study, model: Model, seed: int, tune: bool = False) -> Scores:
     """Half of each weight dropped."""
     tool = PruneTool(sparsity=0.5, type=LAYERS)
@@ -61,9 +58,6 @@ def trained(study: Study, model: Model, seed: int, bits: int) -> Scores:
         tool.freeze()
         scores: Scores = study.score(model)
     return scores
-
-
-# ---- by hand ----
 
 
 def pruned_by_hand(study: Study, model: Model, seed: int, tune: bool = False) -> Scores:

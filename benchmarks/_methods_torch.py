@@ -28,9 +28,6 @@ def dense(study: Study, model: nn.Module, seed: int) -> Outcome:
     return study.score(model), model
 
 
-# ---- with tools ----
-
-
 def pruned(study: Study, model: nn.Module, seed: int, tune: bool = False) -> Outcome:
     """Half of each weight dropped."""
     model, tool = copy.deepcopy(model), PruneTool(sparsity=0.5, type=LAYERS)
@@ -60,9 +57,6 @@ def learned(study: Study, model: nn.Module, seed: int, bits: int) -> Outcome:
             study.calibrate(model)
         study.tune(model, seed, tool.parameters())
         return study.score(model), model
-
-
-# ---- by hand ----
 
 
 def pruned_by_hand(study: Study, model: nn.Module, seed: int, tune: bool = False) -> Outcome:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
-from amanda._attributes import Attributes
+from amanda.interceptor.attributes import Attributes
 
 NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 METADATA = frozenset(

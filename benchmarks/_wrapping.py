@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import amanda
-from amanda._order import in_order
 from amanda.action import Routine, has_run, marks
+from amanda.plan.order import in_order
 
 
 def wrap(tool: amanda.Tool, instead: Callable[[Routine], Routine]) -> None:

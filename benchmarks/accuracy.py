@@ -114,9 +114,6 @@ def measured(model: str, seeds: Sequence[int], quick: bool = False) -> list[Run]
         ]
 
 
-# ---- the page ----
-
-
 def table(found: Sequence[Run]) -> list[str]:
     """A row for each method: mean and standard deviation over seeds, and how equal the two ways are."""
     measures = list(found[0].tool)

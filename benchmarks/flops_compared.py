@@ -49,8 +49,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, int]] = {
 }  # fmt: skip
 """How a model is made, its input, and the multiply-accumulates that its formulas give."""
 
-# ---- who counts ----
-
 
 def by_amanda(model: nn.Module, x: torch.Tensor) -> float:
     """Of the ops that run."""

@@ -61,9 +61,6 @@ def trained(images: Tensor, labels: Tensor, epochs: int) -> Network:
     return model.eval()
 
 
-# ---- attacks ----
-
-
 def gradient_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """How the loss changes with the images."""
     images = images.detach().requires_grad_()
@@ -93,9 +90,6 @@ def pgd(
 
 
 ATTACKS: dict[str, Attack] = {"FGSM": fgsm, "PGD": pgd}
-
-
-# ---- paths ----
 
 
 def paths_of(model: nn.Module, images: Tensor, theta: float) -> tuple[list[EffectivePath], Tensor]:
@@ -128,9 +122,6 @@ def features_of(
             )]  # fmt: skip
         rows.append(row)
     return np.array(rows)
-
-
-# ---- detection ----
 
 
 @dataclass(frozen=True)

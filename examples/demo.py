@@ -151,9 +151,6 @@ def watch_bert(steps: int) -> Observed:
     return observe("BERT", model, lambda: model(tokens)[1].sum(), steps)
 
 
-# ---- what is shown ----
-
-
 @contextmanager
 def working(text: str) -> Iterator[None]:
     """Tell on stderr what is being done."""

@@ -28,6 +28,7 @@ def accuracy() -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["digits, CNN, PyTorch", "digits, CNN, Keras"])
 def test_tools_score_what_is_scored_by_hand(accuracy: ModuleType, model: str) -> None:
     found = accuracy.measured(model, [0], quick=True)

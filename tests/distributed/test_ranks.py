@@ -70,6 +70,7 @@ def of_layers(result: Result) -> list[tuple[Any, ...]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_parameters_are_bit_equal(told: list[dict[str, Any]], kind: str) -> None:
     assert [one[kind]["same"] for one in told] == [True, True]

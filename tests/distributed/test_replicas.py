@@ -28,6 +28,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_and_weights_are_bit_equal(told: dict[str, Any], mode: str) -> None:
     assert told[mode]["seen"] == told[mode]["bare"]

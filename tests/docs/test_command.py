@@ -10,11 +10,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import children
+import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_commands_print_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "amanda").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m amanda "$@"\n')
     (tmp_path / "amanda").chmod(0o755)

@@ -13,9 +13,10 @@ from types import ModuleType
 import pytest
 
 from amanda import AmandaError
+from amanda.testing._gaps import CAPABILITIES
 from amanda_docs.checks import problems, undocumented
 from amanda_docs.fields import as_markdown
-from amanda_docs.gaps import gaps_table, meanings, suites
+from amanda_docs.gaps import capabilities, gaps_table, meanings, suites
 from amanda_docs.navigation import unlisted
 from amanda_docs.pages import DOCS, LINK, ROOT, relinked
 
@@ -92,7 +93,7 @@ def test_each_gap_of_a_suite_is_in_the_table_of_limitations() -> None:
     assert len(found) >= 4
     for suite in found:
         assert suite.title in table.splitlines()[0]
-        for reason in suite.gaps.values():
+        for reason in (*suite.lacks.values(), *suite.gaps.values()):
             assert f". {reason}" in table
     tests = {test for section in meanings().values() for test in section}
     assert {test for suite in found for test in suite.gaps} <= tests
@@ -102,12 +103,24 @@ def test_the_gaps_that_are_read_are_those_that_pytest_sees() -> None:
     """Read from source, as the suites are of frameworks that cannot all be installed together."""
     module = imported(ROOT / "packages/amanda-driver-tf/tests/eager/test_driver.py")
     marked = {}
-    for name, test in vars(module.TestTensorFlowEagerDriver).items():
+    suite = module.TestTensorFlowEagerDriver
+    for name, test in vars(suite).items():
         for mark in getattr(test, "pytestmark", []):
             if mark.name == "xfail":
                 marked[name] = mark.kwargs["reason"]
     read = next(suite for suite in suites() if suite.title == "TensorFlow, eager")
     assert read.gaps == marked
+    assert read.lacks == suite.lacks
+    for tests in meanings().values():
+        for name, needed in tests.items():
+            assert (getattr(suite, name) is None) == bool(needed & suite.lacks.keys())
+
+
+def test_every_capability_is_needed_by_a_test() -> None:
+    assert capabilities() == CAPABILITIES
+    assert {name for tests in meanings().values() for needed in tests.values() for name in needed} == set(
+        CAPABILITIES
+    )
 
 
 def imported(path: Path) -> ModuleType:

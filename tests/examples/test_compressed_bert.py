@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ class Read(amanda.Tool):
             context.insert_before_op(lambda one: self.weights.update({scope: one}), inputs=["weight"])
 
 
+@pytest.mark.slow
 def test_a_pruned_and_quantised_training_survives_a_restart(example: Callable[[str], ModuleType]) -> None:
     script = example("compressed_bert")
     torch.manual_seed(0)

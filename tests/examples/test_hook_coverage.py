@@ -37,6 +37,7 @@ def test_what_is_seen_whole_is_what_hooks_count(resnet50, bert) -> None:
         assert covered(model, x).rows() == result.rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ResNet-50", "BERT-base, SDPA"])
 def test_the_page_says_what_the_example_counts(name: str, example) -> None:
     assert example("hook_coverage").row(name) in PAGE.read_text()

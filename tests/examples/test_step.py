@@ -9,6 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples/step.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "macs"), [(["mobilenet_v2"], "300.8 M"), (["mobilenet_v2", "--train"], "891.5 M")]
 )

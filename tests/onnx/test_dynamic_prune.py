@@ -79,6 +79,7 @@ def exported(module: nn.Module, x: Tensor) -> Any:
     return session, {model.graph.input[0].name: x.numpy()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_gives_what_the_module_does(name: str) -> None:
     make, kind, shape = CASES[name]

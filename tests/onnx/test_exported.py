@@ -175,6 +175,7 @@ class Everywhere(amanda.Tool):
         return self.same(*values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True])
 def test_routines_that_change_nothing_leave_every_bit(model: Exported, anew: bool) -> None:
     session, tool = model.session(), Everywhere(anew)

@@ -36,6 +36,7 @@ def test_every_test_starts_processes_with_a_limit() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["time.sleep(1000)", "sys.exit()"], ids=["waits", "leaves a process"])
 def test_what_outlives_its_limit_is_killed_with_what_it_started(then: str) -> None:
     begun = time.monotonic()

@@ -12,8 +12,8 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda._attachment import attachment
-from amanda._attributes import Attributes
+from amanda.interceptor.attributes import Attributes
+from amanda.scope.attachment import attachment
 
 HOMES = tuple(amanda.__path__)
 WHOLE = "AMANDA_EVERY_CALL" in os.environ

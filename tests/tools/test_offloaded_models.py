@@ -138,6 +138,7 @@ print("pruned")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["full", "half"])
 def test_weights_in_shards_are_finalized_on_every_rank(precision: str, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"

@@ -66,6 +66,7 @@ def told(name: str, tool: Any) -> Any:
     return [repr(row) for row in tool.result.rows()]
 
 
+@pytest.mark.slow
 def test_each_tool_gives_beside_six_others_what_it_gives_alone(training: Any, tmp_path: Path) -> None:
     vanilla = training()
     together = tools(tmp_path / "together")

@@ -78,9 +78,6 @@ def test_each_backward_op_belongs_to_the_forward_op_that_made_its_node(graph: Gr
     assert (seen["ConvolutionBackward0"], seen["ReluBackward0"], seen["AddBackward0"]) == (53, 49, 16)
 
 
-# ---- other programs ----
-
-
 def cell() -> Callable[[], Tensor]:
     one, steps = nn.GRUCell(4, 5), torch.rand(6, 2, 4)
 

@@ -48,9 +48,6 @@ def test_the_model_has_the_ops_that_its_paper_says(nodes: list[Node]) -> None:
     assert len(nodes) == sum(COMPUTED.values()) + 2  # the pooling at the end, and a reshape
 
 
-# ---- torch.fx ----
-
-
 def test_ops_shapes_and_edges_are_those_of_torch_fx(
     resnet: nn.Module, images: Tensor, graph: Graph, nodes: list[Node]
 ) -> None:
@@ -82,8 +79,6 @@ def _word_of_fx(model: nn.Module, node: fx.Node) -> str:
     return {"add": "add", "flatten": "reshape"}[node.target.__name__]  # type: ignore[union-attr]
 
 
-# ---- TorchLens ----
-
 BERT = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
     "vocab_size": 99,
@@ -108,6 +103,7 @@ def assert_equal(ours: list[Node], theirs: list[Node]) -> None:
     assert [set(node.producers) for node in ours] == [set(node.producers) for node in theirs]
 
 
+@pytest.mark.slow
 def test_ops_shapes_and_edges_are_those_of_torchlens(
     nodes: list[Node], torchlens: dict[str, list[Node]]
 ) -> None:

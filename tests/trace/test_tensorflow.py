@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras
 
@@ -39,6 +40,7 @@ def _makers(graph: Graph, op: Op) -> list[int | None]:
     return [graph.tensors[index].producer for index in op.reads]
 
 
+@pytest.mark.slow
 def test_a_function_has_the_ops_and_edges_of_its_graph() -> None:
     network = keras.applications.ResNet50(weights=None, input_shape=SHAPE)
     images = tf.ones((1, *SHAPE))
@@ -51,6 +53,7 @@ def test_a_function_has_the_ops_and_edges_of_its_graph() -> None:
     assert len(tracer.graph.ops) == sum(op.type != "Placeholder" for op in operations)
 
 
+@pytest.mark.slow
 def test_a_session_has_the_ops_and_edges_of_its_graph() -> None:
     graph = tf.Graph()
     with graph.as_default(), tf.compat.v1.Session(graph=graph) as session:

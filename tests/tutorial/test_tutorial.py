@@ -128,6 +128,7 @@ def test_convolutions_of_a_cnn_and_their_backward(image: Tensor) -> None:
     assert tool.counts == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [CountOPTool, MappedCountOPTool])
 def test_convolutions_of_resnet_50(kind: type[CountOPTool], resnet50: Callable[[], nn.Module]) -> None:
     tool = kind(op_name="conv2d", backward_op_name="Conv")

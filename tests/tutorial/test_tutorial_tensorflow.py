@@ -83,6 +83,7 @@ def test_on_pytorch(tool: CountOPTool, resnet50: Callable[[], torch.nn.Module]) 
     assert tool.counts == (53, 53)
 
 
+@pytest.mark.slow
 def test_in_eager_mode(tool: CountOPTool, model: Any) -> None:
     with amanda.apply(tool):
         gradients(model)
@@ -91,6 +92,7 @@ def test_in_eager_mode(tool: CountOPTool, model: Any) -> None:
     assert tool.counts == (106, 106)
 
 
+@pytest.mark.slow
 def test_in_a_function(tool: CountOPTool, model: Any) -> None:
     step = tf.function(gradients)
     with amanda.apply(tool):
@@ -98,6 +100,7 @@ def test_in_a_function(tool: CountOPTool, model: Any) -> None:
     assert tool.counts == (53, 53)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eagerly", [True, False])
 def test_in_keras_fit(tool: CountOPTool, model: Any, eagerly: bool) -> None:
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=eagerly, jit_compile=False)

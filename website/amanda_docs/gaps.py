@@ -1,4 +1,4 @@
-"""The gaps that each driver's conformance suite declares, read from its source: no framework is imported."""
+"""Capabilities and gaps that each driver's conformance suite declares, read from its source alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "packages/amanda-core/src/amanda/testing/_suite"
 MARKER = "<!-- gaps of the conformance suites -->"
+TESTS = "Of the tests that it is given, each mode passes so many, but for those in the rows between:"
 KINDS = {"never": "never", "notyet": "not yet", "notimpl": "not implemented"}
 
 
 class Suite(NamedTuple):
-    """A subclass of DriverTests: what its docstring says that it is of, and the reason for each gap."""
+    """A subclass of DriverTests: the mode in its docstring, capabilities that it lacks, and other gaps."""
 
     title: str
+    lacks: dict[str, str]
     gaps: dict[str, str]
 
 
@@ -31,29 +33,46 @@ def suites() -> list[Suite]:
     return [suite for text in texts if "DriverTests)" in text for suite in _suites_of(ast.parse(text))]
 
 
-def meanings() -> dict[str, list[str]]:
-    """The tests of the suite by section, which is what their class is named for."""
+def capabilities() -> dict[str, str]:
+    """Return the capabilities of drivers that tests of the suite may need, each with its description."""
+    module = ast.parse((SUITE.parent / "_gaps.py").read_text())
+    (found,) = (node.value for node in module.body if isinstance(node, ast.AnnAssign) and node.value)
+    return dict(ast.literal_eval(found))
+
+
+def meanings() -> dict[str, dict[str, frozenset[str]]]:
+    """Return the tests of the suite by section, which its class is named for, and what each needs."""
     found = {}
     for path in sorted(SUITE.glob("_*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and (tests := list(_tests_of(node))):
+            if isinstance(node, ast.ClassDef) and (tests := dict(_tests_of(node))):
                 found[_words(node.name.removesuffix("Tests"))] = tests
     return found
 
 
 def gaps_table() -> str:
-    """A row for each meaning that some mode lacks, a column for each mode, and the reasons as notes."""
+    """Return a table of capabilities, one of what else some mode does not pass, and the reasons as notes."""
     columns = suites()
     notes: list[str] = []
-    lines = [_row(["", *(suite.title for suite in columns)]), _row(["---", *("---" for _ in columns)])]
+    head = [_row(["", *(suite.title for suite in columns)]), _row(["---", *("---" for _ in columns)])]
+    able = [
+        _row([f"`{name}`: {what}", *(_cell(suite.lacks.get(name), notes) for suite in columns)])
+        for name, what in capabilities().items()
+    ]
+    passed = []
     for section, tests in meanings().items():
-        passed = [len(tests) - sum(test in suite.gaps for test in tests) for suite in columns]
-        lines.append(_row([f"**{section}**", *(f"{number} of {len(tests)}" for number in passed)]))
+        passed.append(_row([f"**{section}**", *(_passed(suite, tests) for suite in columns)]))
         for test in tests:
             reasons = [suite.gaps.get(test) for suite in columns]
             if any(reasons):
-                lines.append(_row([_words(test), *(_cell(reason, notes) for reason in reasons)]))
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(notes, 1))])
+                passed.append(_row([_words(test), *(_cell(reason, notes) for reason in reasons)]))
+    told = [f"{number}. {reason}" for number, reason in enumerate(notes, 1)]
+    return "\n".join([*head, *able, "", TESTS, "", *head, *passed, "", *told])
+
+
+def _passed(suite: Suite, tests: dict[str, frozenset[str]]) -> str:
+    given = [test for test, needed in tests.items() if not needed & suite.lacks.keys()]
+    return f"{sum(test not in suite.gaps for test in given)} of {len(given)}"
 
 
 def _cell(reason: str | None, notes: list[str]) -> str:
@@ -73,17 +92,33 @@ def _words(name: str) -> str:
     return words[:1].upper() + words[1:].lower()
 
 
-def _tests_of(section: ast.ClassDef) -> Iterator[str]:
+def _tests_of(section: ast.ClassDef) -> Iterator[tuple[str, frozenset[str]]]:
     for node in section.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            yield node.name
+            calls = [
+                one for one in node.decorator_list if isinstance(one, ast.Call) and _name(one.func) == "needs"
+            ]
+            yield node.name, frozenset(str(ast.literal_eval(one)) for call in calls for one in call.args)
 
 
 def _suites_of(module: ast.Module) -> Iterator[Suite]:
     for node in module.body:
         if isinstance(node, ast.ClassDef) and any(_name(base) == "DriverTests" for base in node.bases):
             title = (ast.get_docstring(node) or node.name).partition("\n")[0].removeprefix("The suite on ")
-            yield Suite(title.rstrip("."), _gaps_of(node, _constants(module)))
+            yield Suite(title.rstrip("."), _lacks_of(node), _gaps_of(node, _constants(module)))
+
+
+def _lacks_of(suite: ast.ClassDef) -> dict[str, str]:
+    """Return the capabilities that a suite's driver lacks, with the reasons."""
+    declared = (
+        node for node in suite.body if isinstance(node, ast.AnnAssign) and _name(node.target) == "lacks"
+    )
+    return {
+        name: reason
+        for node in declared
+        if node.value
+        for name, reason in ast.literal_eval(node.value).items()
+    }
 
 
 def _constants(module: ast.Module) -> dict[str, Any]:

@@ -194,9 +194,6 @@ def test_a_point_gives_the_actions_recorded_there_alone() -> None:
     assert first[0] is not second[0]
 
 
-# ---- actions and marks ----
-
-
 @pytest.mark.parametrize("mark", ["differentiable", "traceable", "observer", "innermost"])
 def test_a_mark_is_told_by_the_action(mark: str) -> None:
     def routine(value: Any) -> Any:
@@ -252,9 +249,6 @@ def test_run_that_the_tool_gives_itself_is_the_tools() -> None:
     (action,) = recorded(lambda context: context.insert_before_op(lambda value, run: None, run=7))
     assert not action.takes_run
     assert action.kwargs == {"run": 7}
-
-
-# ---- namespaces ----
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 import amanda
-from amanda.testing import DriverTests, FakeDriver, Sample, attached, fake, never
+from amanda.testing import (
+    DriverTests,
+    FakeDriver,
+    FakeGraphDriver,
+    GraphDriverTests,
+    GraphSample,
+    Sample,
+    attached,
+    fake,
+    never,
+    notimpl,
+)
+from amanda.testing.fake._graphs import Function, operator
 
 
 class Network(fake.Module):
@@ -156,3 +168,137 @@ def test_a_pass_without_the_cache_through_what_was_analysed_with_it_is_reported(
     (entry,) = scope.report
     assert entry.what == "the analysis of a backward op of relu without the cache"
     assert "its forward op ran with the cache" in entry.reason
+
+
+class Layer(Function):
+    """A layer without bias."""
+
+    def __init__(self, weight: fake.Parameter) -> None:
+        self.weight = weight
+        super().__init__(self.product)
+
+    def product(self, x: Any) -> Any:
+        """What is given, times the weight."""
+        return MATMUL(x, self.weight)
+
+
+class GraphNetwork(Function):
+    """Two layers and what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__(self.layers)
+        self.first = Layer(fake.Parameter([0.5, 0.25, -1, 1.5, -0.75, 2, 0.125, 1, -0.5], (3, 3)))
+        self.second = Layer(fake.Parameter([1, -0.25, 0.5, -1.5, 0.625, 1, 2, -1, 0.375], (3, 3)))
+
+    def layers(self, x: Any) -> Any:
+        """The second layer's outputs."""
+        return self.second(RELU(self.first(x)))
+
+
+NODES = never("an op is a node of a graph, however often it is run, and from wherever")
+SYMBOLS = never("a symbol is a name, without a shape or a type")
+MATMUL, RELU, OPAQUE = map(operator, (fake.matmul, fake.relu, fake.opaque))
+
+
+class FakeGraphSample(FakeSample):
+    """Each op, and each module, is a function that runs as a graph."""
+
+    driver = FakeGraphDriver
+    relu_backward = leaf_backward = "none"
+
+    linear = property(lambda self: MATMUL)
+    relu = property(lambda self: RELU)
+    add = property(lambda self: ADD)
+    cat = property(lambda self: CAT)
+    pair = property(lambda self: SPLIT)
+    many = property(lambda self: MANY)
+
+    def bits(self, tensor: Any) -> bytes:
+        return b"" if tensor is None else super().bits(tensor)
+
+    def backward(self, tensor: Any) -> None:
+        pass
+
+    def model(self) -> Any:
+        return GraphNetwork()
+
+    def module(self, forward: Any) -> Any:
+        return Function(forward)
+
+    def checkpoint(self, function: Any, tensor: Any) -> Any:
+        return function(tensor)
+
+    def beyond(self) -> None:
+        OPAQUE(self.input())
+
+
+ADD, CAT, SPLIT, MANY = map(operator, (fake.add, fake.cat, fake.split, fake.muladd))
+
+
+class TestFakeGraphDriver(DriverTests):
+    """The suite on graphs."""
+
+    lacks: ClassVar = {
+        "in_place": "no node of a graph writes into a tensor",
+        "out": "no node of a graph writes into a tensor",
+        "backward": "graphs are not differentiated",
+        "call_sites": "an op is a node of a graph, however often it is run, and from wherever",
+        "values": "a graph is analysed before it runs, on symbols",
+        "schema": "an input is a value by its position; nothing has a name",
+        "numbers": "`item()` is no node",
+        "traceable_calls": "a traceable routine is called when it is traced",
+    }
+    gaps: ClassVar = {
+        "test_a_plan_with_actions_is_guarded_by_dtype_and_rank": SYMBOLS,
+        "test_a_tool_that_decides_by_shape_is_asked_for_each": SYMBOLS,
+        "test_ops_of_a_routine_are_not_instrumented": SYMBOLS,
+        "test_one_call_site_over_several_weights_is_several_ops": NODES,
+        "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run": NODES,
+        "test_a_plan_dies_with_its_parameter": never("a plan dies with the graph, which holds the parameter"),
+    }
+
+    @pytest.fixture
+    def sample(self) -> Sample:
+        return FakeGraphSample()
+
+
+class Held(GraphSample):
+    """relu(x) * weight."""
+
+    op: ClassVar = "relu"
+
+    def __init__(self, made: list[Any]) -> None:
+        weight = fake.Parameter([3.0, 5.0], (2,))
+        self.function = Function(lambda x: RELU(x) * weight)
+        self.made = made
+
+    def check(self, scale: float) -> None:
+        result = self.function(fake.tensor([1.0, 2.0]))
+        assert result.numbers == [3.0 * scale, 10.0 * scale]
+
+    def tensor(self, number: float) -> Any:
+        return fake.tensor([number, number])
+
+    def copies(self) -> int:
+        return len(self.made)
+
+
+class TestGraphs(GraphDriverTests):
+    """What traceable routines read, in graphs."""
+
+    gaps: ClassVar = {
+        "test_a_tensor_that_no_name_leads_to_is_reported": notimpl("constants are not told of"),
+    }
+
+    @pytest.fixture
+    def sample(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphSample]:
+        made: list[Any] = []
+        runnable = FakeGraphDriver.runnable
+
+        def counted(driver: FakeGraphDriver, *args: Any) -> Any:
+            made.append(args)
+            return runnable(driver, *args)
+
+        monkeypatch.setattr(FakeGraphDriver, "runnable", counted)
+        with attached(FakeGraphDriver):
+            yield Held(made)

@@ -7,8 +7,8 @@ from contextlib import nullcontext, suppress
 import pytest
 
 import amanda
-from amanda._layer import layer_of
-from amanda.backend import Combined, GraphAnalysis, Namespace, OpFacts, State, TensorOps
+from amanda.backend import GraphAnalysis, Namespace, OpFacts, Plan, State, TensorOps
+from amanda.plan.layer import layer_of
 
 
 class Symbols(TensorOps):
@@ -36,7 +36,7 @@ class Watching(amanda.Tool):
             context.insert_after_op(lambda output: None)
 
 
-def analysed(state: State) -> Combined:
+def analysed(state: State) -> Plan:
     facts = OpFacts("add", 1, Namespace("toy/1/graph"), ["x"], ["x"])
     analysis = GraphAnalysis(state, Symbols())
     try:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from amanda import _imports
-from amanda._imports import is_imported, when_imported
+from amanda.interceptor import imports
+from amanda.interceptor.imports import is_imported, when_imported
 
 Write = Callable[[str], str]
 
@@ -21,10 +21,10 @@ Write = Callable[[str], str]
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """Nothing else is watched, as what drivers wait for is where they were loaded before."""
-    others = [finder for finder in sys.meta_path if finder is not _imports._watch]
+    others = [finder for finder in sys.meta_path if finder is not imports._watch]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "meta_path", others)
-        patch.setattr(_imports, "_watch", _imports._Watch())
+        patch.setattr(imports, "_watch", imports._Watch())
         yield
 
 
@@ -112,7 +112,7 @@ def test_another_finder_that_asks_all_others_is_no_endless_circle(
 
     name, seen = module(""), []
     cancel = when_imported(name, lambda: seen.append(1))
-    before = [finder for finder in sys.meta_path if finder is not _imports._watch]
+    before = [finder for finder in sys.meta_path if finder is not imports._watch]
     monkeypatch.setattr(sys, "meta_path", [Asking(), *sys.meta_path])
     importlib.import_module(name)
     cancel()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import amanda
-from amanda import _inlining
-from amanda._targets import whole
 from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, OpFacts, TensorOps
 from amanda.errors import ArtefactError, NotTraceableError
+from amanda.export import inlining
+from amanda.export.targets import whole
 
 
 class Numbers(TensorOps):
@@ -50,7 +50,7 @@ class Sums(Artefact):
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(_inlining, "artefact_kind", lambda path: Sums)
+    monkeypatch.setattr(inlining, "artefact_kind", lambda path: Sums)
     path = tmp_path / "model.sum"
     path.write_text("1\n2\n3")
     return path

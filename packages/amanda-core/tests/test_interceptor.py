@@ -27,8 +27,8 @@ import children
 import pytest
 
 from amanda import interceptor
-from amanda._opid import digest
 from amanda.interceptor import ACTIVATION, Activation, Detour, PlanTable, Site, Suspension
+from amanda.interceptor.opid import digest
 
 native_only = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: builtins are not placed without native code", run=False
@@ -442,9 +442,6 @@ def test_a_placed_builtin_is_not_detoured_and_a_function_is_not_placed() -> None
         Detour(site_of(math.sin, Calls()))
     with pytest.raises(TypeError, match="detoured, not placed"):
         site_of(bisect.insort if not isinstance(bisect.insort, type(len)) else sample_array, Calls()).place()
-
-
-# ---- both interceptors ----
 
 
 class Plain:

@@ -45,6 +45,7 @@ def test_every_allocation_may_fail_while_scopes_open_and_close(tmp_path: Path) -
     assert run(tmp_path, "interceptor_fuzz.allocation", "scopes_open_and_close").endswith("survived\n")
 
 
+@pytest.mark.slow
 @native
 def test_programs_of_any_bytes_end_as_without_interception(tmp_path: Path) -> None:
     assert run(tmp_path, "interceptor_fuzz.programs", "1000").endswith("1000 programs\n")

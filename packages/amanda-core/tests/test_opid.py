@@ -15,7 +15,7 @@ import children
 import pytest
 
 from amanda import interceptor
-from amanda._opid import (
+from amanda.interceptor.opid import (
     FRAMEWORK,
     MASK,
     SITE_STEP,
@@ -178,8 +178,8 @@ class Subject:
 
 @contextmanager
 def deaths() -> Iterator[list[int]]:
-    from amanda._mortality import mortality, slots
-    from amanda._source import codes
+    from amanda.plan.lifetime import mortality, slots
+    from amanda.plan.source import codes
 
     gc.collect()
     heard: list[int] = []

@@ -92,6 +92,7 @@ def test_two_drivers_of_one_name_are_duplicates_before_they_load(run: Run) -> No
         assert part in one[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "state", "parts"),
     [
@@ -127,9 +128,9 @@ def loaded(third_parties: Path) -> dict[str, list[list[str]]]:
 def test_a_bad_driver_is_logged_once_and_stops_no_other(run: Run) -> None:
     out = run.code(
         "import brokenframe, oldframe, twinframe, goodframe\n"
-        "from amanda import _plugins\n"
-        "for _ in range(2): print([kind.__name__ for kind in _plugins.loaded_drivers()])\n"
-        "print(len(_plugins.faulty_drivers()))"
+        "from amanda.plugins import manager\n"
+        "for _ in range(2): print([kind.__name__ for kind in manager.loaded_drivers()])\n"
+        "print(len(manager.faulty_drivers()))"
     )
     lines = out.splitlines()
     logged = [line for line in lines if line.startswith("LOG")]
@@ -209,7 +210,7 @@ def test_the_users_interrupt_gets_through_while_a_plugin_is_imported(run: Run) -
     out = run.code(
         "import amanda, signal\n"
         "before = signal.getsignal(signal.SIGINT)\n"
-        "from amanda._entries import imported\n"
+        "from amanda.plugins.entries import imported\n"
         "try: imported(lambda: __import__('fake_ending.signalled'))\n"
         "except KeyboardInterrupt: print('interrupted', signal.getsignal(signal.SIGINT) is before)"
     )
@@ -305,6 +306,7 @@ def test_help_lists_the_commands_of_all_distributions(run: Run) -> None:
     assert "the status is 1 if anything is" in run("-m", "amanda", "doctor", "--help").stdout
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
     done = run("-m", "amanda", "doctor")
     assert done.returncode == 1

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from amanda._report import IN_ALL, OF_A_KIND, Report
+from amanda.scope.report import IN_ALL, OF_A_KIND, Report
 
 
 def test_things_of_one_kind_and_reason_are_one_line() -> None:

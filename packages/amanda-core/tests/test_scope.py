@@ -15,11 +15,11 @@ import pytest
 
 import amanda
 from amanda import Tool, interceptor
-from amanda._attachment import attachment
-from amanda._state import current_state
 from amanda.backend import DRIVER_API, Driver, Namespace
 from amanda.errors import DependencyCycleError, DriverError, ScopeError, ToolError
 from amanda.plugins import hookimpl, plugin_manager
+from amanda.scope.attachment import attachment
+from amanda.scope.state import current_state
 from amanda.testing import FakeDriver, attached, fake
 
 
@@ -337,9 +337,6 @@ def test_a_switch_is_a_decorator(switch: Any) -> None:
     assert count.relus == (0 if switch is amanda.disabled else 2)
 
 
-# ---- reports ----
-
-
 def test_a_report_lists_each_thing_once_and_is_printed() -> None:
     with amanda.apply(Count()) as scope:
         for _ in range(3):
@@ -353,9 +350,6 @@ def test_nested_scopes_are_all_told() -> None:
     with amanda.apply(Count()) as outer, amanda.apply(Count()) as inner:
         fake.opaque(fake.tensor([1.0]))
     assert outer.report == inner.report != []
-
-
-# ---- drivers ----
 
 
 class Counting(Driver):
@@ -475,9 +469,6 @@ def test_hooks_hear_of_drivers_scopes_and_ops() -> None:
     assert sorted(heard[-2:]) == ["detached", "left"]
 
 
-# ---- what is left ----
-
-
 def test_a_closed_scope_and_its_tools_can_be_freed() -> None:
     count = Count()
     scope = amanda.apply(count)
@@ -490,6 +481,7 @@ def test_a_closed_scope_and_its_tools_can_be_freed() -> None:
     assert [one() for one in dead] == [None, None]
 
 
+@pytest.mark.slow
 def test_ten_thousand_scopes_leave_nothing() -> None:
     count = Count()
 

@@ -34,7 +34,7 @@ def test_a_gap_marks_the_subclass_alone() -> None:
 
 
 def test_a_gap_keeps_the_parameters_of_its_test() -> None:
-    name = "test_an_exception_in_an_analysis_leaves_the_framework_as_it_was"
+    name = "test_writing_into_a_given_value_is_an_error"
 
     class Tests(DriverTests):
         gaps = {name: never("not here")}  # noqa: RUF012
@@ -45,6 +45,24 @@ def test_a_gap_keeps_the_parameters_of_its_test() -> None:
 def test_a_gap_that_names_no_test_is_an_error() -> None:
     with pytest.raises(TypeError, match="test_nonsense, which is no test"):
         type("Tests", (DriverTests,), {"gaps": {"test_nonsense": never("not here")}})
+
+
+def test_tests_of_a_capability_that_a_driver_lacks_are_not_collected() -> None:
+    name = "test_a_scope_does_not_follow_a_fork"
+
+    class Tests(DriverTests):
+        lacks = {"fork": "children wait forever"}  # noqa: RUF012
+
+    class Heir(Tests):
+        pass
+
+    assert getattr(Tests, name) is getattr(Heir, name) is None
+    assert callable(getattr(DriverTests, name))
+
+
+def test_a_capability_that_no_test_knows_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"Tests.lacks names flight; there are backward, .*values"):
+        type("Tests", (DriverTests,), {"lacks": {"flight": "no wings"}})
 
 
 def test_an_attached_driver_is_used_within_its_context_alone() -> None:

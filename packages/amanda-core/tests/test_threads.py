@@ -391,7 +391,7 @@ def test_what_goes_to_another_process_is_the_programs_own() -> None:
 
     kept: list[Any] = []
     with amanda.apply(Count()):
-        from amanda._threads import _carried, _here
+        from amanda.scope.threads import _carried, _here
 
         kept.append(pickle.loads(pickle.dumps(_carried(relu, _here()))))
     assert kept == [relu]
@@ -433,7 +433,7 @@ def test_what_the_program_puts_in_the_place_of_start_stays() -> None:
 LATER = """
 import sys
 import amanda
-from amanda._state import current_state
+from amanda.scope.state import current_state
 
 assert not {"concurrent.futures", "multiprocessing.pool"} & set(sys.modules), "imported by amanda"
 tool = amanda.Tool()

@@ -112,9 +112,6 @@ def test_analyses_of_one_tool_run_as_registered() -> None:
     assert order == [0, 1, 2]
 
 
-# ---- state ----
-
-
 def test_state_is_kept_by_module_path_op_and_name() -> None:
     tool = Scaling()
     tool.prepare(Network(), x())

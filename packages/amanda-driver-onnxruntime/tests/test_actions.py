@@ -46,9 +46,6 @@ def test_values_without_axes_are_changed() -> None:
     close(clipped, np.maximum(X, -4 * X.sum()))
 
 
-# ---- replacements ----
-
-
 def test_the_identity_removes_an_op(session: Any) -> None:
     close(result(session, tool(lambda c: c.replace_op(lambda x: x), "Relu")), HIDDEN @ SECOND)
 
@@ -97,9 +94,6 @@ def test_writing_into_a_value_is_an_error_that_says_what_to_do(session: Any) -> 
 
     with pytest.raises(MutationError, match="return a new value instead"):
         result(session, tool(lambda c: c.insert_before_op(write), "Relu"))
-
-
-# ---- how many sessions run ----
 
 
 def test_a_traceable_routine_runs_in_the_one_session(session: Any, made: list[Any]) -> None:
@@ -205,9 +199,6 @@ def test_all_copies_of_a_model_use_one_array_for_a_weight(monkeypatch: pytest.Mo
     assert len(set(held)) == 2
 
 
-# ---- order and scopes ----
-
-
 def test_tools_run_in_the_order_of_apply_and_inner_scopes_last(session: Any) -> None:
     order: list[str] = []
 
@@ -277,9 +268,6 @@ def test_an_asynchronous_run_is_instrumented_in_its_scope(session: Any) -> None:
     close(results[0], 2 * np.maximum(HIDDEN, 0) @ SECOND)
 
 
-# ---- where models come from ----
-
-
 def test_external_data_are_read_where_they_lie(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(two_layers(), path, save_as_external_data=True, size_threshold=0, location="weights.bin")
@@ -332,9 +320,6 @@ def test_with_fusion_a_run_is_within_rounding() -> None:
     bare = session.run(None, {"x": X})[0]
     kept = tool(lambda c: c.insert_after_op(lambda *values: values))
     np.testing.assert_allclose(result(session, kept), bare, rtol=1e-5, atol=1e-5)
-
-
-# ---- control flow ----
 
 
 def looping() -> onnx.ModelProto:
@@ -436,9 +421,6 @@ def test_names_that_branches_share_stay_apart(go: bool) -> None:
     inside = tool(lambda c: c.insert_before_op(amanda.traceable(lambda w: w - 1), inputs=[1]), "MatMul")
     with amanda.apply(inside):
         close(session.run(None, feed)[0], X @ ((FIRST if go else SECOND).T - 1))
-
-
-# ---- kinds of values ----
 
 
 def test_values_of_ops_that_onnx_does_not_know_have_the_types_that_the_runtime_gives_them() -> None:

@@ -11,7 +11,7 @@ import pytest
 from onnx_models import model_of, node, session_of
 
 import amanda
-from amanda.testing import GraphSample, Scaling, TraceableTests, never
+from amanda.testing import GraphDriverTests, GraphSample, Scaling, never
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 WEIGHT = np.array([2.0, -1.0, 0.5], np.float32)
@@ -82,7 +82,7 @@ def close(one: Any, other: Any) -> None:
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-class TestTraceable(TraceableTests):
+class TestGraphDriver(GraphDriverTests):
     gaps: ClassVar = {
         "test_a_tensor_that_no_name_leads_to_is_reported": never(
             "NumPy does not tell where an array is from"

@@ -33,6 +33,7 @@ class Tenfold(amanda.Tool):
 
 
 # Python drops what is raised while a generator that nobody needs any more is closed.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_nothing_stays_behind(error: type[BaseException]) -> None:

@@ -110,6 +110,7 @@ OF_SESSIONS = LINEAR | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("kind", OF_SESSIONS)
 def test_of_sessions(kind: str, change: bool, version: int) -> None:

@@ -65,6 +65,7 @@ assert not config.graph_options.rewrite_options.disable_meta_optimizer
 """
 
 
+@pytest.mark.slow
 def test_a_tool_that_changes_nothing_leaves_every_bit() -> None:
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = children.run([sys.executable, "-c", PROGRAM], env=environment)

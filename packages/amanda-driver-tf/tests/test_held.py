@@ -13,7 +13,7 @@ from acting import inserting
 
 import amanda
 from amanda.drivers.tensorflow.graph import _traced
-from amanda.testing import GraphSample, Scaling, TraceableTests
+from amanda.testing import GraphDriverTests, GraphSample, Scaling
 
 tf1 = tf.compat.v1
 X = np.linspace(-1, 1, 6, dtype="f4").reshape(2, 3)
@@ -189,7 +189,7 @@ class Program(GraphSample):
         return len(self.traces)
 
 
-class TestTraceable(TraceableTests):
+class TestGraphDriver(GraphDriverTests):
     @pytest.fixture(params=[function, nested, session])
     def sample(self, request: pytest.FixtureRequest, traces: list[Any]) -> GraphSample:
         return Program(request.param, traces)
@@ -288,6 +288,7 @@ def test_gradients_follow_what_is_set_anew(inside: bool, traces: list[Any]) -> N
             close(run(x), bare * held)
 
 
+@pytest.mark.slow
 def test_a_scale_that_a_callback_sets_holds_for_the_next_epoch(traces: list[Any]) -> None:
     tool = Scaling(Program(keras, traces), 1.0)
 

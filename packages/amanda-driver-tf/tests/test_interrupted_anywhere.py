@@ -82,6 +82,7 @@ def session() -> Callable[[], list[Any]]:
 
 
 # Python drops what is raised while a generator that nobody needs any more is closed.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("program", [eager, function, session])

@@ -244,6 +244,7 @@ for run in (lambda: model(x), lambda: model.fit(x, x, verbose=0)):
 """
 
 
+@pytest.mark.slow
 def test_tf_keras_tells_its_layers_too() -> None:
     done = children.run([sys.executable, "-c", TF_KERAS])
     expected = "[('first', 'twice/dense'), ('other', 'twice/dense_1')]"

@@ -70,6 +70,7 @@ def basic_pitch() -> Path:
     return Path(folder, "saved_models", "icassp_2022", "nmp")
 
 
+@pytest.mark.slow
 def test_a_pruned_copy_of_basic_pitch_gives_what_the_tool_gives_when_it_runs(tmp_path: Path) -> None:
     time = np.arange(43844) / 22050
     audio = (np.sin(2764 * time) + np.sin(4140 * time)).astype(np.float32)[None, :, None]
@@ -161,6 +162,7 @@ class Halving(amanda.Tool):
         return y + 1
 
 
+@pytest.mark.slow
 def test_loops_branches_tables_and_compiled_functions_stay(small: Path, tmp_path: Path) -> None:
     done = amanda.instrument(small, Halving(), out=tmp_path / "halved")
     x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -183,6 +185,7 @@ def test_loops_branches_tables_and_compiled_functions_stay(small: Path, tmp_path
     assert prints[0].signature_def_hash == prints[1].signature_def_hash
 
 
+@pytest.mark.slow
 def test_a_copy_is_differentiated_and_instrumented_again(small: Path, tmp_path: Path) -> None:
     amanda.instrument(small, Halving(), out=tmp_path / "once")
     amanda.instrument(tmp_path / "once", Halving(), out=tmp_path / "twice")

@@ -3,7 +3,7 @@
 import torch
 
 import amanda
-from amanda._attributes import Attributes
+from amanda.interceptor.attributes import Attributes
 
 
 def test_tensors_of_one_number_are_numbers_in_a_list(harmless: amanda.Tool) -> None:

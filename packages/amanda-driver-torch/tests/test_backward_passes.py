@@ -191,9 +191,6 @@ def test_backward_from_several_outputs_is_one_pass(backward_ops: Any) -> None:
     ]  # fmt: skip
 
 
-# ---- scopes ----
-
-
 def test_a_graph_made_outside_the_scope_is_not_instrumented(backward_ops: Any) -> None:
     tool = backward_ops()
     y = leaf(1).exp().sum()

@@ -25,8 +25,6 @@ def doubled(*values: Any) -> list[Any]:
     ]
 
 
-# ---- inputs ----
-
 IMAGE, KERNEL = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)
 OUT = torch.empty(2, 3)
 CALLS: dict[str, tuple[Callable[[], Any], str, list[Any]]] = {
@@ -113,8 +111,6 @@ def test_a_routine_that_returns_what_it_was_given_changes_nothing(acting: Act, a
     assert given[0] is X
 
 
-# ---- outputs ----
-
 MANY: dict[str, Callable[[], Any]] = {
     "max": lambda: torch.max(X, 1),
     "topk": lambda: X.topk(2),
@@ -195,9 +191,6 @@ def test_a_differentiable_routine_may_change_shape_and_kind(acting: Act, applied
     )
 
 
-# ---- replacement ----
-
-
 def test_the_identity_as_a_replacement_removes_an_op(acting: Act, applied: Applied) -> None:
     assert applied(acting("replace_op", "relu", lambda x: x), lambda: torch.relu(X)) is X
 
@@ -238,9 +231,6 @@ def test_a_replacement_runs_under_no_grad_too(acting: Act, applied: Applied) -> 
     result = applied(acting("replace_op", "relu", lambda x: x * 2), program)
     same(result, X * 2)
     assert not result.requires_grad
-
-
-# ---- errors ----
 
 
 def error_of(tool: amanda.Tool, program: Callable[[], Any]) -> tuple[BaseException, str]:

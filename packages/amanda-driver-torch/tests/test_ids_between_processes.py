@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import children
+import pytest
 
 from amanda.interceptor import NATIVE
 
@@ -43,12 +44,14 @@ def ids(seed: int, native: bool = NATIVE, left_out: tuple[str, ...] = ()) -> lis
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_ids_of_models_are_those_of_another_process() -> None:
     first = ids(1)
     assert int(first[0]) > 100
     assert ids(2) == first
 
 
+@pytest.mark.slow
 def test_the_ids_of_models_are_those_of_the_pure_python_interceptor() -> None:
     # It does not see what torch's own methods reach through a closure (`a ** 2`) or super() (`unflatten`).
     others = ("functional", "transformer")

@@ -37,6 +37,7 @@ def bench() -> Bench:
     return Bench()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("fresh", [True, False], ids=["first execution", "known ops"])
 def test_nothing_stays_behind(bench: Bench, fresh: bool, error: type[BaseException]) -> None:
@@ -61,6 +62,7 @@ def test_nothing_stays_behind(bench: Bench, fresh: bool, error: type[BaseExcepti
     assert seen > len(places) / STRIDE / 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interceptor.NATIVE, reason="the tests above are of the other interceptor")
 def test_nothing_stays_behind_without_native_code() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NATIVE_OR_NOT, __file__]

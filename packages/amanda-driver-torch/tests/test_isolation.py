@@ -184,6 +184,7 @@ def test_forward_mode_passes_straight_through(acting: Act, applied: Applied) -> 
     same(applied(acting("insert_before_op", "square", scaled), program), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at first use
 @pytest.mark.parametrize("name", ["mul", "mul_"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_tangent_passes_a_routine_straight_through(acting: Act, name: str, trained: bool) -> None:

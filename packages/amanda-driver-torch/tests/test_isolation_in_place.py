@@ -23,8 +23,6 @@ def scaled(x: Tensor) -> Tensor:
     return x * 10
 
 
-# ---- in place and views ----
-
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_": lambda x: x.relu_(),
     "exp_": lambda x: x.exp_(),

@@ -62,6 +62,7 @@ def test_the_stance_is_restored_after_an_exception() -> None:
     assert repr(frames._stance) == before
 
 
+@pytest.mark.slow
 def test_a_scope_does_not_import_the_compiler() -> None:
     program = (
         "import amanda, torch, sys\n"
@@ -138,6 +139,7 @@ def test_function_transforms_are_correct_and_said_once(harmless: amanda.Tool) ->
     assert [entry.what for entry in scope.report] == ["a torch.func transform (vmap, grad, ...)"]
 
 
+@pytest.mark.slow
 def test_work_compiled_after_a_scope_in_which_the_compiler_was_loaded_is_compiled() -> None:
     program = (
         "import amanda, torch\n"

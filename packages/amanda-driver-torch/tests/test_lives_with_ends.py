@@ -50,6 +50,7 @@ def run(program: str, **env: Any) -> tuple[int, list[str]]:
 fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this platform")
 
 
+@pytest.mark.slow
 @fork
 def test_a_child_that_was_forked_in_a_scope_leaves_it_in_peace() -> None:
     program = """
@@ -70,6 +71,7 @@ def test_a_child_that_was_forked_in_a_scope_leaves_it_in_peace() -> None:
     assert run(program) == (0, ["True", "closed once", "ended 0", "True", "closed once"])
 
 
+@pytest.mark.slow
 @fork
 def test_a_child_may_exit_within_the_scope_and_within_a_routine() -> None:
     program = """
@@ -115,6 +117,7 @@ def test_a_child_uses_a_tool_whose_routine_runs_on_another_thread_of_the_parent(
     assert run(program) == (0, ["0"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leave", "status"), [("sys.exit(4)", 4), ("os._exit(5)", 5)])
 def test_a_routine_may_end_the_process(leave: str, status: int) -> None:
     assert run(f"with amanda.apply(Same(lambda: {leave})): step()") == (status, [])
@@ -153,6 +156,7 @@ def test_the_interpreter_ends_while_a_daemon_thread_is_in_a_routine(waiting: str
     assert run(program) == (0, ["ended"])
 
 
+@pytest.mark.slow
 def test_graphs_of_any_depth_are_made_walked_and_freed() -> None:
     program = """
         class Twice(torch.autograd.Function):

@@ -69,6 +69,7 @@ INTERRUPTIBLE = [one for one in PROGRAMS if one not in (functional, checkpointed
 unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     not interceptor.NATIVE,
     reason="never: without native code an interrupt may come between the two halves of a change",
@@ -94,6 +95,7 @@ def test_an_interrupt_of_a_step_leaves_torch_as_it_was(interrupts: Interrupts, h
     assert interrupts.raised > 20
 
 
+@pytest.mark.slow
 @unraisable
 def test_an_interrupt_while_a_scope_opens_or_closes_leaves_torch_as_it_was(interrupts: Interrupts) -> None:
     tool, x = amanda.Tool(), torch.ones(2)
@@ -114,7 +116,7 @@ def test_an_interrupt_while_a_scope_opens_or_closes_leaves_torch_as_it_was(inter
 
 
 def opened() -> list[amanda.Scope]:
-    from amanda._attachment import attachment
+    from amanda.scope.attachment import attachment
 
     return attachment._scopes
 

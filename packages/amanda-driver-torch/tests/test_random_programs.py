@@ -26,6 +26,7 @@ def outcome(program: list[Step]) -> list[Any] | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cached", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("made", [Silent, Unchanged, lambda: Fresh(copied)], ids=["no-op", "echo", "fresh"])

@@ -165,9 +165,6 @@ def test_versions_are_those_of_torch(x: torch.Tensor) -> None:
         assert READER.version(torch.zeros(1)) is None
 
 
-# ---- what native code runs ----
-
-
 class Around(amanda.Tool):
     """A routine before and after every op of a name."""
 

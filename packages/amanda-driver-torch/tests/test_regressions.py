@@ -42,9 +42,6 @@ X = torch.ones(1, 1, 4, 4)
 W = torch.ones(1, 1, 2, 2)
 
 
-# ---- ids that collided ----
-
-
 def two_sums() -> None:
     X.sum(0)
     X.sum(1)
@@ -109,9 +106,6 @@ def test_one_call_site_over_several_weights_has_an_id_for_each() -> None:
     assert ids[:3] == ids[3:]
 
 
-# ---- actions that failed ----
-
-
 def test_a_backward_op_can_be_replaced(acting: Any, applied: Any) -> None:
     x = torch.ones(2, requires_grad=True)
     tool = acting("replace_backward_op", "ReluBackward0", lambda grad: torch.full_like(grad, 3))
@@ -146,9 +140,6 @@ def test_keyword_arguments_are_in_the_order_of_the_schema(acting: Any) -> None:
         torch.conv2d(stride=2, weight=W, input=X)
     ((image, weight, bias, stride),) = given
     assert (image is X, weight is W, bias, stride) == (True, True, None, 2)
-
-
-# ---- what was left behind ----
 
 
 def everything_on(model: torch.nn.Module, *tensors: Tensor) -> list[Any]:

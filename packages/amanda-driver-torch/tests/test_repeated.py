@@ -10,8 +10,8 @@ from leaves import leaf
 from torch import Tensor, nn
 
 import amanda
-from amanda._plan import Combined
 from amanda.interceptor import Mark
+from amanda.plan.plan import Plan
 
 Act = Callable[..., amanda.Tool]
 TIMES = 4
@@ -169,7 +169,7 @@ def test_leaves_that_are_made_anew_have_their_routines_and_leave_nothing(acting:
 
     def settled() -> int:
         gc.collect()
-        return sum(len(one.settled) for one in gc.get_objects() if type(one) is Combined)
+        return sum(len(one.backward.steps) for one in gc.get_objects() if type(one) is Plan)
 
     module = Calling(program)
     with amanda.apply(acting("insert_before_backward_op", "AccumulateGrad", doubled)):

@@ -47,9 +47,12 @@ def test_without_an_optional_name_the_rest_is_instrumented_and_a_warning_says_so
     assert len(caplog.records) == told
 
 
-def private_names() -> Iterator[str]:
-    """What the driver's source reads of torch under a name with an underscore, or from `torch._C`."""
-    for path in Path(_requirements.__file__).parent.glob("*.py"):
+SOURCE = Path(_requirements.__file__).parent
+
+
+def private_names(folder: Path = SOURCE) -> Iterator[str]:
+    """What a folder's source reads of torch under a name with an underscore, or from `torch._C`."""
+    for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 root, _, name = ast.unparse(node).partition(".")
@@ -68,6 +71,13 @@ def test_every_private_name_that_the_driver_reads_is_checked_when_it_attaches() 
     listed = (*_requirements.ESSENTIAL, *_requirements.OPTIONAL, "_C._VariableFunctions", "_VF.vf")
     listed += ("ops._c10d_functional.wait_tensor",)  # there with the collectives that are waited for
     read = {*private_names()}
+    assert {name for name in read if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
+
+
+def test_every_private_name_that_graphs_are_instrumented_with_is_listed() -> None:
+    listed = (*_requirements.ESSENTIAL, *_requirements.FOR_GRAPHS)
+    read = {*private_names(SOURCE / "graph")}
+    assert len(read) > 20
     assert {name for name in read if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
 
 

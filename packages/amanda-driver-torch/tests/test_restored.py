@@ -8,8 +8,8 @@ import torch.utils.checkpoint
 
 import amanda
 from amanda import interceptor
-from amanda._attachment import attachment
 from amanda.drivers.torch import TorchDriver
+from amanda.scope.attachment import attachment
 
 
 def state() -> list[Any]:

@@ -146,6 +146,7 @@ STOPS = (StopIteration, StopAsyncIteration)
 OPTIONS: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": [*HealthCheck]}
 
 
+@pytest.mark.slow
 @settings(max_examples=300, derandomize=True, **OPTIONS)
 @given(
     program=st.sampled_from(PROGRAMS),

@@ -195,6 +195,7 @@ def samples_of(op: Any, dtype: torch.dtype) -> Iterator[Any]:
             return  # some are made on CUDA only
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_calls_of_torch_s_own_tests_survive_the_round_trip(
     monkeypatch: pytest.MonkeyPatch,

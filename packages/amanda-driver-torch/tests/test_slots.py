@@ -51,6 +51,7 @@ class Loaded(nn.Linear):
 X = torch.ones(2, 4)
 
 
+@pytest.mark.slow
 def test_all_of_this_holds_for_the_pure_python_interceptor() -> None:
     if not NATIVE:
         return

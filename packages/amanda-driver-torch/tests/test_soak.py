@@ -12,8 +12,8 @@ import torch
 from programs import PROGRAMS, same_under
 
 import amanda
-from amanda._mortality import mortality
 from amanda.interceptor import Mark
+from amanda.plan.lifetime import mortality
 
 STATM = Path("/proc/self/statm")
 PAGE = 4096

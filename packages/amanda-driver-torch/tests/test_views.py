@@ -122,7 +122,7 @@ def test_a_leaf_that_is_made_in_a_scope_is_a_leaf() -> None:
 
 
 def test_views_are_let_go_with_the_values_given_for_them() -> None:
-    driver = amanda._attachment.attachment.driver(amanda.drivers.torch.TorchDriver)
+    driver = amanda.scope.attachment.attachment.driver(amanda.drivers.torch.TorchDriver)
     with amanda.apply(Times()):
         base = torch.zeros(4)
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""What pytest loads: the plugin of `amanda.tools.pytest`.
+"""The module that pytest loads: the plugin of `amanda.tools.pytest`.
 
 A module of its own at the top, for pytest takes the files of a distribution that has none there for modules
 below `amanda/tools`, and warns that `pytest` is imported already.

@@ -224,9 +224,6 @@ def test_the_command_line_comes_before_the_configuration() -> None:
     assert [tooling.name for tooling in made(specs)] == ["flops", "nan", "flops-2", "stats"]
 
 
-# ---- merging ----
-
-
 def test_flops_of_ranks_add_up() -> None:
     def result(calls: int, module: str) -> FlopsResult:
         places = [Place("forward", "linear", one, "a.py:1", calls, 10, 20, 5, 40) for one in ("", module)]

@@ -30,6 +30,7 @@ def calls(path: Path, type: str) -> int:
     return sum(row["calls"] for row in rows if row["type"] == type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-"])
 def test_a_stream_that_the_shell_has_closed_changes_nothing(script: Path, closed: str) -> None:
     script.write_text("import sys, torch\ntorch.ones(3).cumsum(0)\nsys.exit(7)")
@@ -39,6 +40,7 @@ def test_a_stream_that_the_shell_has_closed_changes_nothing(script: Path, closed
     assert calls(script.parent / "out" / "flops.json", "cumsum") == 1
 
 
+@pytest.mark.slow
 def test_a_program_runs_in_a_working_directory_that_is_gone(tmp_path: Path, script: Path) -> None:
     script.write_text("print('ran')")
     for given, status, told in (
@@ -64,6 +66,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_program_runs(script: Pa
     )
 
 
+@pytest.mark.slow
 def test_a_result_that_is_lost_is_told_where_none_is_printed(script: Path) -> None:
     script.write_text("import os, torch\ntorch.ones(3).cumsum(0)\nos.mkdir('out/flops.json')")
     done = amanda_run(script.parent, "-q", "-t", "flops", "-o", "out", "train.py")
@@ -88,6 +91,7 @@ if len(sys.argv) == 3:
 """
 
 
+@pytest.mark.slow
 def test_what_was_counted_before_a_process_became_another_program_is_kept(script: Path) -> None:
     script.write_text(BECOMES)
     done = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py", "2")

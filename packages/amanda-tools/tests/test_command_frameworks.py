@@ -76,6 +76,7 @@ def test_results_are_told_and_saved_and_the_program_prints_its_own(script: Path)
     assert "\x1b" not in run.stderr
 
 
+@pytest.mark.slow
 def test_an_exception_is_told_as_it_is_and_results_are_saved(script: Path) -> None:
     script.write_text(
         f"{MODEL}\nmodel(torch.rand(5, 4))\ntry:\n    model(torch.rand(5, 3))\nfinally:\n    1 / 0"
@@ -142,6 +143,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_threads_and_processes_of_a_program_are_merged(script: Path) -> None:
     script.write_text(MODEL + CHILDREN)
     run = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
@@ -166,6 +168,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_that_are_terminated_while_they_exit_leave_their_results(script: Path) -> None:
     script.write_text(MODEL + POOL)
     amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
@@ -178,6 +181,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_program_trains_within_a_budget_of_memory(script: Path) -> None:
     script.write_text(MODEL + BUDGET)
     amanda_run(script.parent, "-t", "remat:budget=4kB", "-o", "out", "train.py")
@@ -198,6 +202,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_are_merged(script: Path) -> None:
     script.write_text(MODEL + RANKS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
@@ -226,6 +231,7 @@ print(len(history.history["loss"]))
 """
 
 
+@pytest.mark.slow
 def test_a_keras_script_runs_under_tools(script: Path) -> None:
     script.write_text(FIT)
     run = amanda_run(script.parent, "-t", "flops", "-t", "nan:phase=forward", "-o", "out", "train.py")
@@ -278,6 +284,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_a_transformers_trainer_runs_under_tools(script: Path) -> None:
     script.write_text(TRAINER)
     (script.parent / "patch").mkdir()

@@ -51,6 +51,7 @@ def test_a_script_finds_itself_as_it_is(script: Path) -> None:
     assert "typed" in out
 
 
+@pytest.mark.slow
 def test_a_module_a_folder_and_code_do_too(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
@@ -137,11 +138,35 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_of_a_script_do_what_they_do(script: Path) -> None:
     script.write_text(PROCESSES)
     status, out, _ = both(["script.py"], script.parent)
     assert status == 0
     assert "forkserver [2, 4]" in out
+
+
+EARLY = """
+import ctypes, os, signal
+
+def first_in_child():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.write(1, b"waits ")  # or Python forgets it when it prepares the child
+
+callback = ctypes.CFUNCTYPE(None)(first_in_child)
+ctypes.CDLL(None)["__register_atfork"](None, None, callback, None)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it takes glibc to act in a fork before Python")
+def test_a_signal_that_a_child_gets_as_it_begins_ends_it(script: Path) -> None:
+    script.write_text(EARLY)
+    done = outcome([*RUN, "script.py"], script.parent)
+    assert done == (0, f"waits {-signal.SIGTERM} set()\n", "")
 
 
 def test_a_sitecustomize_that_is_shadowed_runs(tmp_path: Path) -> None:

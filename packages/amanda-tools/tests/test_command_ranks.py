@@ -106,6 +106,7 @@ def test_ranks_are_missed_of_each_start() -> None:
     assert missing_ranks(["process3"]) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: Path) -> None:
     tools = ["-t", "flops", "-t", "stats:type=linear", "-o", "out"]
     told = run(script.parent, *TORCHRUN, *RUN, *tools, "--", "train.py", "whole")
@@ -122,6 +123,7 @@ def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: P
     assert output.statistics.elements == 3 * (3 + 4) * 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_the_results_of_the_others(script: Path) -> None:
     told = run(
         script.parent,
@@ -149,6 +151,7 @@ def test_a_killed_rank_leaves_the_results_of_the_others(script: Path) -> None:
     assert flops(out / "flops.json").remarks == merged.remarks
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_what_was_saved_before(script: Path) -> None:
     tools = ["-t", "flops", "-t", "trace", "--every", "0.3", "-o", "out"]
     told = run(script.parent, *RUN, *tools, "--", *TORCHRUN, "train.py", "killed", "1.5", fails=True)
@@ -167,6 +170,7 @@ def test_a_killed_rank_leaves_what_was_saved_before(script: Path) -> None:
     assert json.loads((out / "rank1.trace.json").read_text())["ops"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_native_code_is_saved_when_it_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOCKED)
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import pytest
 import torch
 from torch import nn
 
@@ -107,6 +108,7 @@ def phases(folder: Path, *options: str) -> list[list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_amanda_run_leaves_construction_out_of_every_tool(tmp_path: Path) -> None:
     tools = ["-t", "flops", "-t", "trace"]
     assert phases(tmp_path, *tools) == [["backward", "forward", "optimizer"]] * 2

@@ -67,9 +67,6 @@ def tokens() -> Tensor:
     return torch.arange(24).reshape(2, 12)
 
 
-# ---- planted bugs ----
-
-
 def test_two_runs_of_one_model_are_the_same_to_the_last_bit(bert: nn.Module, tokens: Tensor) -> None:
     result = compared(bert, copy.deepcopy(bert), tokens)
     assert not result
@@ -379,9 +376,6 @@ def test_complex_integer_and_boolean_tensors_are_compared() -> None:
     first = diff(lambda: ones.add(1).gt(3), lambda: ones.add(2).gt(3)).first
     assert first is not None
     assert (first.type, first.tolerance) == ("add", 0.0)
-
-
-# ---- what is compared ----
 
 
 def dumped(folder: Path, program: Callable[[], Any], **options: Any) -> Path:

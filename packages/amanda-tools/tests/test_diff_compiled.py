@@ -64,6 +64,7 @@ def test_a_wrong_compiler_is_found_where_compiled_code_runs(model: Model) -> Non
     assert result.told == ()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of inductor's own imports
 def test_a_wrong_kernel_is_found_at_its_op(model: Model) -> None:
     options = {"cpp.inject_relu_bug_TESTING_ONLY": "accuracy", "fx_graph_cache": False}
@@ -156,6 +157,7 @@ def test_the_command_compares_functions_of_a_file(tmp_path: Path, capsys: pytest
     assert "did you mean compiles?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_amanda_run_runs_compiled_code_where_it_is_asked_to(tmp_path: Path) -> None:
     program = tmp_path / "wrong_program.py"
     program.write_text(PROGRAM)

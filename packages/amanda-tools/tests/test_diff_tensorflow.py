@@ -25,9 +25,6 @@ def numpy(tensor: Tensor) -> Any:
     return tensor.detach().numpy()
 
 
-# ---- a convolutional network ----
-
-
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -175,9 +172,6 @@ def test_a_module_that_ran_nothing_is_told(networks: Any, images: Tensor) -> Non
         AmandaError, match=r"module 'entri' of the mapping executed nothing in .*; did you mean 'entry'"
     ):
         diff(lambda: network(images), lambda: twin(nhwc), mapping={"stem": "entri"})
-
-
-# ---- a transformer block ----
 
 
 class Block(nn.Module):

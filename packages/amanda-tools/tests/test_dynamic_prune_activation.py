@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.tools.dynamic_prune import ActivationPruneTool
-from amanda.tools.dynamic_prune._geometry import Geometry, geometry
+from amanda.tools.dynamic_prune._math import needed
+from amanda.tools.kit import Window, windows_of
 
 
 class Block(nn.Module):
@@ -120,8 +121,8 @@ def test_needed_positions_are_those_that_reach_a_kept_one(
     if padding == "same" and (stride > 1 or kernel[0] == 2):
         return  # which PyTorch has not, or warns of
     if padding is None:
-        form, x = Geometry(kernel, (stride, stride), (dilation, dilation), None), torch.ones(2, 1, 11, 9)
-        (top, bottom), (left, right) = form.pads((11, 9))
+        windows, x = [Window(one, stride, dilation, "same") for one in kernel], torch.ones(2, 1, 11, 9)
+        (top, bottom), (left, right) = (one.pads(size) for one, size in zip(windows, (11, 9), strict=True))
         x.requires_grad_()
         given = F.conv2d(
             F.pad(x, (left, right, top, bottom)), torch.ones(1, 1, *kernel), None, stride, 0, dilation
@@ -129,12 +130,10 @@ def test_needed_positions_are_those_that_reach_a_kept_one(
         assert given.shape[2:] == (-(-11 // stride), -(-9 // stride))  # as TensorFlow says of "SAME"
     else:
         attributes = {"stride": [stride, stride], "dilation": dilation, "padding": padding}
-        found = geometry(attributes, "NCHW", kernel)
-        assert found is not None
-        form, x = found, torch.ones(2, 1, 11, 9, requires_grad=True)
+        windows, x = windows_of(attributes, "NCHW", kernel), torch.ones(2, 1, 11, 9, requires_grad=True)
         given = F.conv2d(x, torch.ones(1, 1, *kernel), None, stride, padding, dilation)
-    assert form.given((11, 9)) == given.shape[2:]
+    assert [one.places(size) for one, size in zip(windows, (11, 9), strict=True)] == list(given.shape[2:])
     torch.manual_seed(0)
     mask = (torch.rand(given[:, 0].shape) > 0.8).float()
     (reached,) = torch.autograd.grad((given[:, 0] * mask).sum(), x)
-    assert torch.equal(form.needed(mask, (11, 9)), (reached[:, 0] > 0).float())
+    assert torch.equal(needed(mask, windows, (11, 9)), (reached[:, 0] > 0).float())

@@ -29,8 +29,6 @@ def drawn(*shape: int) -> NDArray[np.float32]:
     return RANDOM.normal(0, 0.5, shape).astype(np.float32)
 
 
-# ---- programs, the same in both frameworks ----
-
 IMAGES = drawn(3, 8, 8, 4)
 CONVOLUTIONS: Arrays = {
     "stem": drawn(3, 3, 4, 6), "one": drawn(3, 3, 6, 6), "two": drawn(3, 3, 6, 6), "scale": 1 + drawn(6) ** 2,
@@ -88,8 +86,6 @@ class OfPyTorch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.program(x, self.weights)
 
-
-# ---- modes ----
 
 Program = Callable[[Any, dict[str, Any]], Any]
 

@@ -121,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], DynamicPruneTool], 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_target_is_reached_on_digits_and_outlives_the_tool(
     name: str, digits: tuple[Tensor, Tensor]

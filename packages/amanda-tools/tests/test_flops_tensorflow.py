@@ -131,6 +131,7 @@ TWINS = {
 """Keras' twins of torchvision's models, and the multiply-accumulates of both for an image of 224 by 224."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_of_a_model_of_torchvision_costs_the_same_in_every_mode(name: str) -> None:
     make, wanted = TWINS[name]

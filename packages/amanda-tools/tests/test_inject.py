@@ -35,9 +35,6 @@ def changed(one: Tensor, other: Tensor) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(position, one.shape)) for position in flat]
 
 
-# ---- bit flips ----
-
-
 def test_a_flipped_bit_of_a_float_is_that_of_struct() -> None:
     x = torch.rand(3, 4)
     for seed in range(40):
@@ -128,9 +125,6 @@ def test_a_stuck_bit_has_its_value_whatever_it_was() -> None:
     ]
 
 
-# ---- other faults ----
-
-
 def test_values_and_zeros_take_the_place_of_elements() -> None:
     x = torch.rand(4, 5) + 1
     y, tool = injected(lambda: x.clone(), fault="zero", count=3)
@@ -166,9 +160,6 @@ def test_noise_is_rounded_to_what_the_type_holds() -> None:
     assert (y.min() < 127) & (y.max() == 127)
     _, tool = injected(lambda: torch.ones(3, dtype=torch.bool).clone(), fault="gaussian", type="clone")
     assert not tool.result.injections
-
-
-# ---- where ----
 
 
 def test_exactly_so_many_elements_or_each_with_its_probability() -> None:
@@ -301,9 +292,6 @@ def test_what_has_no_elements_of_its_own_is_left_alone() -> None:
         assert injected(program, type=["mul", "clone"])[1].result.total == 0
 
 
-# ---- when ----
-
-
 def test_executions_are_chosen_by_start_end_and_frequency() -> None:
     layer, x = nn.Linear(2, 2), torch.rand(1, 2)
     _, tool = injected(lambda: [layer(x) for _ in range(10)], start=2, end=9, frequency=3)
@@ -324,8 +312,6 @@ def test_a_permanent_fault_is_the_same_at_every_execution() -> None:
     assert len({(one.element, one.bits) for one in tool.result.injections}) > 2  # two may be equal by chance
 
 
-# ---- the same again ----
-
 SCRIPT = """
 import torch, torch.nn.functional as F, amanda
 from amanda.tools.inject import InjectTool
@@ -344,6 +330,7 @@ print([faults(seed=5), faults(seed=5, target="grad_inputs")])
 """
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_faults_again_also_in_another_process() -> None:
     told = [children.run([sys.executable, "-c", SCRIPT], check=True).stdout for _ in range(2)]
     assert told[0] == told[1]
@@ -389,13 +376,10 @@ def test_random_numbers_of_the_program_are_left_alone() -> None:
     assert tool.result.total == 8
 
 
-# ---- what is told ----
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"fault": "flip"}, "fault is 'flip'; it is one of bit_flip"),
+        ({"fault": "flip"}, "fault is 'flip'; it is one of 'bit_flip'"),
         ({"target": "output"}, "target is 'output'"),
         ({"field": "signs"}, "field is 'signs'"),
         ({"probability": 2}, "between 0 and 1"),

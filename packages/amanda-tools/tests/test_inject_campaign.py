@@ -139,6 +139,7 @@ def test_a_campaign_repeats_exactly_and_any_trial_of_it() -> None:
         assert other.run(program).to_dict()["trials"] != first.to_dict()["trials"]
 
 
+@pytest.mark.slow
 def test_trials_sample_ops_alike_or_by_their_elements() -> None:
     small, large = torch.ones(10), torch.ones(990)
 

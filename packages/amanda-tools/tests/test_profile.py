@@ -56,9 +56,6 @@ class Slow(torch.autograd.Function):
         return gradient * 2
 
 
-# ---- times ----
-
-
 def test_an_op_takes_as_long_as_it_takes() -> None:
     x = torch.rand(3, requires_grad=True)
     start = time.perf_counter_ns()
@@ -212,9 +209,6 @@ def test_training_under_the_tool_is_bit_identical() -> None:
         assert torch.equal(one, other)
 
 
-# ---- steps ----
-
-
 def training(steps: int, tool: ProfileTool | None = None, explicit: bool = False) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.rand(2, 4)  # an op that runs once, ahead of the loop
@@ -302,9 +296,6 @@ def test_ops_that_are_analysed_at_each_execution_are_one_place() -> None:
     assert place(result, "linear").calls == place(result, "relu_backward", "backward").calls == 3
 
 
-# ---- memory ----
-
-
 def test_memory_of_a_small_mlp_is_what_one_computes_by_hand() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     x = torch.rand(32, 16)
@@ -370,9 +361,6 @@ def test_memory_can_be_left_alone() -> None:
     assert place(result, "zeros").allocated is None
 
 
-# ---- a device's clock ----
-
-
 class Queue:
     """A clock whose marks pass when they are told to; a mark is its number."""
 
@@ -431,9 +419,6 @@ def test_marks_of_a_device_are_put_around_the_op_alone() -> None:
     assert (outer.calls, inner.calls) == (1, 1)
 
 
-# ---- kernels ----
-
-
 def test_what_torch_saw_within_an_op_is_told_of_it() -> None:
     layer, x = nn.Linear(64, 32), torch.rand(16, 64)
     tool = ProfileTool(kernels=True, active=2, repeat=1)
@@ -482,9 +467,6 @@ def test_kernels_belong_to_the_innermost_op_that_launched_them() -> None:
     assert found == [
         (5, "sgemm", "cuda:0", 7500), (5, "aten::addmm", "cpu", 2000), (3, "aten::linear", "cpu", 2000),
     ]  # fmt: skip
-
-
-# ---- results ----
 
 
 def test_by_groups_and_adds_up() -> None:

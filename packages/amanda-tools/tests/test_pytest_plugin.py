@@ -28,9 +28,6 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-# ---- assertions ----
-
-
 def test_flops_are_compared_exactly_or_within_a_share() -> None:
     x = torch.ones(3, 4)
     output = assert_flops(model(), x, macs=3 * (4 * 8 + 8 * 2))
@@ -82,9 +79,6 @@ def test_they_hold_in_tensorflow_too() -> None:
     assert_flops(step, x, macs=3 * 64)
     assert_op_counts({"matmul": 3, "relu": 3}, step, x)
     assert_finite(step, x)
-
-
-# ---- the fixture ----
 
 
 def run(pytester: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
@@ -170,6 +164,7 @@ def test_nothing_is_imported_until_a_test_asks(pytester: pytest.Pytester) -> Non
     result.stdout.no_fnmatch_line("*warning*")
 
 
+@pytest.mark.slow
 def test_without_the_fixture_nothing_is_instrumented_and_it_can_be_off(
     pytester: pytest.Pytester,
 ) -> None:

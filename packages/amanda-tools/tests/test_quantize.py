@@ -143,9 +143,6 @@ def test_an_activation_that_was_never_calibrated_is_an_error_that_says_where(mod
     assert any("QuantizeTool" in note and "head" in note for note in caught.value.__notes__)
 
 
-# ---- training ----
-
-
 class ByHand(nn.Module):
     """A convolution and a linear layer with torch.ao's modules for quantisation-aware training."""
 
@@ -288,9 +285,6 @@ def test_an_optimizer_that_has_the_scales_trains_those_that_are_loaded() -> None
     assert all(map(torch.equal, trained(*one), trained(*other)))
 
 
-# ---- state and files ----
-
-
 @pytest.mark.parametrize(
     ("method", "suffix"),
     [("static", "pt"), ("static", "json"), ("static", "safetensors"), ("dynamic", "json"),
@@ -358,6 +352,7 @@ with amanda.apply(tool):
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_tool_gives_the_same_in_a_new_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, tmp_path / "scales.safetensors", tmp_path / "outputs.pt"]
     printed = [children.run(command, check=True).stdout for _ in range(2)]
@@ -370,9 +365,6 @@ def test_clear_starts_anew(model: Network, batches: list[Tensor]) -> None:
     assert (tool.state_dict(), tool.result.rows()) == ({}, [])
     with amanda.apply(tool), pytest.raises(QuantizeError, match="has no scale"):
         model(batches[0])
-
-
-# ---- phases, noise, errors ----
 
 
 def test_so_many_executions_calibrate_where_there_is_no_phase_for_it(
@@ -534,6 +526,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_the_command_quantises_a_program(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM_UNDER_THE_COMMAND)
     tool = "quantize:weight_bits=4,type=linear,calibration=2,sqnr=true"

@@ -310,9 +310,6 @@ def test_sqnr_in_decibels() -> None:
     assert (sqnr(100.0, 1.0), sqnr(1.0, 0.0), sqnr(0.0, 1.0)) == (20.0, math.inf, -math.inf)
 
 
-# ---- learned step sizes ----
-
-
 def lsq_by_hand(v: Any, s: Any, low: int, high: int, factor: float, offset: Any = None) -> Any:
     """The pseudocode of Esser et al. 2020, appendix B, with the offset of LSQ+."""
 

@@ -220,6 +220,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scales_on_transplanted_weights_are_equal_in_every_mode(name: str, weights: Weights) -> None:
     options = {"weight_bits": 5, "activation_bits": 6, **OPTIONS[name]}

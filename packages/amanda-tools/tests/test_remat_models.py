@@ -92,6 +92,7 @@ def step(model: nn.Module, run: Run, *tools: amanda.Tool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_within_a_budget_with_the_same_gradients(name: str, transformers: Any) -> None:
     torch.manual_seed(0)
@@ -103,9 +104,6 @@ def test_models_train_within_a_budget_with_the_same_gradients(name: str, transfo
     assert all(map(torch.equal, plain, step(model, run, tool)))
     assert tool.result.rematerialisations > 0
     assert tool.result.peak <= share * free.result.peak
-
-
-# ---- a linear chain, against a simulation of the algorithm ----
 
 
 def chain(n: int, budget: int | None) -> RematTool:
@@ -182,9 +180,6 @@ def test_a_chain_takes_as_many_ops_as_the_algorithm_says(n: int) -> None:
 def test_a_chain_takes_ops_in_proportion_to_its_length_within_twice_its_root() -> None:
     for n in (25, 100, 400, 1600):
         assert Simulation(n, 2 * ceil(sqrt(n))).again <= 2 * n
-
-
-# ---- torch's own allocator ----
 
 
 def allocated(run: Callable[[], Any]) -> int:

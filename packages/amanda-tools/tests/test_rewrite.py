@@ -81,9 +81,6 @@ TEN = Rule(Op("relu", Op("neg")), lambda match: match.original() + 10, name="ten
 negated_relu = Model(lambda x: torch.relu(torch.neg(x)))
 
 
-# ---- patterns ----
-
-
 def test_a_match_is_replaced_as_one_from_its_second_execution_on() -> None:
     tool, x = RewriteTool([TEN]), torch.tensor([1.0, -2.0])
     with amanda.apply(tool):
@@ -226,9 +223,6 @@ def test_an_unknown_capture_is_an_error_that_tells_those_there_are() -> None:
         torch.neg(torch.ones(2))
 
 
-# ---- overlapping matches ----
-
-
 def labelled(pattern: Op, label: float, name: str) -> Rule:
     return Rule(pattern, lambda match: match.original() + label, name=name)
 
@@ -267,9 +261,6 @@ def test_a_chain_of_equal_ops_is_matched_in_pairs() -> None:
 
     assert rewritten(tool, program, times=4).item() == -21
     assert tool.result.count() == 2
-
-
-# ---- what is read elsewhere ----
 
 
 def test_a_match_whose_intermediate_is_read_elsewhere_is_not_replaced() -> None:
@@ -439,9 +430,6 @@ def test_shapes_of_intermediates_are_there_without_their_values() -> None:
     assert tool.result.matches[0].replaced == 3
 
 
-# ---- control flow ----
-
-
 def test_a_match_that_control_flow_breaks_is_computed_op_by_op() -> None:
     weight = torch.tensor([2.0], requires_grad=True)
 
@@ -479,9 +467,6 @@ def test_new_shapes_are_rewritten_too() -> None:
             assert result.shape == (n,)
     assert result.tolist() == [11]
     assert tool.result.matches[0].replaced == 4
-
-
-# ---- exceptions, and the rest of the program ----
 
 
 def test_after_an_exception_in_a_replacement_all_is_as_it_was() -> None:
@@ -564,9 +549,6 @@ def test_the_result_goes_through_a_file(tmp_path: Any) -> None:
     tool.clear()
     assert not tool.result.matches
     assert "No rule" in str(tool.result)
-
-
-# ---- rules that come with it ----
 
 
 def test_a_folded_normalisation_gives_what_it_gave_and_its_gradients() -> None:

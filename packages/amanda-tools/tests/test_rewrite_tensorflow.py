@@ -144,6 +144,7 @@ def mobilenet_v2(library: Any) -> Any:
     return library.applications.MobileNetV2((32, 32, 3), weights=None, classes=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "pairs"), [(resnet, 53), (mobilenet_v2, 52)])
 def test_twins_of_models_of_torchvision_are_folded_in_every_mode(make: Any, pairs: int) -> None:
     pytest.importorskip("tf_keras")

@@ -74,6 +74,7 @@ def x() -> torch.Tensor:
     return torch.rand(3, 4)
 
 
+@pytest.mark.slow
 def test_only_selected_types_are_analysed() -> None:
     seen = select(Seen(), type="linear")
     with amanda.apply(seen):
@@ -207,9 +208,6 @@ def test_a_tool_with_a_selection_of_its_own_says_what_no_op_fitted_in_its_result
 def test_what_cannot_be_is_an_error(given: dict[str, Any], error: type[AmandaError], part: str) -> None:
     with pytest.raises(error, match=part):
         select(Seen(), **given)
-
-
-# ---- steps ----
 
 
 def test_a_step_begins_with_the_first_op_of_the_model() -> None:

@@ -94,6 +94,7 @@ def test_steps_of_a_session_are_its_runs() -> None:
     assert steps.number == 3  # what initialises the variable begins with another operation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["net*/wide*", "*.wide*"])
 def test_modules_and_types_select(model: keras.Model, module: str) -> None:
     part = select(FlopsTool(), module=module, type="MatMul")

@@ -214,9 +214,6 @@ def test_adding_does_not_wait_for_the_device() -> None:
     assert mode is not None
 
 
-# ---- the tool ----
-
-
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)

@@ -62,6 +62,7 @@ def by_hand(model: keras.Model, evaluate: Any) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_each_point_is_what_one_kernel_pruned_by_hand_gives(
     model: keras.Model, digits: tuple[Any, Any], eagerly: bool
@@ -79,6 +80,7 @@ def test_each_point_is_what_one_kernel_pruned_by_hand_gives(
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
+@pytest.mark.slow
 def test_bits_are_swept_where_keras_evaluates(model: keras.Model, digits: tuple[Any, Any]) -> None:
     before = [value.copy() for value in model.get_weights()]
     sweep = BitsSweep(lambda: -model.evaluate(*digits, verbose=0), [8, 2], progress=False)

@@ -52,9 +52,6 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-# ---- what an op and a tensor tell ----
-
-
 def test_ops_tell_their_type_module_line_arguments_and_tensors() -> None:
     model, x = mlp(), torch.rand(3, 4)
     graph = trace(lambda: F.softmax(model(x), dim=-1))
@@ -128,9 +125,6 @@ def test_an_lstm_is_one_op_whose_outputs_are_told_apart() -> None:
     assert {one.name for one in graph.inputs(op) if one.kind == "parameter"} == {
         "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"
     }  # fmt: skip
-
-
-# ---- memory that is shared ----
 
 
 def test_a_tensor_written_in_place_is_another_one_afterwards() -> None:
@@ -308,9 +302,6 @@ def test_arguments_of_any_kind_are_told() -> None:
     graph = trace(lambda: x.as_subclass(Own))
     assert graph.ops[0].attributes is not None
     assert str(graph.ops[0].attributes["cls"]).endswith("Own")
-
-
-# ---- executions ----
 
 
 def test_a_second_step_is_counted_at_the_ops_of_the_first() -> None:
@@ -531,9 +522,6 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
         TraceTool(**options)  # type: ignore[arg-type]
 
 
-# ---- the backward pass ----
-
-
 def test_gradients_lead_through_the_backward_ops() -> None:
     model, x = mlp(), torch.rand(3, 4)
     graph = trace(lambda: model(x).sum().backward())
@@ -603,9 +591,6 @@ def test_backward_ops_are_left_out_on_request() -> None:
     assert {op.phase for op in graph.ops} == {"forward"}
 
 
-# ---- nothing is changed, nothing is kept ----
-
-
 def test_training_is_the_same_to_the_bit() -> None:
     def train(*tools: amanda.Tool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -667,9 +652,6 @@ def test_a_new_tensor_is_not_taken_for_one_that_is_gone() -> None:
     assert tool.graph.producers(exp) == ()
 
 
-# ---- tools that depend on it ----
-
-
 class Looker(amanda.Tool):
     """Notes which ops lead to each op."""
 
@@ -722,9 +704,6 @@ def test_a_dependent_tool_that_changes_outputs_does_not_break_the_graph() -> Non
     with amanda.apply(tool):
         x.exp().sin()
     assert edges(tool.tracer.graph) == [("exp", "sin")]
-
-
-# ---- forms ----
 
 
 def test_a_saved_graph_is_read_back_as_it_was(tmp_path: Path) -> None:

@@ -52,9 +52,6 @@ def trace() -> dict[str, Any]:
     return transformer(layers=1)
 
 
-# ---- the page ----
-
-
 def test_a_page_stands_alone_and_is_small(tmp_path: Path) -> None:
     page = to_page(saved(tmp_path, "a.json", table([row("relu", 1)])))
     assert len(page) < 300_000
@@ -101,9 +98,6 @@ def test_a_result_needs_no_file() -> None:
         {"name": "calls", "number": True, "total": True, "unit": ""},
         {"name": "time", "number": True, "total": False, "unit": "s"},
     ]
-
-
-# ---- joining ----
 
 
 def test_a_trace_has_its_ops_tensors_and_edges(tmp_path: Path, trace: dict[str, Any]) -> None:
@@ -238,9 +232,6 @@ def test_what_any_tool_tells_can_be_shown(tmp_path: Path, name: str, monkeypatch
     assert content["tables"] or content["graph"]
 
 
-# ---- timelines ----
-
-
 def span(name: str, start: float, lasting: float, **args: Any) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": start, "dur": lasting, "pid": 1, "tid": 2, "args": args}
 
@@ -298,9 +289,6 @@ def test_where_there_are_too_many_events_the_longest_stay(
     assert found["dropped"] == 1
 
 
-# ---- what is wrong is said ----
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -331,9 +319,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         to_page(tmp_path / "cut.json")
     with pytest.raises(AmandaError, match="one result or more"):
         to_page()
-
-
-# ---- the command ----
 
 
 def test_the_command_writes_a_page_and_says_where(tmp_path: Path, trace: dict[str, Any]) -> None:

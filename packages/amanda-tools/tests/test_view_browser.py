@@ -116,9 +116,6 @@ def column_of(page: Page, name: str) -> int:
     return page.locator("#table .head .label").all_inner_texts().index(name) + 1
 
 
-# ---- folding ----
-
-
 def test_modules_fold_in_the_tree_and_in_the_graph(show: Open, small: dict[str, Any]) -> None:
     page = show(small)
     node(page, "0").locator(".chevron").click()
@@ -225,9 +222,6 @@ def test_phases_are_shown_one_by_one_or_together(show: Open, small: dict[str, An
     assert {"cross_entropy_backward", "cross_entropy"} <= set(titles(page))
 
 
-# ---- searching ----
-
-
 def test_search_leaves_what_it_finds(show: Open, small: dict[str, Any]) -> None:
     page = show(small)
     page.keyboard.press("/")
@@ -255,9 +249,6 @@ def test_search_takes_fields_and_stars(show: Open, small: dict[str, Any]) -> Non
     ):  # fmt: skip
         page.fill("#query", query)
         found(page, f"{count} of")
-
-
-# ---- selecting ----
 
 
 def test_a_selected_op_is_the_same_everywhere(show: Open, small: dict[str, Any]) -> None:
@@ -293,9 +284,6 @@ def test_a_module_is_selected_with_its_totals(show: Open, small: dict[str, Any])
     assert f"{len(inside) // 2} forward, {len(inside) // 2} backward" in page.inner_text("#facts")
     page.click("text=Only this module")
     found(page, f"{len(inside)} of")
-
-
-# ---- tables ----
 
 
 def test_a_column_sorts_down_up_and_back(show: Open, small: dict[str, Any]) -> None:
@@ -367,9 +355,6 @@ def test_two_runs_of_one_tool_are_beside_each_other(show: Open, small: dict[str,
     until(lambda: node(page, "head").locator(".value").inner_text() == "0")
 
 
-# ---- differences ----
-
-
 def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, Any]) -> None:
     forward = [op for op in small["ops"] if op["phase"] == "forward"]
     rows = [
@@ -402,9 +387,6 @@ def test_the_first_divergence_is_found_and_flagged(show: Open, small: dict[str, 
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
     page.mouse.wheel(0, -400)
     until(lambda: float(plot.get_attribute("data-from") or 0) > 0)
-
-
-# ---- timeline ----
 
 
 def test_the_timeline_zooms_moves_and_selects(show: Open) -> None:
@@ -459,9 +441,6 @@ def test_a_timeline_alone_tells_the_time_of_each_op(show: Open) -> None:
     assert node(page, "net").locator(".value").inner_text() == "105 \u00b5s"
 
 
-# ---- safety, looks, size ----
-
-
 def test_names_run_no_code(show: Open) -> None:
     evil = [
         "<img src=x onerror=alert(1)>",
@@ -502,7 +481,7 @@ def test_no_script_but_the_page_s_own_may_run(show: Open, small: dict[str, Any])
 
 
 def luminance(page: Page, selector: str, what: str) -> float:
-    colour = page.evaluate(f"getComputedStyle(document.querySelector({selector!r})).{what}")
+    colour = page.locator(selector).first.evaluate(f"(element) => getComputedStyle(element).{what}")
     parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
     linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -541,6 +520,7 @@ def test_controls_have_names_and_roles(show: Open, small: dict[str, Any]) -> Non
     assert page.get_by_role("tab", name="Graph").get_attribute("aria-selected") == "true"
 
 
+@pytest.mark.slow
 def test_ten_thousand_ops_without_modules_stay_quick(show: Open) -> None:
     trace, numbers = Trace(), random.Random(0)
     mask = trace.tensor([1], "input", name="mask")
@@ -587,6 +567,7 @@ def test_scopes_with_slashes_may_have_dots_in_their_names(show: Open) -> None:
     assert tree_names(page) == ["mobilenet_1.00", "conv", "mul", "mul"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_ops_stay_quick(show: Open) -> None:
     trace = transformer(layers=265)
     assert len(trace["ops"]) > 10_000

@@ -9,7 +9,7 @@ from amanda._api import __all__ as __all__
 
 
 def _resolve_lazily(package: str) -> None:
-    """Let `amanda.tools.mapping` work after `import amanda` alone."""
+    """Make `amanda.tools.mapping` work after `import amanda` alone."""
     try:
         namespace = importlib.import_module(package)
     except ModuleNotFoundError:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from inspect import getdoc
 from pathlib import Path
 
-from amanda._commands import (
+from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
+from amanda.plugins.commands import (
     OWN,
     TAKEN,
     Command,
@@ -18,8 +19,7 @@ from amanda._commands import (
     table,
     version_of_core,
 )
-from amanda._entries import COMMANDS, registry, rivalry
-from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
+from amanda.plugins.entries import COMMANDS, registry, rivalry
 
 HELP = frozenset({"-h", "--help"})
 

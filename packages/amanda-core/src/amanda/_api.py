@@ -1,19 +1,5 @@
 """The public names of `amanda`."""
 
-from amanda._inlining import Inlined, Instrumented, instrument
-from amanda._plugins import Plugin, list_drivers, list_tools, load_tool
-from amanda._report import Report, Uninstrumented
-from amanda._scope import Scope, apply
-from amanda._state import (
-    autodiff_disabled,
-    autodiff_enabled,
-    cache_disabled,
-    cache_enabled,
-    disabled,
-    enabled,
-    is_cache_enabled,
-    is_enabled,
-)
 from amanda.action import (
     Action,
     ActionType,
@@ -25,7 +11,21 @@ from amanda.action import (
 )
 from amanda.context import OpContext
 from amanda.errors import AmandaError
+from amanda.export.inlining import Inlined, Instrumented, instrument
 from amanda.namespace import Namespace
+from amanda.plugins.manager import Plugin, list_drivers, list_tools, load_tool
+from amanda.scope.report import Report, Uninstrumented
+from amanda.scope.scope import Scope, apply
+from amanda.scope.state import (
+    autodiff_disabled,
+    autodiff_enabled,
+    cache_disabled,
+    cache_enabled,
+    disabled,
+    enabled,
+    is_cache_enabled,
+    is_enabled,
+)
 from amanda.tool import Tool
 
 __all__ = [

@@ -43,7 +43,7 @@ class OptionError(AmandaError, TypeError):
 
 
 class ToolError(AmandaError, TypeError):
-    """What was applied, registered or depended on is not what a tool is made of."""
+    """An object that was applied, registered or depended on is no tool, or cannot be part of one."""
 
 
 class DependencyCycleError(AmandaError, ValueError):

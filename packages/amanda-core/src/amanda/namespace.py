@@ -42,7 +42,7 @@ class Namespace(tuple[str, ...]):
         return Namespace, (str(self),)
 
     def matches(self, pattern: str | Namespace) -> bool:
-        """Whether every tag of `pattern` is `*` or equals the tag in its place; the rest is free."""
+        """Return True if every tag of `pattern` is `*` or equals the tag in its place; the rest is free."""
         tags = Namespace(pattern) if isinstance(pattern, str) else pattern
         return len(tags) <= len(self) and all(
             want in ("*", have) for want, have in zip(tags, self, strict=False)

@@ -2,75 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from amanda import interceptor
-from amanda._caller import caller
-from amanda._mortality import forget_all, forget_ops, slots
-from amanda._scope import Scope, apply
-from amanda.action import Action, ActionType, InstrumentationPoint, Routine
-from amanda.context import OpContext
 from amanda.errors import ToolError
+from amanda.plan.action import Action, InstrumentationPoint
+from amanda.plan.context import OpContext
+from amanda.plan.lifetime import forget_all, forget_ops, slots
+from amanda.plan.tools import Admission, Analysis, AnalysisRoutine, Guard, Registry, Wrapper
+from amanda.scope.caller import caller
+from amanda.scope.scope import Scope, apply
 
 __all__ = ["Scope", "Tool", "apply"]
-
-AnalysisRoutine = Callable[[OpContext], None]
-Admission = Callable[[OpContext], bool]
-Wrapper = Callable[[OpContext, ActionType, Routine], Routine | None]
-Guard = Literal["shape"] | Callable[[Sequence[Any]], Hashable] | None
-
-
-class Analysis(NamedTuple):
-    """One analysis routine of a tool."""
-
-    tool: Tool
-    callback: AnalysisRoutine
-    point: InstrumentationPoint
-    guard: Guard
-    closing: bool
-
-
-class _Registry:
-    """What the framework keeps of a tool: made with the tool, whatever its `__init__` does."""
-
-    _numbers = count(1)
-
-    def __init__(self) -> None:
-        self.number = next(self._numbers)
-        self.analyses: list[Analysis] = []
-        self.dependencies: list[Tool] = []
-        self.admissions: list[Admission] = []
-        self.wrappers: list[Wrapper] = []
-        self.version = 0
-        self.lock = interceptor.Lock()
-        self.layers: OrderedDict[Hashable, Any] = OrderedDict()
-        self.state: dict[str, Any] = {}
-        self.loaded: dict[str, Any] = {}
-        self.former: dict[str, Any] = {}
-        self.names_loaded: list[str] = []  # where what these lack is an error
-        self.analysed: set[int] = set()  # the ops that `op_gone` will tell of
-        self.gone: deque[int] = deque()  # those that it tells of before the next analysis
-        self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # of which version
-        self.options: dict[str, str] | None = None  # those when a scope opened last
-
-    def on_death(self, op_id: int) -> None:
-        """Note that an op is gone; the tool is told later, since an object may die anywhere."""
-        if op_id in self.analysed:
-            self.analysed.discard(op_id)
-            self.gone.append(op_id)
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded", "names_loaded")
-        return {name: getattr(self, name) for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _Registry.__init__(self)
-        self.__dict__.update(state)
 
 
 class Tool:
@@ -83,13 +29,13 @@ class Tool:
     """
 
     follows_dependents = False
-    """Whether its routines run only at points where a tool that depends on it has one."""
+    """True if its routines run only at points where a tool that depends on it has one."""
 
-    _amanda: _Registry
+    _amanda: Registry
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
         self = super().__new__(cls)
-        self._amanda = _Registry()
+        self._amanda = Registry()
         return self
 
     def add_inst_for_op(
@@ -131,7 +77,7 @@ class Tool:
         self._amanda.version += 1
 
     def depends_on(self, *tools: Tool) -> None:
-        """Let the routines of `tools` run before this tool's; they join when this one is applied."""
+        """Run the routines of `tools` before this tool's; they join when this one is applied."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
@@ -149,7 +95,7 @@ class Tool:
         return None
 
     def restrict(self, admits: Admission) -> None:
-        """Let this tool's analysis routines be called only for ops whose context `admits` accepts.
+        """Call this tool's analysis routines only for ops whose context `admits` accepts.
 
         It is asked at each point, after the routines of the tools that this one depends on; several
         restrictions hold together. `amanda.tools.select` has those that most want.
@@ -158,7 +104,7 @@ class Tool:
         self._amanda.version += 1
 
     def wrap_routines(self, wrap: Wrapper) -> None:
-        """Let `wrap(context, type, routine)` give what is recorded instead of a routine, for each action.
+        """Record what `wrap(context, type, routine)` gives instead of a routine, for each action.
 
         None for no action at all. A replacement may return NotImplemented, which lets the op itself run.
         """
@@ -174,7 +120,7 @@ class Tool:
         return [text for ask in asked if ask is not None for text in ask()]
 
     def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
-        """Let the ops with these ids, or all, be analysed at their next execution, as if they were new.
+        """Analyse the ops with these ids, or all, anew at their next execution.
 
         A tool that learns of an op only what ops after it are may decide anew, as may one whose options
         have changed.
@@ -222,8 +168,6 @@ class Tool:
         thread that a framework started for work of its own.  The object lives as long as the thread.
         """
         return caller()
-
-    # ---- state that outlives a run ----
 
     def keep(
         self,
@@ -282,7 +226,7 @@ class Tool:
         return path if number == 0 else f"{path}.{number}"
 
     def place(self, context: OpContext) -> str:
-        """What an op's state is kept under: "module path/op", with ".1", ".2" for others of that name.
+        """Return the name under which an op's state is kept: "module path/op", with ".1", ".2" for others.
 
         An op that reads a parameter which is no `weight` or `bias` of its module has its name, too, since
         the data may say which is read first: "experts/linear(up.1)".
@@ -300,7 +244,7 @@ class Tool:
         return places[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `keep` holds, by "module path/op/name", and what was loaded but not asked for yet."""
+        """Return the state that `keep` holds, by "module path/op/name", and what was loaded but not used."""
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
     def waiting_state(self) -> list[str]:
@@ -341,13 +285,13 @@ def _trained(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_first(path: str | None, scope: str) -> str:
-    """What a place's name says of the parameter that the op reads first."""
+    """Return the part of a place's name that says which parameter the op reads first."""
     name = (path or "").removeprefix(f"{scope}.")
     return f"({name})" if name not in ("", "weight", "bias") else ""
 
 
 def _ordinal(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:
-    """Which of the places of one name an op is at, each with the graphs that have it and its variables."""
+    """Return which of the places of one name an op is at; each has its variables and its graphs."""
     for number, (graphs, theirs) in enumerate(places):
         if graph is not None and graphs and graph not in graphs and variables == theirs:
             graphs.add(graph)

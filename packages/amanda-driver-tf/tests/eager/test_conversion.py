@@ -77,6 +77,7 @@ def test_another_handle_for_an_assignment_is_refused(acting: Any, mark: Any) -> 
     assert (variable.numpy(), other.numpy()) == (4.0, 2.0)
 
 
+@pytest.mark.slow
 def test_the_first_op_of_a_process_may_have_a_number_to_convert() -> None:
     program = "import tensorflow as tf, amanda\nwith amanda.apply(amanda.Tool()):\n    tf.fill((3,), 2.0)"
     children.run([sys.executable, "-c", program], check=True)

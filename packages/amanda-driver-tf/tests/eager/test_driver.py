@@ -10,12 +10,7 @@ import pytest
 import tensorflow as tf
 
 from amanda.drivers.tensorflow.eager import TensorFlowEagerDriver
-from amanda.testing import DriverTests, Sample, never
-
-IN_PLACE = never("tensors are immutable; what is written is a variable, of which a routine sees the handle")
-NO_OUT = never("no op of TensorFlow takes a tensor to write its result into")
-NO_LEAF = never("a tape gives gradients back, it stores none")
-X_Y = never("the schema's names are x and y, and a number is made a tensor")
+from amanda.testing import DriverTests, Sample
 
 FIRST = [[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]]
 SECOND = [[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]]
@@ -175,24 +170,14 @@ class TensorFlowSample(Sample):
 class TestTensorFlowEagerDriver(DriverTests):
     """The suite on TensorFlow, eager."""
 
-    gaps: ClassVar = {
-        "test_every_op_gives_what_it_gave": NO_OUT,
-        "test_a_changed_output_is_in_the_tensor_given_as_out": NO_OUT,
-        "test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor": IN_PLACE,
-        "test_writing_into_a_given_value_is_an_error": IN_PLACE,
-        "test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor": IN_PLACE,
-        "test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor": IN_PLACE,
-        "test_an_in_place_op_passes_gradients_straight_through": IN_PLACE,
-        "test_the_gradient_of_a_leaf_is_changed_before_it_is_stored": NO_LEAF,
-        "test_what_stores_a_gradient_is_not_replaced": NO_LEAF,
-        "test_inputs_are_in_the_order_of_the_schema": never("an op is given what was read of a variable"),
-        "test_keyword_arguments_are_put_in_their_place": X_Y,
-        "test_a_routine_is_given_the_inputs_that_it_selects": X_Y,
-        "test_arguments_that_are_no_tensors_are_attributes_by_name": X_Y,
-        "test_an_output_that_is_no_tensor_is_seen_and_changed": never("`numpy()` is no op"),
-        "test_a_scope_does_not_follow_a_fork": pytest.mark.xfail(
-            reason="never: a forked child of TensorFlow waits for threads that it does not have", run=False
-        ),
+    lacks: ClassVar = {
+        "in_place": "tensors are immutable; of a variable that is written a routine sees the handle",
+        "mutable_tensors": "tensors are immutable",
+        "out": "no op of TensorFlow takes a tensor to write its result into",
+        "leaves": "a tape gives gradients back, it stores none",
+        "schema": "an op is given what was read of a variable, and the schema's names are x and y",
+        "numbers": "`numpy()` is no op",
+        "fork": "a forked child of TensorFlow waits for threads that it does not have",
     }
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:

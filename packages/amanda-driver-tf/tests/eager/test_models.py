@@ -13,6 +13,7 @@ from amanda.testing import Unchanged
 MODELS = ["MobileNetV2", "EfficientNetB0", "DenseNet121"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_bit_identical(name: str) -> None:
     keras.utils.set_random_seed(11)
@@ -105,6 +106,7 @@ class Encoder(keras.Model):
         return self.head(self.norm(x + self.attention(x, x, training=training)))
 
 
+@pytest.mark.slow
 def test_an_encoder_trains_as_ever() -> None:
     def trained(scope: AbstractContextManager[Any]) -> list[bytes]:
         keras.utils.set_random_seed(3)

@@ -159,6 +159,7 @@ def test_variables_of_keras_tell_ops_apart(contexts: Any) -> None:
     assert {parameters for _, parameters in tool.answers["MatMul"]} == {(1,)}
 
 
+@pytest.mark.slow
 def test_models_of_tf_keras_have_paths_too() -> None:
     program = """
 import os

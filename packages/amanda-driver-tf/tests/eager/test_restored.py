@@ -115,6 +115,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         _requirements.missing.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [Doubling(), None])
 def test_many_scopes_keep_no_more_than_tensorflow_does(module: tf.Module | None) -> None:
     x = tf.Variable([1.0, -2.0])

@@ -225,6 +225,7 @@ def batches():
     return random.rand(32, 8, 8, 3).astype("f4"), random.rand(32, 2).astype("f4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced_before", [False, True])
 def test_keras_trains_as_without_tools(counting, batches, traced_before) -> None:
     plain = small_model()
@@ -248,6 +249,7 @@ def test_keras_trains_as_without_tools(counting, batches, traced_before) -> None
             np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:non-integer arguments to randrange")  # tf_keras 2.16 gives such
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 def test_both_kerases_fit_evaluate_and_predict_in_a_scope(counting, batches, library) -> None:

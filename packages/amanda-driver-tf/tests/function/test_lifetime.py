@@ -111,6 +111,7 @@ def test_copies_die_with_their_function_and_with_their_tool() -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_tool", [True, False])
 def test_a_thousand_scopes_leave_memory_as_it_was(one_tool) -> None:
     f = tf.function(lambda x: tf.nn.relu(x))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import children
+import pytest
 
 PROGRAM = """
 import amanda, tensorflow as tf
@@ -31,6 +32,7 @@ def run(threads: int, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_routine_that_calls_a_function_on_the_only_thread_for_ops_is_told() -> None:
     done = run(0, TF_NUM_INTEROP_THREADS="1")
     assert done.returncode == 1
@@ -38,6 +40,7 @@ def test_a_routine_that_calls_a_function_on_the_only_thread_for_ops_is_told() ->
     assert "TF_NUM_INTEROP_THREADS=2" in done.stderr
 
 
+@pytest.mark.slow
 def test_with_two_threads_a_routine_may_call_a_function() -> None:
     done = run(2, TF_NUM_INTEROP_THREADS="1")
     assert done.stdout == "9.0\n", done.stderr[-2000:]

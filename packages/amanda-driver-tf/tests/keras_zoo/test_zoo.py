@@ -72,6 +72,7 @@ def without_fusion() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fusion")
 @pytest.mark.parametrize(("subject", "mode"), list(parameters()))
 def test_a_model_trains_under_tools_as_without(subject: Subject, mode: str) -> None:
@@ -100,6 +101,7 @@ def check_steps(program: Program, bare: Facts, before: Mapping[Any, Any], tools:
         assert second[2] == 2 * calls, "a second step runs as many routines"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fusion")
 @pytest.mark.parametrize("name", sorted(models.SAMPLE))
 def test_a_function_traced_in_a_scope_is_as_one_traced_outside(name: str) -> None:
@@ -113,6 +115,7 @@ def test_a_function_traced_in_a_scope_is_as_one_traced_outside(name: str) -> Non
     assert differences(bare, program.observed().facts) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["session", "function"])
 @pytest.mark.parametrize("name", sorted(models.SAMPLE))
 def test_where_grappler_fuses_a_tool_changes_rounding_alone(name: str, mode: str) -> None:

@@ -23,12 +23,8 @@ from amanda.testing import DriverTests, Sample, never
 
 tf1 = tf.compat.v1
 
-IN_PLACE = never("tensors are immutable")
-NO_OUT = never("no op of TensorFlow takes a tensor to write its result into")
-NO_LEAF = never("tf.gradients gives tensors, it stores none")
 NODES = never("an op is a node of a graph, however often it is run, and from wherever")
 SYMBOLS = never("a graph is analysed before it runs, on symbols")
-ARGUMENTS = never("an op is given what is read of a variable, and the schema's names are its own")
 WHOLE = never("a run is one execution, of forward and backward pass alike, of the scope that it begins in")
 GRAPH = never("a plan dies with the graph, which is the session's")
 
@@ -299,47 +295,29 @@ class SessionSample(Sample):
 class TestGraphDriver(DriverTests):
     """The suite on TensorFlow, sessions."""
 
+    lacks: ClassVar = {
+        "in_place": "tensors are immutable",
+        "mutable_tensors": "tensors are immutable",
+        "out": "no op of TensorFlow takes a tensor to write its result into",
+        "leaves": "tf.gradients gives tensors, it stores none",
+        "call_sites": "an op is a node of a graph, however often it is run, and from wherever",
+        "values": "a graph is analysed before it runs, on symbols",
+        "schema": "an op is given what is read of a variable, and the schema's names are its own",
+        "numbers": "`numpy()` is no op",
+        "fork": "a forked child of TensorFlow waits for threads that it does not have",
+        "traceable_calls": "a traceable routine is called when it is traced",
+    }
     gaps: ClassVar = {
-        "test_every_op_gives_what_it_gave": NO_OUT,
-        "test_a_changed_output_is_in_the_tensor_given_as_out": NO_OUT,
-        "test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor": IN_PLACE,
-        "test_writing_into_a_given_value_is_an_error": IN_PLACE,
-        "test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor": IN_PLACE,
-        "test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor": IN_PLACE,
-        "test_an_in_place_op_passes_gradients_straight_through": IN_PLACE,
         "test_a_value_handed_back_unchanged_adds_nothing": never("what a run gives is fetched anew"),
         "test_models_are_copied_and_pickled_in_a_scope": never("the session holds a model's variables"),
         "test_backward_routines_run_only_in_a_scope_with_their_tool": WHOLE,
         "test_of_several_tools_those_run_whose_scope_is_open_at_the_backward_pass": WHOLE,
         "test_a_tool_that_decides_by_shape_is_asked_for_each": SYMBOLS,
-        "test_a_tool_that_decides_by_a_callable_is_asked_for_each_answer": SYMBOLS,
         "test_a_plan_dies_with_its_model": GRAPH,
         "test_a_plan_dies_with_its_parameter": GRAPH,
         "test_ops_of_a_routine_are_not_instrumented": SYMBOLS,
-        "test_an_op_has_the_same_id_outside_modules_in_the_next_iteration": NODES,
-        "test_an_op_keeps_its_id_when_a_neighbour_is_skipped": NODES,
-        "test_two_calls_on_one_line_are_two_ops": NODES,
         "test_one_call_site_over_several_weights_is_several_ops": NODES,
-        "test_repeats_of_a_place_are_told_apart_up_to_a_cap": NODES,
-        "test_ids_are_bounded_in_a_loop_outside_modules": NODES,
         "test_ops_computed_again_by_a_checkpoint_have_the_ids_of_the_first_run": NODES,
-        "test_a_checkpoint_outside_modules_computes_the_same_ops_again": NODES,
-        "test_backward_sees_gradients_in_and_out": SYMBOLS,
-        "test_forward_values_are_there_for_the_first_backward_analysis": SYMBOLS,
-        "test_outputs_are_known_after_the_op": SYMBOLS,
-        "test_the_gradient_of_a_leaf_is_changed_before_it_is_stored": NO_LEAF,
-        "test_what_stores_a_gradient_is_not_replaced": NO_LEAF,
-        "test_inputs_are_in_the_order_of_the_schema": ARGUMENTS,
-        "test_keyword_arguments_are_put_in_their_place": ARGUMENTS,
-        "test_a_routine_is_given_the_inputs_that_it_selects": ARGUMENTS,
-        "test_arguments_that_are_no_tensors_are_attributes_by_name": ARGUMENTS,
-        "test_an_output_that_is_no_tensor_is_seen_and_changed": never("`numpy()` is no op"),
-        "test_a_scope_does_not_follow_a_fork": pytest.mark.xfail(
-            reason="never: a forked child of TensorFlow waits for threads that it does not have", run=False
-        ),
-        "test_a_traceable_routine_is_accepted_and_run": never(
-            "a traceable routine is called when it is traced"
-        ),
     }
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:

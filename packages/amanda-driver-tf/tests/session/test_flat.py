@@ -61,6 +61,7 @@ def test_an_op_is_analysed_once(graph, y) -> None:
         assert tool.analysed == 3 * count + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [False, True])
 def test_a_thousand_scopes_are_flat(graph, y, equal) -> None:
     tool = Doubling()
@@ -111,6 +112,7 @@ def test_copies_die_with_their_graph_and_their_tool() -> None:
     assert not tool._amanda.layers[next(iter(tool._amanda.layers))].plans
 
 
+@pytest.mark.slow
 def test_ids_are_the_same_in_equal_programs() -> None:
     import sys
 

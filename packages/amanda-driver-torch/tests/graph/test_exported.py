@@ -75,6 +75,7 @@ def program(tmp_path: Path) -> Path:
     return tmp_path / "model.pt2"
 
 
+@pytest.mark.slow
 def test_a_pruned_copy_gives_what_the_tool_gives_when_it_runs(program: Path, tmp_path: Path) -> None:
     done = amanda.instrument(program, PruneTool(), out=tmp_path / "pruned.pt2")
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amanda
-from amanda.testing import GraphSample, Scaling, TraceableTests
+from amanda.testing import GraphDriverTests, GraphSample, Scaling
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -58,7 +58,7 @@ class InModule(Scaling):
         self.layer.scale = nn.Parameter(torch.as_tensor(held))
 
 
-class TestTraceable(TraceableTests):
+class TestGraphDriver(GraphDriverTests):
     @pytest.fixture
     def sample(self) -> GraphSample:
         return CompiledLayer()

@@ -103,6 +103,7 @@ def check(model: nn.Module, example: torch.Tensor, backend: str) -> None:
     assert torch._dynamo.utils.counters["frames"]["total"] == before
 
 
+@pytest.mark.slow
 def test_bert_of_one_layer_has_the_products_of_eager_mode(transformers: Any) -> None:
     torch.manual_seed(0)
     check(*bert(transformers, layers=1), backend="aot_eager")

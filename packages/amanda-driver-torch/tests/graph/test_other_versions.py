@@ -14,6 +14,7 @@ import torch._dynamo.eval_frame
 
 import amanda
 from amanda.drivers.torch import _requirements
+from amanda.drivers.torch.graph import _driver as driver
 
 
 def seen_of(compiled: Literal["eager", "instrument"]) -> tuple[list[str], list[str]]:
@@ -31,11 +32,15 @@ def without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "amanda.drivers.torch.graph._compiler", None)
 
 
+def without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "missing_for_graphs", lambda: ("_dynamo.guards.install_guard",))
+
+
 def without_stances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.compiler, "set_stance", raising=False)
 
 
-@pytest.mark.parametrize("without", [without_the_compiler, without_stances])
+@pytest.mark.parametrize("without", [without_the_compiler, without_a_name, without_stances])
 def test_compiled_callables_run_op_by_op_and_scopes_that_ask_for_graphs_are_told(
     without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +65,7 @@ def test_a_dynamo_that_cannot_be_kept_from_its_frames_is_warned_of(
     assert "compiled callables are not seen" in caplog.text
 
 
+@pytest.mark.slow
 def test_without_the_native_interceptor_compiled_callables_run_op_by_op_and_it_is_said() -> None:
     names = "import test_other_versions as tests; names, report = tests.seen_of('instrument')"
     check = "assert names == ['eager', 'eager'], names; assert 'op by op' in report[0]"

@@ -26,11 +26,13 @@ WRITTEN_BY_NUMPY = ("NumpyExpMarkDirty",)
 """What NumPy writes into the memory of a tensor is written into the value that a routine gave for that."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_modules_of_the_sample_compute_the_same(tool: str) -> None:
     assert not list(different(tool, modules(SAMPLE)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_optimizers_of_the_sample_compute_the_same(tool: str) -> None:
     assert not list(different(tool, optimizers(SAMPLE // 6)))

@@ -24,6 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", ["every op"] if deselected else list(database()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", range(SLOTS))
 def test_calls_of_the_sample_are_bit_identical(slot: int) -> None:
     count = Count()
@@ -32,6 +33,7 @@ def test_calls_of_the_sample_are_bit_identical(slot: int) -> None:
     assert count.gradients > 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", range(SLOTS))
 def test_all_that_calls_of_the_sample_compute_is_seen(slot: int) -> None:
     assert _amiss(slot, lambda name: list(not_seen(database()[name]))) == {}

@@ -22,9 +22,6 @@ def written(tensor: Tensor) -> None:
         tensor.add_(1)
 
 
-# ---- what autograd saved was written since ----
-
-
 def a_result_in_place() -> None:
     y = made().exp_()
     written(y)
@@ -206,9 +203,6 @@ def backward_comes_twice_through_an_op_in_place() -> None:
     y.sum().backward()
 
 
-# ---- calls that torch refuses ----
-
-
 def wrong_shapes() -> None:
     _ = made(2, 3) @ made(2, 3)
 
@@ -337,9 +331,6 @@ def an_overload_lacks_an_argument() -> None:
 
 def a_result_given_for_the_outcome() -> None:
     torch.add(made(), 1, out=made())
-
-
-# ---- exceptions of the program's own ----
 
 
 class Own(Exception):

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda import interceptor
-from amanda._attachment import attachment
 from amanda.drivers.torch._autograd import _Backward
+from amanda.scope.attachment import attachment
 
 
 class Twice(torch.autograd.Function):

@@ -45,6 +45,7 @@ def _one_thread(transformers: Any) -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", list(parameters()))
 def test_a_model_trains_under_tools_as_without(subject: Subject) -> None:
     torch.manual_seed(0)

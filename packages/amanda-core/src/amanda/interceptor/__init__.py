@@ -3,7 +3,7 @@
 It knows CPython and no framework. `Site(target, op, key, hash, handler)` stands for one callable:
 a builtin function, a method or getset descriptor, a subscript slot, all placed natively, or any
 Python callable, which a `Detour` replaces. While an `Activation` is in force, a call of it gets an op id
-(see `amanda._opid`), and unless the activation's table keeps None under that id, goes to
+(see `amanda.interceptor.opid`), and unless the activation's table keeps None under that id, goes to
 
     handler(state, plan, op_id, site, args, kwargs)
 
@@ -23,7 +23,7 @@ import sys
 from typing import TYPE_CHECKING
 
 NATIVE = False
-"""Whether native code intercepts."""
+"""True if native code intercepts."""
 REASON: str | None = None
 """Why native code does not; None where it does."""
 

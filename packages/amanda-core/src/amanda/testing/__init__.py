@@ -19,27 +19,31 @@ except ModuleNotFoundError as error:
         'amanda.testing needs pytest: pip install "amanda-core[testing]"', name="pytest"
     ) from None
 
-pytest.register_assert_rewrite("amanda.testing._suite", "amanda.testing._traceable", "amanda.testing._views")
+pytest.register_assert_rewrite(
+    "amanda.testing._suite", "amanda.testing._graph_suite", "amanda.testing._views"
+)
 
 from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
+from amanda.testing._fake_graph_driver import FakeGraphDriver  # noqa: E402
+from amanda.testing._graph_suite import GraphDriverTests, GraphSample  # noqa: E402
 from amanda.testing._harmless import Fresh, Silent, Unchanged  # noqa: E402
 from amanda.testing._held import Scaling  # noqa: E402
 from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample  # noqa: E402
 from amanda.testing._suite import DriverTests  # noqa: E402
-from amanda.testing._traceable import GraphSample, TraceableTests  # noqa: E402
 from amanda.testing._views import ViewSample, ViewTests  # noqa: E402
 
 __all__ = [
     "DriverTests",
     "FakeDriver",
+    "FakeGraphDriver",
     "Fresh",
+    "GraphDriverTests",
     "GraphSample",
     "Sample",
     "Scaling",
     "Silent",
-    "TraceableTests",
     "Unchanged",
     "ViewSample",
     "ViewTests",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from amanda._attachment import attachment
 from amanda.backend import Driver
+from amanda.scope.attachment import attachment
 
 
 @contextmanager
 def attached(driver: type[Driver]) -> Iterator[None]:
-    """Let scopes that open in this context attach the driver, as if a distribution registered it."""
+    """Attach the driver in scopes that open in this context, as if a distribution registered it."""
     if driver in attachment.guests:
         yield
         return

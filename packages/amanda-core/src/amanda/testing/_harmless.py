@@ -31,7 +31,7 @@ class Unchanged(Tool):
         context.insert_after_backward_op(self.routine)
 
     def routine(self, *values: Any) -> Any:
-        """What is called at every point."""
+        """Return what is called at every point."""
         self.calls += 1
         return values
 

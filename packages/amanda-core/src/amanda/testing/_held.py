@@ -11,7 +11,7 @@ from amanda.context import OpContext
 from amanda.tool import Tool
 
 if TYPE_CHECKING:
-    from amanda.testing._traceable import GraphSample
+    from amanda.testing._graph_suite import GraphSample
 
 SCALE: Any = 1.0
 
@@ -34,7 +34,7 @@ class Scaling(Tool):
             self.sample.insert(context, self.routine())
 
     def routine(self) -> Callable[..., Any]:
-        """What is inserted."""
+        """Return what is inserted."""
         return self.scaled
 
     @traceable
@@ -69,7 +69,7 @@ class InObject(Scaling):
 
     @property
     def scale(self) -> Any:
-        """What is held."""
+        """Return what is held."""
         return self.options.scale
 
     @traceable

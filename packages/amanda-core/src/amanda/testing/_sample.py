@@ -1,4 +1,4 @@
-"""What a driver's author says of the framework, for the conformance suite to run on."""
+"""The description of a framework by its driver's author, for the conformance suite to run on."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ class Sample(ABC):
         """`__name__` of an op."""
         return self.names.get(op, op)
 
-    # ---- tensors ----
-
     @abstractmethod
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
         """A tensor of nested lists of numbers; a leaf."""
@@ -52,11 +50,11 @@ class Sample(ABC):
 
     @abstractmethod
     def bits(self, tensor: Any) -> bytes:
-        """What a tensor holds, bit by bit."""
+        """Return what a tensor holds, bit by bit."""
 
     @abstractmethod
     def numbers(self, tensor: Any) -> list[Any]:
-        """What a tensor holds, as a flat list of Python numbers."""
+        """Return what a tensor holds, as a flat list of Python numbers."""
 
     @abstractmethod
     def shape(self, tensor: Any) -> tuple[int, ...]:
@@ -82,8 +80,6 @@ class Sample(ABC):
     def backward(self, tensor: Any) -> None:
         """Run the backward pass of the sum of a tensor's elements."""
 
-    # ---- the model ----
-
     @abstractmethod
     def model(self) -> Any:
         """second(relu(first(x))) for modules `first` and `second`, each one `linear` without bias.
@@ -98,8 +94,6 @@ class Sample(ABC):
     def input(self) -> Any:
         """An example input of the model: (2, 3)."""
         return self.tensor([[0.5, -1.25, 2.0], [1.5, 0.75, -0.375]])
-
-    # ---- ops ----
 
     @property
     @abstractmethod

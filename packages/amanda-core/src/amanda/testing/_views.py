@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from amanda._scope import apply
+from amanda.scope.scope import apply
 from amanda.testing._attached import attached
 from amanda.testing._gaps import Gaps
 from amanda.testing._sample import Op, Sample

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import atheris  # type: ignore[import-not-found]
 
-with atheris.instrument_imports(include=["interceptor_fuzz", "amanda._opid"]):
+with atheris.instrument_imports(include=["interceptor_fuzz", "amanda.interceptor.opid"]):
     from . import programs
 
 

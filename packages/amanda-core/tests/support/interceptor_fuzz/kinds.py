@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from amanda import interceptor
-from amanda._opid import digest
 from amanda.interceptor import Detour, Site
+from amanda.interceptor.opid import digest
 
 BUILD = "AMANDA_FUZZ_BUILD"
 """Environment variable: the folder that has, or gets, the compiled extension."""

@@ -48,9 +48,6 @@ def _path(owner: Any, subject: Any) -> Any:
     return owner.path(subject)
 
 
-# ---- ways of making a call ----
-
-
 def _in_thread(call: Callable[[], Any]) -> Any:
     results: list[Any] = []
     context = contextvars.copy_context()
@@ -160,9 +157,6 @@ WAYS: list[Callable[[Callable[[], Any]], Any]] = [
 ]
 
 
-# ---- what handlers do ----
-
-
 @dataclass
 class Handling:
     """One call that a handler was given."""
@@ -268,8 +262,6 @@ ENDS: list[tuple[Callable[[Handling], Any], Outcome | None]] = [
     (lambda given: (given.invoke(), given.invoke())[1], None),
 ]
 
-
-# ---- programs ----
 
 AROUND = ("Static.__setitem__", "Heap.__getitem__")
 """Targets whose callers do not pass on what the handler gives."""

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Mark:
-    """Which execution made backward ops, told by their numbers."""
+    """The executions that made backward ops, found by the numbers of these."""
 
     _alive = 0
 
@@ -23,7 +23,7 @@ class Mark:
 
     @staticmethod
     def alive() -> int:
-        """How many marks there are."""
+        """Return how many marks there are."""
         return Mark._alive
 
 

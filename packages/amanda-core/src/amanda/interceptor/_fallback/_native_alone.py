@@ -1,4 +1,4 @@
-"""What the native interceptor has and pure Python cannot have faster."""
+"""Parts of the native interceptor that pure Python cannot have faster."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,17 +37,17 @@ class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
     def hook(self, reader: "Reader", go_on: Callable[..., Any], first: Any) -> Hook:
-        """What runs the routines on a tuple of values that it is called with."""
+        """Runs the routines on a tuple of values that it is called with."""
         raise NotImplementedError
 
 
 class Reader(_NativeAlone):
-    """How native code reads tensors."""
+    """A reader of tensors for native code."""
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, sized: bool = False) -> int:
-        """What decides what a call comes to, in 64 bits; 0 where that cannot be told."""
+        """Return 64 bits that decide what a call comes to; 0 where that cannot be told."""
         raise NotImplementedError
 
     def version(self, value: Any) -> int | None:
-        """What changes when a tensor, or one of a list, is written."""
+        """Return what changes when a tensor, or one of a list, is written."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Where an op is called: the regions around it and the call sites between, of which its id is made."""
+"""Places of ops: the regions around a call and the call sites between, of which its id is made."""
 
 import sys
 import threading
@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from amanda._opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
 from amanda.interceptor._fallback._tables import Lock
+from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, MASK, ROOT_HASH, SITE_STEP, SKIPPED, WALK_LIMIT, mix
 
 MOST_ASKS = 8
 """How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
@@ -28,7 +28,7 @@ class Region:
         self.counts: dict[int, int] = {}
 
     def occurrence(self, place: int) -> int:
-        """Which repeat of the place this is."""
+        """Return which repeat of the place this is."""
         seen = self.counts.get(place, 0)
         self.counts[place] = min(seen + 1, OCCURRENCE_CAP)
         return min(seen, OCCURRENCE_CAP - 1)
@@ -56,7 +56,7 @@ class Thread(threading.local):
         self.met = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:
-        """Where it is."""
+        """Return the place."""
         return self.top or self.root
 
 
@@ -81,7 +81,7 @@ class Named:
 
 
 class House:
-    """What is known of the process: kinds of code, types that tell ops apart, ordinals."""
+    """Facts of the process: kinds of code, types that tell ops apart, ordinals."""
 
     def __init__(self) -> None:
         self.describe: Callable[[types.CodeType], tuple[int, int, bytes]]
@@ -93,7 +93,7 @@ class House:
         self.ordinals = 0
 
     def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
-        """What is said of code: hash, kind, first instructions."""
+        """Return what is said of code: hash, kind, first instructions."""
         known = self.notes.get(id(code))  # by address: code of another file may be equal
         if known is None:
             hash, kind, first = self.describe(code)
@@ -122,7 +122,7 @@ def configure(
 
 
 def forked() -> None:
-    """Hear that this process is a forked child."""
+    """Start anew in a forked child."""
     Lock._forks += 1
 
 

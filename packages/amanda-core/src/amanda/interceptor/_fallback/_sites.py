@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any
 
-from amanda._opid import ROOT_HASH, mix
 from amanda.interceptor._copying import reduced
 from amanda.interceptor._fallback._native_alone import Reader
 from amanda.interceptor._fallback._places import Region, call_sites, mix_identities, ordinal, thread
 from amanda.interceptor._fallback._tables import ACTIVATION, Activation
+from amanda.interceptor.opid import ROOT_HASH, mix
 
 TRANSPARENT, IMPLEMENTATION, ONE_PLACE = 1, 2, 4
 
@@ -53,7 +53,7 @@ def watch_outside(function: Callable[[], bool] | None) -> None:
 
 
 def failure() -> BaseException | None:
-    """What a tool raised on this thread since the last op began, if it was kept."""
+    """Return what a tool raised on this thread since the last op began, if it was kept."""
     return thread.failure
 
 
@@ -84,7 +84,7 @@ class Site:
         self.original = target.__get__ if inspect.isgetsetdescriptor(target) else target
 
     def place(self) -> None:
-        """Let calls of the target pass the stub: the native interceptor alone can."""
+        """Do nothing: the native interceptor alone can make calls of the target pass the stub."""
         raise TypeError(f"without the native interceptor, {self.op!r} is detoured, not placed")
 
     def remove(self) -> None:

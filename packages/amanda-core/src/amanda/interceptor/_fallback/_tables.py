@@ -53,7 +53,7 @@ class Lock:
 
 
 class Activation:
-    """What is in force in an execution context."""
+    """The tools and switches of an execution context."""
 
     def __init__(self, table: PlanTable | None, state: Any, active: bool = True, memos: bool = True) -> None:
         self.table = table
@@ -66,4 +66,4 @@ class Activation:
 
 
 ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
-"""What is in force in an execution context; `active()` is the way to ask for it."""
+"""The activation of an execution context; `active()` is the way to ask for it."""

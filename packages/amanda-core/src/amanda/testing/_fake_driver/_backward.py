@@ -27,7 +27,7 @@ class Made:
 
 
 class _Origin(NamedTuple):
-    """Which execution a node comes from."""
+    """The execution that a node comes from."""
 
     trace: Trace
     start: int
@@ -103,7 +103,7 @@ def _reached(nodes: list[Node], wanted: Callable[[Node], bool] = lambda node: Tr
 
 
 def _origins(nodes: list[Node]) -> dict[Node, _Origin]:
-    """Where nodes come from; a leaf belongs to the operator that used it first."""
+    """Return where nodes come from; a leaf belongs to the operator that used it first."""
     origins: dict[Node, _Origin] = {}
     for node in sorted(nodes, key=lambda node: node.number):
         origin = node.metadata.get(_KEY)

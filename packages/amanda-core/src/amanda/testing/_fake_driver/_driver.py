@@ -51,8 +51,6 @@ class FakeDriver(FakeTensors, EagerDriver):
         """`fake/1.0/eager`."""
         return Namespace(f"fake/{fake.__version__}/eager")
 
-    # ---- attaching ----
-
     def attach(self) -> None:
         """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
         codes.add_root(f"{Path(fake.__file__).parent}/", FRAMEWORK)
@@ -75,14 +73,12 @@ class FakeDriver(FakeTensors, EagerDriver):
         """Put every attribute back."""
         self._attributes.restore()
 
-    # ---- calls ----
-
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the operator's signature."""
         return FakeCall(site, args, kwargs)
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """What keeps a call from being instrumented, and why."""
+        """Return what keeps a call from being instrumented, and why."""
         return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
@@ -100,8 +96,6 @@ class FakeDriver(FakeTensors, EagerDriver):
         if isinstance(outputs, fake.Halves):
             return list(outputs), lambda values: fake.Halves(*values)
         return [outputs], lambda values: values[0]
-
-    # ---- the backward pass ----
 
     def tracing(self) -> Made:
         """Context that brackets the nodes made by an operator."""

@@ -1,4 +1,4 @@
-"""What the core may ask of the fake framework's tensors."""
+"""Primitives of the fake framework's tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FakeTensors(TensorOps):
     """The fake framework's tensors, and its tape."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is a tensor."""
+        """Return True if a value is a tensor."""
         return isinstance(value, Tensor)
 
     def isolated(self) -> AbstractContextManager[Any]:
@@ -25,7 +25,7 @@ class FakeTensors(TensorOps):
         return context
 
     def version(self, value: Any) -> Any:
-        """How often a tensor was written into; of each, for a list."""
+        """Return how often a tensor was written into; of each, for a list."""
         return _each(value, lambda tensor: tensor.version)
 
     def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class FakeTensors(TensorOps):
         return copy
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
-        """Which tensors require a gradient."""
+        """Return which tensors require a gradient."""
         needs = tuple(_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
 

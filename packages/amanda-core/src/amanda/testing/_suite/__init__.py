@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from amanda import interceptor
+from amanda.plan.action import ActionType
 from amanda.testing._attached import attached
 from amanda.testing._gaps import Gaps
 from amanda.testing._sample import Sample
@@ -40,12 +41,21 @@ class DriverTests(
     FailureTests,
     Gaps,
 ):
-    """What holds for every eager driver; a subclass has a fixture `sample` that gives its `Sample`."""
+    """Meanings that hold for every eager driver; a subclass has a fixture `sample` of type `Sample`."""
 
     @pytest.fixture
     def sample(self) -> Sample:
         """The framework under test."""
         raise NotImplementedError(f"{type(self).__name__} needs a fixture `sample` that gives a Sample")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Every point of analysis, and every insertion, of the passes that the framework has."""
+        forward_only = "backward" in self.lacks
+        if "point" in metafunc.fixturenames:
+            metafunc.parametrize("point", range(2 if forward_only else 4))
+        if "insertion" in metafunc.fixturenames:
+            actions = [one for one in ActionType if not (forward_only and one.is_backward)]
+            metafunc.parametrize("insertion", [action.value for action in actions])
 
     @pytest.fixture(autouse=True)
     def _attached(self, sample: Sample) -> Iterator[None]:

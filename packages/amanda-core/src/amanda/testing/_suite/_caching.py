@@ -8,6 +8,7 @@ from typing import Any
 
 import amanda
 from amanda.context import OpContext
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import also, inserting, tool
 
@@ -19,6 +20,7 @@ class Kept:
 class CachingTests:
     """Plans and their guards."""
 
+    @needs("backward")
     def test_an_op_is_analysed_once_for_a_set_of_tools(self, sample: Sample) -> None:
         counts = [0, 0]
 
@@ -123,6 +125,7 @@ class CachingTests:
                 module(sample.tensor([1.0, 2.0]))
         assert shapes == [(1,), (2,)]
 
+    @needs("values")
     def test_a_tool_that_decides_by_a_callable_is_asked_for_each_answer(self, sample: Sample) -> None:
         analysed: list[Any] = []
 
@@ -141,6 +144,7 @@ class CachingTests:
                 module(x)
         assert analysed == [True, False]
 
+    @needs("backward")
     def test_with_the_cache_off_analysis_runs_at_every_execution(self, sample: Sample) -> None:
         analysed: list[str] = []
         made = tool(lambda _: analysed.append("forward"), sample.name("relu"))
@@ -175,6 +179,7 @@ class CachingTests:
                 model(x)
         assert analysed == ["one"]
 
+    @needs("backward")
     def test_a_backward_op_first_seen_later_is_analysed_then(self, sample: Sample) -> None:
         analysed: list[str] = []
         made = tool(lambda _: analysed.append("backward"), sample.relu_backward, backward=True)

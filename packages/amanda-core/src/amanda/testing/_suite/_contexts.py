@@ -11,6 +11,7 @@ import pytest
 import amanda
 from amanda.context import OpContext
 from amanda.errors import ActionError, AmandaError
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import also, inserting, op_name, tool
 
@@ -22,6 +23,7 @@ class Value:
 class ContextTests:
     """Contexts, and what an execution hands to its backward pass."""
 
+    @needs("backward")
     def test_backward_analyses_see_what_forward_analyses_put_in(self, sample: Sample) -> None:
         seen: list[tuple[Any, str]] = []
 
@@ -48,6 +50,7 @@ class ContextTests:
             sample.relu(sample.tensor([1.0]))
         assert seen == ["rectifier"]
 
+    @needs("backward")
     def test_one_op_may_have_many_backward_ops_each_with_its_own_context(self, sample: Sample) -> None:
         contexts: list[OpContext] = []
 
@@ -67,6 +70,7 @@ class ContextTests:
         assert len({one.get_op_id() for one in of_many}) == 1
         assert all(list(one) == [op_name(one)] for one in of_many)
 
+    @needs("backward", "values")
     def test_backward_sees_gradients_in_and_out(self, sample: Sample) -> None:
         seen: list[tuple[Any, Any]] = []
 
@@ -81,6 +85,7 @@ class ContextTests:
             sample.backward(sample.relu(x))
         assert seen == [([1.0, 1.0], [0.0, 1.0])]
 
+    @needs("backward", "values")
     def test_forward_values_are_there_for_the_first_backward_analysis(self, sample: Sample) -> None:
         seen: list[list[Any]] = []
 
@@ -94,6 +99,7 @@ class ContextTests:
             sample.backward(sample.relu(x))
         assert seen == [[[-1.0, 2.0], [0.0, 2.0]]]
 
+    @needs("backward")
     def test_forward_values_are_dropped_after_the_first_execution(self, sample: Sample) -> None:
         contexts: list[OpContext] = []
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
@@ -109,6 +115,7 @@ class ContextTests:
         with pytest.raises(AmandaError, match="keep what you need of them in the context"):
             contexts[0].get_inputs()
 
+    @needs("backward", "leaves")
     def test_the_gradient_of_a_leaf_is_changed_before_it_is_stored(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
         change = inserting("insert_before_backward_op", sample.leaf_backward, lambda grad: grad * 3)
@@ -116,12 +123,14 @@ class ContextTests:
             sample.backward(sample.relu(x))
         assert sample.numbers(sample.gradient(x)) == [0.0, 3.0]
 
+    @needs("backward", "leaves")
     def test_what_stores_a_gradient_is_not_replaced(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
         change = inserting("replace_backward_op", sample.leaf_backward, lambda grad: grad)
         with amanda.apply(change), pytest.raises(ActionError, match="insert_before_backward_op"):
             sample.backward(sample.relu(x))
 
+    @needs("backward")
     def test_run_goes_from_the_forward_to_the_backward_routines_of_one_execution(
         self, sample: Sample
     ) -> None:
@@ -149,6 +158,7 @@ class ContextTests:
                 sample.backward(result)
         assert seen == [[1.0], [2.0], [3.0], [5.0], [4.0]]
 
+    @needs("backward")
     def test_run_is_freed_with_the_graph_of_its_execution(self, sample: Sample) -> None:
         values: list[weakref.ref[Value]] = []
 

@@ -10,11 +10,11 @@ import pytest
 
 import amanda
 from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import POINTS, Insertion, also, notes, op_name, tool
+from amanda.testing._suite._tools import POINTS, also, notes, op_name, tool
 
 
 class Mistake(Exception):
-    """What the suite's faulty tools raise; it cannot be made again from its message."""
+    """The error of the suite's faulty tools; it cannot be made again from its message."""
 
     def __init__(self, code: int, *, reason: str) -> None:
         super().__init__(reason)
@@ -32,7 +32,6 @@ def _fail(*_: Any, **__: Any) -> Any:
 class FailureTests:
     """Exceptions and reports."""
 
-    @pytest.mark.parametrize("point", range(4))
     def test_an_exception_of_an_analysis_reaches_the_user_as_itself(self, sample: Sample, point: int) -> None:
         backward = "backward" in POINTS[point]
         ids: list[int] = []
@@ -47,17 +46,18 @@ class FailureTests:
         at = f"{after}_{'backward' if backward else 'forward'}_op"
         self._check(sample, made, name, at, ids)
 
-    @pytest.mark.parametrize("action", Insertion.__args__)  # type: ignore[attr-defined]
-    def test_an_exception_of_a_routine_reaches_the_user_as_itself(self, sample: Sample, action: str) -> None:
-        backward = "backward" in action
+    def test_an_exception_of_a_routine_reaches_the_user_as_itself(
+        self, sample: Sample, insertion: str
+    ) -> None:
+        backward = "backward" in insertion
         ids: list[int] = []
 
         def analysis(context: Any) -> None:
             ids.append(context.get_backward_op_id() if backward else context.get_op_id())
-            getattr(context, action)(_fail)
+            getattr(context, insertion)(_fail)
 
         name = sample.relu_backward if backward else sample.name("relu")
-        self._check(sample, also(Faulty(), analysis, name, backward=backward), name, action, ids)
+        self._check(sample, also(Faulty(), analysis, name, backward=backward), name, insertion, ids)
 
     @staticmethod
     def _check(sample: Sample, made: amanda.Tool, name: str, at: str, ids: list[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import amanda
 from amanda.interceptor import OCCURRENCE_CAP
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import Executed, Seen, also, tool
 
@@ -54,6 +55,7 @@ class IdentityTests:
                 model(x)
         assert linear.ids[:2] == linear.ids[2:]
 
+    @needs("call_sites")
     def test_an_op_has_the_same_id_outside_modules_in_the_next_iteration(self, sample: Sample) -> None:
         seen = Executed(sample.name("relu"))
         with amanda.apply(seen):
@@ -63,6 +65,7 @@ class IdentityTests:
         assert seen.ids[:2] == seen.ids[2:4] == seen.ids[4:]
         assert seen.ids[0] != seen.ids[1]
 
+    @needs("call_sites")
     def test_an_op_keeps_its_id_when_a_neighbour_is_skipped(self, sample: Sample) -> None:
         skip = False
 
@@ -81,6 +84,7 @@ class IdentityTests:
         assert first != second
         assert alone == second
 
+    @needs("call_sites")
     def test_two_calls_on_one_line_are_two_ops(self, sample: Sample) -> None:
         seen = Seen()
         x = sample.input()
@@ -114,6 +118,7 @@ class IdentityTests:
         assert len(set(seen.ids)) == 3
         assert seen.ids[:3] == seen.ids[3:][::-1]
 
+    @needs("call_sites")
     def test_repeats_of_a_place_are_told_apart_up_to_a_cap(self, sample: Sample) -> None:
         def forward(x: Any) -> Any:
             for _ in range(OCCURRENCE_CAP + 20):
@@ -131,6 +136,7 @@ class IdentityTests:
         assert len(set(seen.ids[:OCCURRENCE_CAP])) == OCCURRENCE_CAP
         assert len(set(seen.ids[OCCURRENCE_CAP - 1 : half])) == 1
 
+    @needs("call_sites")
     def test_ids_are_bounded_in_a_loop_outside_modules(self, sample: Sample) -> None:
         seen = Seen()
         x = sample.input()
@@ -182,6 +188,7 @@ class IdentityTests:
         assert len(relu.ids) == 4
         assert len(set(relu.ids)) == 1
 
+    @needs("call_sites")
     def test_a_checkpoint_outside_modules_computes_the_same_ops_again(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         with amanda.apply(relu):
@@ -191,6 +198,7 @@ class IdentityTests:
         assert relu.ids[:2] == relu.ids[2:]
         assert relu.ids[0] != relu.ids[1]
 
+    @needs("backward")
     def test_backward_ops_have_ids_that_stay(self, sample: Sample) -> None:
         ids: list[int | None] = []
         model, x = sample.model(), sample.input()

@@ -9,6 +9,7 @@ import pytest
 import amanda
 from amanda.context import OpContext
 from amanda.errors import ActionError, RoutineError
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import inserting, op_name, tool
 
@@ -24,6 +25,7 @@ class InputTests:
         linear, relu = sample.name("linear"), sample.name("relu")
         assert [name for name in names if name in (linear, relu)] == [linear, relu, linear]
 
+    @needs("schema")
     def test_inputs_are_in_the_order_of_the_schema(self, sample: Sample) -> None:
         inputs: list[list[Any]] = []
         model, x = sample.model(), sample.input()
@@ -34,6 +36,7 @@ class InputTests:
         assert inputs[0][sample.weight_index] is model.first.weight
         assert inputs[1][sample.weight_index] is model.second.weight
 
+    @needs("schema")
     def test_keyword_arguments_are_put_in_their_place(self, sample: Sample) -> None:
         one, two = sample.tensor([1.0]), sample.tensor([2.0])
         seen: list[list[Any]] = []
@@ -51,6 +54,7 @@ class InputTests:
             sample.add(one, two)
         assert seen == [2]
 
+    @needs("values")
     def test_outputs_are_known_after_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0])
         outputs: list[Any] = []
@@ -63,6 +67,7 @@ class InputTests:
         assert outputs[0] is None
         assert outputs[1][0] is result
 
+    @needs("schema")
     def test_a_routine_is_given_the_inputs_that_it_selects(self, sample: Sample) -> None:
         one, two = sample.tensor([1.0]), sample.tensor([2.0])
         given: list[tuple[Any, ...]] = []
@@ -159,12 +164,14 @@ class InputTests:
         assert sample.bits(result[0]) == sample.bits(plain[0])
         assert sample.numbers(result[1]) == [3 * number for number in sample.numbers(plain[1])]
 
+    @needs("numbers")
     def test_an_output_that_is_no_tensor_is_seen_and_changed(self, sample: Sample) -> None:
         x = sample.tensor([5.0])
         change = inserting("insert_after_op", sample.name("item"), lambda number: number + 1)
         with amanda.apply(change):
             assert sample.item(x) == 6.0
 
+    @needs("schema")
     def test_arguments_that_are_no_tensors_are_attributes_by_name(self, sample: Sample) -> None:
         attributes: list[dict[str, Any]] = []
 

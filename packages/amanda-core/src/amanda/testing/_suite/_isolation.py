@@ -8,6 +8,7 @@ import pytest
 
 import amanda
 from amanda.errors import MutationError, RoutineError
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import inserting, notes
 
@@ -15,6 +16,7 @@ from amanda.testing._suite._tools import inserting, notes
 class IsolationTests:
     """Isolation from autodiff."""
 
+    @needs("backward")
     def test_gradients_pass_an_isolated_routine_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([[2.0]], requires_grad=True)
         weight = sample.parameter([[3.0]])
@@ -26,6 +28,7 @@ class IsolationTests:
         assert sample.numbers(sample.gradient(x)) == [6.0]  # the op's backward is computed on the value
         assert sample.numbers(sample.gradient(weight)) == [2.0]  # the edge to the original is the identity
 
+    @needs("backward")
     def test_an_output_that_is_changed_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([2.0], requires_grad=True)
         with amanda.apply(inserting("insert_after_op", sample.name("relu"), lambda y: y * 5)):
@@ -34,6 +37,7 @@ class IsolationTests:
         assert sample.numbers(result) == [10.0]
         assert sample.numbers(sample.gradient(x)) == [1.0]
 
+    @needs("backward")
     def test_gradients_reach_the_original_weights_of_the_model(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         weights = [model.first.weight, model.second.weight]
@@ -43,6 +47,7 @@ class IsolationTests:
         assert all(sample.gradient(weight) is not None for weight in weights)
         assert model.first.weight is weights[0]
 
+    @needs("backward")
     def test_a_differentiable_routine_takes_part_in_the_backward_pass(self, sample: Sample) -> None:
         x = sample.tensor([[2.0]], requires_grad=True)
         weight = sample.parameter([[3.0]])
@@ -52,6 +57,7 @@ class IsolationTests:
             sample.backward(sample.linear(x, weight))
         assert sample.numbers(sample.gradient(weight)) == [4.0]
 
+    @needs("backward")
     def test_autodiff_enabled_makes_routines_differentiable(self, sample: Sample) -> None:
         weights = [sample.parameter([[3.0]]) for _ in range(3)]
         x = sample.tensor([[2.0]])
@@ -64,6 +70,7 @@ class IsolationTests:
             sample.backward(sample.linear(x, weights[2]))
         assert [sample.numbers(sample.gradient(weight)) for weight in weights] == [[4.0], [2.0], [2.0]]
 
+    @needs("backward")
     def test_a_differentiable_routine_is_free_in_shape(self, sample: Sample) -> None:
         x = sample.tensor([1.0, 2.0], requires_grad=True)
         twice = amanda.differentiable(lambda value: sample.cat([value, value]))
@@ -100,6 +107,7 @@ class IsolationTests:
         with amanda.apply(change), pytest.raises(RoutineError, match="complex"):
             sample.add(sample.tensor([1.0], wide), 1.0)
 
+    @needs("backward")
     def test_another_floating_type_is_cast_back(self, sample: Sample) -> None:
         wide, narrow, *_ = sample.dtypes
         seen: list[Any] = []
@@ -116,6 +124,7 @@ class IsolationTests:
         assert 0 < abs(sample.numbers(result)[0] - 1 / 3) < 1e-3
         assert sample.dtype(sample.gradient(x)) == wide
 
+    @needs("mutable_tensors")
     @pytest.mark.parametrize("action", ["insert_before_op", "insert_after_op"])
     def test_writing_into_a_given_value_is_an_error(self, sample: Sample, action: Any) -> None:
         with (
@@ -124,6 +133,7 @@ class IsolationTests:
         ):
             sample.relu(sample.tensor([1.0]))
 
+    @needs("in_place")
     def test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
         with amanda.apply(inserting("insert_after_op", sample.name("add_"), lambda y: y * 10)):
@@ -131,6 +141,7 @@ class IsolationTests:
         assert result is x
         assert sample.numbers(x) == [20.0]
 
+    @needs("in_place")
     def test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
         with amanda.apply(inserting("insert_before_op", sample.name("add_"), lambda y: y * 10, [0])):
@@ -138,6 +149,7 @@ class IsolationTests:
         assert result is x
         assert sample.numbers(x) == [11.0]
 
+    @needs("backward", "in_place")
     def test_an_in_place_op_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
         with amanda.apply(inserting("insert_after_op", sample.name("add_"), lambda y: y * 10)):
@@ -147,6 +159,7 @@ class IsolationTests:
         assert sample.numbers(y) == [20.0]
         assert sample.numbers(sample.gradient(x)) == [1.0]
 
+    @needs("out")
     def test_a_changed_output_is_in_the_tensor_given_as_out(self, sample: Sample) -> None:
         one, two, out = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([0.0])
         with amanda.apply(inserting("insert_after_op", sample.name("add"), lambda y: y * 10)):
@@ -154,6 +167,7 @@ class IsolationTests:
         assert result is out
         assert sample.numbers(out) == [30.0]
 
+    @needs("backward")
     def test_a_gradient_that_is_changed_keeps_its_shape(self, sample: Sample) -> None:
         x = sample.tensor([1.0, 2.0], requires_grad=True)
         change = inserting(

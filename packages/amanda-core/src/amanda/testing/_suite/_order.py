@@ -8,6 +8,7 @@ import pytest
 
 import amanda
 from amanda.errors import DependencyCycleError
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import Insertion, also, inserting, tool
 
@@ -87,6 +88,7 @@ class OrderTests:
                 with amanda.apply(tools[0]), amanda.apply(tools[1]):
                     assert sample.numbers(sample.relu(x)) == [wanted]
 
+    @needs("backward")
     def test_an_innermost_routine_is_next_to_the_backward_op(self, sample: Sample) -> None:
         order: list[str] = []
         cases: list[tuple[Insertion, list[str]]] = [
@@ -139,6 +141,7 @@ class OrderTests:
             sample.relu(sample.tensor([1.0]))
         assert runs == ["shared", "inner"]
 
+    @needs("backward")
     def test_the_inner_scope_sees_what_the_outer_put_in_the_context(self, sample: Sample) -> None:
         seen: list[Any] = []
         outer = tool(lambda context: context.update(type="rectifier"), sample.name("relu"))
@@ -149,6 +152,7 @@ class OrderTests:
             sample.backward(sample.relu(x))
         assert seen == ["rectifier", "rectifier"]
 
+    @needs("backward")
     def test_backward_routines_of_nested_scopes_all_run(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
         plus = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad + 1)

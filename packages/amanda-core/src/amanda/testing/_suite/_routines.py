@@ -9,6 +9,7 @@ import pytest
 
 import amanda
 from amanda.errors import ActionError, ReplaceConflictError
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import also, inserting, op_name, tool
 
@@ -39,6 +40,7 @@ class RoutineTests:
     def test_marked_routines_are_accepted_and_run(self, sample: Sample, mark: Any) -> None:
         assert _runs_twice_in_each_of_two_executions(sample, mark)
 
+    @needs("traceable_calls")
     def test_a_traceable_routine_is_accepted_and_run(self, sample: Sample) -> None:
         assert _runs_twice_in_each_of_two_executions(sample, amanda.traceable)
 
@@ -63,6 +65,7 @@ class RoutineTests:
                     made.factor = factor
                     assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [factor]
 
+    @needs("backward")
     def test_all_points_of_an_op_run_in_order(self, sample: Sample) -> None:
         order: list[str] = []
         made = tool(lambda _: None)
@@ -79,6 +82,7 @@ class RoutineTests:
         ]  # fmt: skip
         assert order == one_run * 2
 
+    @needs("backward")
     def test_gradients_are_changed_before_and_after_a_backward_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
         before = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
@@ -87,6 +91,7 @@ class RoutineTests:
             sample.backward(sample.relu(x))
         assert sample.numbers(sample.gradient(x)) == [1.0, 4.0]
 
+    @needs("backward")
     def test_changed_gradients_hold_for_every_backward_pass(self, sample: Sample) -> None:
         module = sample.module(lambda x: sample.relu(x))
         gradients = []
@@ -105,12 +110,14 @@ class RoutineTests:
             assert sample.numbers(sample.relu(x)) == [-10.0, 20.0]
         assert sample.numbers(sample.relu(x)) == [0.0, 2.0]
 
+    @needs("backward")
     def test_a_replacement_takes_part_in_the_backward_pass(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
         with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value * 10)):
             sample.backward(sample.relu(x))
         assert sample.numbers(sample.gradient(x)) == [10.0, 10.0]
 
+    @needs("backward")
     def test_the_identity_as_a_replacement_removes_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
         with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value)):
@@ -119,6 +126,7 @@ class RoutineTests:
         assert sample.numbers(result) == [-1.0, 2.0]
         assert sample.numbers(sample.gradient(x)) == [1.0, 1.0]
 
+    @needs("backward")
     def test_a_replacement_is_given_what_computes_the_op(self, sample: Sample) -> None:
         def negated(value: Any, original: Any) -> Any:
             return original(value * -1)
@@ -138,6 +146,7 @@ class RoutineTests:
         with amanda.apply(made, before, after):
             assert sample.numbers(sample.relu(x)) == [25.0]
 
+    @needs("in_place")
     def test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
         with amanda.apply(inserting("replace_op", sample.name("add_"), lambda a, b: a * 7)):
@@ -145,6 +154,7 @@ class RoutineTests:
         assert result is x
         assert sample.numbers(x) == [7.0]
 
+    @needs("backward")
     def test_a_replacement_of_a_backward_op_gives_the_gradients(self, sample: Sample) -> None:
         module = sample.module(lambda x: sample.relu(x))
         gradients = []
@@ -177,6 +187,7 @@ class RoutineTests:
         assert "Quantizer" in str(caught.value)
         assert "Pruner" in str(caught.value)
 
+    @needs("backward")
     def test_two_tools_that_replace_one_backward_op_are_both_named(self, sample: Sample) -> None:
         class Quantizer(amanda.Tool):
             pass
@@ -219,7 +230,7 @@ def _recording(action: str, order: list[str]) -> Any:
 
 
 def _runs_twice_in_each_of_two_executions(sample: Sample, mark: Callable[[Any], Any]) -> bool:
-    """Whether a routine before and after an op does, so marked."""
+    """Return True if a routine before and after an op does, so marked."""
     runs = []
 
     def count(*_: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import amanda
 from amanda.context import OpContext
+from amanda.testing._gaps import needs
 from amanda.testing._sample import Sample
 from amanda.testing._suite._tools import Executed, also, inserting, tool
 
@@ -100,6 +101,7 @@ class ScopeTests:
         asyncio.run(main())
         assert [len(made.ids) for made in seen.values()] == [2, 3]
 
+    @needs("backward")
     def test_a_scope_follows_the_backward_pass_that_it_starts(self, sample: Sample) -> None:
         grads: list[Any] = []
         x = sample.tensor([1.0], requires_grad=True)
@@ -107,6 +109,7 @@ class ScopeTests:
             sample.backward(sample.relu(x))
         assert len(grads) == 1
 
+    @needs("backward")
     def test_backward_routines_run_only_in_a_scope_with_their_tool(self, sample: Sample) -> None:
         grads: list[Any] = []
         made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
@@ -132,6 +135,7 @@ class ScopeTests:
             sample.backward(inside)
         assert len(grads) == 2
 
+    @needs("backward")
     def test_of_several_tools_those_run_whose_scope_is_open_at_the_backward_pass(
         self, sample: Sample
     ) -> None:
@@ -148,6 +152,7 @@ class ScopeTests:
             sample.backward(left_behind)
         assert runs == ["one", "two", "two"]
 
+    @needs("backward")
     def test_a_backward_op_is_analysed_when_its_scope_opens_for_it(self, sample: Sample) -> None:
         grads: list[Any] = []
         made = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
@@ -174,6 +179,7 @@ class ScopeTests:
         sample.relu(x)
         assert len(relu.ids) == 3
 
+    @needs("fork")
     @pytest.mark.xfail(not hasattr(os, "fork"), reason="never: this system has no fork", run=False)
     def test_a_scope_does_not_follow_a_fork(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))

@@ -17,7 +17,7 @@ from amanda.testing._suite._tools import Executed, inserting
 
 
 class ThreadTests:
-    """Which threads a scope reaches."""
+    """Threads that a scope reaches."""
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))

@@ -69,7 +69,7 @@ def _node_type(name: str) -> type[Node]:
 
 
 def is_grad_enabled() -> bool:
-    """Whether operators leave nodes on this thread."""
+    """Return True if operators leave nodes on this thread."""
     return _mode.enabled
 
 

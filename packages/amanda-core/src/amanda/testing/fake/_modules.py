@@ -17,7 +17,7 @@ class Module:
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call does."""
+        """Return what a call does."""
         raise NotImplementedError
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:

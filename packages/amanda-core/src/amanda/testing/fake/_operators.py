@@ -10,7 +10,7 @@ from amanda.testing.fake._tensor import Number, Tensor, mapped
 
 
 class Halves(NamedTuple):
-    """What `split` gives."""
+    """The pair that `split` gives."""
 
     first: Tensor
     second: Tensor
@@ -87,7 +87,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def relu(input: Tensor) -> Tensor:
-    """What is above zero, and zero."""
+    """Return what is above zero, and zero."""
     result = mapped(lambda a: a if a > 0 else a * 0, input)
     above = mapped(lambda a: 1 if a > 0 else 0, input)
     record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], above),))

@@ -41,7 +41,7 @@ class Tensor:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether no operator made it, as far as the tape knows."""
+        """Return True if no operator made it, as far as the tape knows."""
         return self.node is None
 
     def detach(self) -> Tensor:

@@ -62,8 +62,6 @@ class Autograd(MindSporeTensors, EagerDriver):
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._results: dict[int, list[weakref.ref[Any]]] = {}
 
-    # ---- forward ----
-
     def tracing(self) -> Made:
         """Context whose nodes are marked."""
         return Made()
@@ -100,10 +98,8 @@ class Autograd(MindSporeTensors, EagerDriver):
             self._leaves[original._grad_node._unique_id()] = original
         return super().straight_through(original, value)
 
-    # ---- backward ----
-
     def follow_backward(self, attributes: Attributes) -> None:
-        """Let every backward pass bring its nodes to the tools."""
+        """Make every backward pass bring its nodes to the tools."""
         attributes.set(api._PyNativeExecutor, "end_graph", self._followed_end())
         attributes.set(api._PyNativeExecutor, "grad", self._followed_grad())
         attributes.set(native, "run_backward", self._followed_run())

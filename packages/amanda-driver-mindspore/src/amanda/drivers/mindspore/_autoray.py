@@ -1,4 +1,4 @@
-"""What autoray lacks of MindSpore, for tools whose arithmetic runs on every framework's tensors."""
+"""Functions that autoray lacks for MindSpore, for tools that compute with every framework's tensors."""
 
 from collections.abc import Callable
 from typing import Any

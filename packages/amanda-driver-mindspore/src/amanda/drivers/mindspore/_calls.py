@@ -63,7 +63,7 @@ class MindSporeCall(Call):
         return call
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """What the operator gives back of what it wrote: another object for the same tensor."""
+        """Return what the operator gives back of what it wrote: another object for the same tensor."""
         return [*(inputs[i] for i in self.targets), *outputs] if self.targets else []
 
     def attributes(self) -> dict[str, Any]:

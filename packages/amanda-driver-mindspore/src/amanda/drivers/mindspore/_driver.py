@@ -60,8 +60,6 @@ class MindSporeDriver(Autograd):
         """`mindspore/<version>/eager`."""
         return Namespace(f"mindspore/{mindspore.__version__}/eager")
 
-    # ---- attaching ----
-
     def attach(self) -> None:
         """Place every site, enclose the calls of cells, and follow backward passes."""
         _prepare()
@@ -107,8 +105,6 @@ class MindSporeDriver(Autograd):
         flags = TRANSPARENT | IMPLEMENTATION
         return Site(function, operation(APPLY), APPLY, digest("mindspore", APPLY), self.handle, flags)
 
-    # ---- calls ----
-
     def handle(
         self,
         state: State,
@@ -151,5 +147,5 @@ def _prepare() -> None:
 
 
 def _place_of(target: Target) -> tuple[Any, str]:
-    """Where a detour is set: methods on the class in Python, which the native one does not let be set."""
+    """Return where a detour is set: methods on the class in Python, as the native one cannot be changed."""
     return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)

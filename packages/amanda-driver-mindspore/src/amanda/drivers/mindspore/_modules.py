@@ -12,7 +12,7 @@ _METHODS = ("__call__", "_complex_call", "_run_construct")
 
 
 def enclose_cells(attributes: Attributes) -> None:
-    """Let each call of a cell be a region: the ops in it belong to that cell."""
+    """Make each call of a cell a region: the ops in it belong to that cell."""
     for method in _METHODS:
         codes.add_code(getattr(nn.Cell, method).__code__, BOUNDARY)
     attributes.set(nn.Cell, "__call__", Enclosure(vars(nn.Cell)["__call__"], _place_within))

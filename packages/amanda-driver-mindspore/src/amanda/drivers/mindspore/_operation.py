@@ -1,4 +1,4 @@
-"""What `get_op` and `get_backward_op` give: an operator of MindSpore by name."""
+"""The result of `get_op` and `get_backward_op`: an operator of MindSpore by name."""
 
 from functools import cache
 from typing import Any
@@ -38,4 +38,4 @@ def backward_operation(node: str) -> Operation:
 
 
 ACCUMULATE_GRAD = operation("AccumulateGrad")
-"""What takes the gradient of a leaf."""
+"""The operator that takes the gradient of a leaf."""

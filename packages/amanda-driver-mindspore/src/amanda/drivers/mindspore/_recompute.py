@@ -12,7 +12,7 @@ recompute: Any = import_module("mindspore.common.recompute")  # as an attribute 
 
 
 def follow_recomputation(attributes: Attributes) -> None:
-    """Let both ways of recomputing bring the ops of a second run under the ids of the first."""
+    """Make both ways of recomputing bring the ops of a second run under the ids of the first."""
     attributes.set(recompute, "recompute_without_reentrant", _replayed_block())
     attributes.set(recompute._RecomputeCell, "construct", _kept_construct())
     attributes.set(recompute._RecomputeCell, "bprop", _replayed_bprop())

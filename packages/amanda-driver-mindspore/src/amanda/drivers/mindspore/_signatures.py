@@ -27,7 +27,7 @@ class Signature(NamedTuple):
     gathered: int | None = None
 
     def trailing(self, values: list[Any]) -> int:
-        """How many of the values, from the last on, are defaults."""
+        """Return how many of the values, from the last on, are defaults."""
         count = 0
         for value, default in zip(reversed(values), reversed(self.defaults[: len(values)]), strict=False):
             if default is _NO_DEFAULT or type(value) is not type(default) or value != default:
@@ -36,7 +36,7 @@ class Signature(NamedTuple):
         return count
 
     def accepts(self, count: int, keywords: Any) -> bool:
-        """Whether so many positional arguments and these keywords can be given."""
+        """Return True if so many positional arguments and these keywords can be given."""
         most = count if self.gathered is not None else self.positional
         return count <= most and all(name in self.names[min(count, len(self.names)) :] for name in keywords)
 

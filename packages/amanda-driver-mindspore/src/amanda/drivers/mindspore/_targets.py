@@ -1,4 +1,4 @@
-"""Which native callables of MindSpore are operators, and what each is called.
+"""Targets: the native callables of MindSpore that are operators, and what each is called.
 
 Python reaches MindSpore's kernels by generated functions (`pyboost_relu`), by generated classes
 (`ConcatPrim_`), by objects that pick among overloads (`_add_instance`) and by methods of tensors; what
@@ -140,11 +140,11 @@ _WRITING = re.compile(r"Assign|Apply|Fused|Scatter(?!Nd$|NdV)|Inplace")
 
 
 def writes(operator: str) -> bool:
-    """Whether an operator writes into its first input."""
+    """Return True if an operator writes into its first input."""
     trailing = operator.endswith("_") and not operator.endswith("__")
     return trailing or operator.startswith("inplace_") or operator in ("setitem", "assign_value")
 
 
 def writing_primitive(name: str) -> bool:
-    """Whether a primitive writes into its first input."""
+    """Return True if a primitive writes into its first input."""
     return _WRITING.match(name) is not None

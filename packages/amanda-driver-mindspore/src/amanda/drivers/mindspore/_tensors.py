@@ -41,7 +41,7 @@ class MindSporeTensors:
     """`TensorOps` of MindSpore."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is a Tensor or a Parameter."""
+        """Return True if a value is a Tensor or a Parameter."""
         return isinstance(value, Tensor)
 
     def isolated(self) -> GradOff:
@@ -49,7 +49,7 @@ class MindSporeTensors:
         return GradOff()
 
     def version(self, value: Any) -> Any:
-        """How often a tensor was written, as far as MindSpore counts it; of each tensor, for a list."""
+        """Return how often a tensor was written, as MindSpore counts it; of each tensor, for a list."""
         if isinstance(value, Tensor):
             return value._version
         if isinstance(value, (list, tuple)):
@@ -104,7 +104,7 @@ class MindSporeTensors:
         return tuple([_shape(value) for value in inputs])
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
-        """Which tensors need a gradient, as bits; None where no node is made.
+        """Return which tensors need a gradient, as bits; None where no node is made.
 
         The same for a call's arguments as for its inputs, which may be in a list of their own.
         """

@@ -48,9 +48,6 @@ def word(operator: str) -> str:
     return WORDS.get(operator, operator)
 
 
-# ---- the forward op ----
-
-
 def _in_optimizer() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -80,7 +77,7 @@ def _describe_op(context: OpContext) -> None:
 
 
 def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Where the weight is: by the op's schema; in a product, the factor that is a parameter."""
+    """Return where the weight is: by the op's schema; in a product, the factor that is a parameter."""
     if kind == "matmul":
         factors = [i for i in (0, 1) if i < len(inputs) and isinstance(inputs[i], Parameter)]
         return factors[0] if len(factors) == 1 else None
@@ -117,9 +114,6 @@ def weight_layout(
     if convolution is None:
         return None
     return ("IO" if convolution[1] == "conv_transpose" else "OI") + _AXES[convolution[2]]
-
-
-# ---- the backward op ----
 
 
 def _describe_backward_op(context: OpContext) -> None:

@@ -1,4 +1,4 @@
-"""Where runs of sessions begin: every way that leads from Python into the runtime."""
+"""Runs of sessions: every way that leads from Python into the runtime."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from amanda import interceptor
-from amanda.backend import Attributes
+from amanda.backend import Attributes, Execution, State
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
-from ._copies import Copies
+from ._copies import Copy
 from ._values import as_array, as_ort_value
+
+Prepare = Callable[[Any, State], "tuple[Copy, Execution] | None"]
+"""Gives what runs instead of a session, in a state, and the execution that it calls back to."""
 
 
 class Boundary:
     """Sends the runs of sessions to instrumented copies of their models."""
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
         self._attributes = Attributes()
 
     def attach(self) -> None:
@@ -62,7 +65,7 @@ class Boundary:
     ) -> Any:
         """A run on a thread of its own, which belongs to the scope that it starts in."""
         activation = interceptor.active()
-        if not activation or self._copies.prepare(session, activation.state) is None:
+        if not activation or self._prepare(session, activation.state) is None:
             return run(session, output_names, input_feed, callback, user_data, run_options)
 
         def work() -> None:
@@ -79,9 +82,9 @@ class Boundary:
     def _results(
         self, run: Any, session: Any, names: Sequence[str] | None, feed: Mapping[str, Any], options: Any
     ) -> Any:
-        """What the copy gives, or the session itself where nothing is inserted."""
+        """Return what the copy gives, or the session itself where nothing is inserted."""
         activation = interceptor.active()
-        prepared = self._copies.prepare(session, activation.state) if activation else None
+        prepared = self._prepare(session, activation.state) if activation else None
         if activation is None or prepared is None:
             return run(session, names, feed, options)
         copy, execution = prepared

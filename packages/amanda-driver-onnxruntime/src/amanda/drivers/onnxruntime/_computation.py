@@ -12,15 +12,16 @@ from onnx import NodeProto, TensorProto, ValueInfoProto
 import onnxruntime
 
 from ._options import session_options
-from ._side import Side
 from ._symbols import tensor_type
 
 if TYPE_CHECKING:
+    from amanda.backend import Side
+
     from ._model import Model
 
 
 def computation(node: NodeProto, inputs: Side, model: Model) -> Callable[[], Computation] | None:
-    """What makes a function that computes the node; None of one that holds graphs."""
+    """Return what makes a function that computes the node; None of one that holds graphs."""
     if any(one.type in (one.GRAPH, one.GRAPHS) for one in node.attribute):
         return None
     sizes, imports, version = tuple(inputs.sizes), list(model.proto.opset_import), model.proto.ir_version
@@ -38,7 +39,7 @@ class Computation:
         self._sessions: dict[Any, Any] = {}
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """What the node gives: one array, or a list where it gives several."""
+        """Return what the node gives: one array, or a list where it gives several."""
         flat = [one for value in inputs for one in (value if isinstance(value, (list, tuple)) else (value,))]
         arrays = [None if one is None else np.asarray(one) for one in flat]
         key = tuple(None if one is None else one.dtype.name for one in arrays)

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from amanda.backend import DRIVER_API, Driver, Namespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from amanda import interceptor
+from amanda.backend import (
+    DRIVER_API,
+    Execution,
+    GraphAnalysis,
+    GraphDriver,
+    History,
+    Namespace,
+    State,
+    Uninstrumented,
+    digest,
+)
 
 from ._boundary import Boundary
-from ._copies import Copies
+from ._copies import Copy, model_of
 from ._instrument import namespace
+from ._model import Model
+from ._reads import NumpyReads
 from ._requirements import check
+from ._rewrite import ModelRewriting
+from ._tensors import GraphTensors
 
 
-class OnnxRuntimeDriver(Driver):
+class OnnxRuntimeDriver(GraphDriver[ModelRewriting, Copy]):
     """Sessions of ONNX Runtime: their models are analysed, and an instrumented copy runs instead."""
 
     api = DRIVER_API
     framework = "onnxruntime"
     modes = ("graph",)
+    tensors = GraphTensors()
+    reads = NumpyReads
 
     def __init__(self) -> None:
-        self._boundary: Boundary | None = None
+        super().__init__()
+        self._boundary = Boundary(self._prepared)
+        self._models: WeakKeyDictionary[Any, Model | Uninstrumented] = WeakKeyDictionary()
 
     @property
     def namespace(self) -> Namespace:
@@ -28,11 +50,33 @@ class OnnxRuntimeDriver(Driver):
     def attach(self) -> None:
         """Stand where runs of sessions begin."""
         check()
-        if self._boundary is None:
-            self._boundary = Boundary(Copies(self.namespace))
         self._boundary.attach()
 
     def detach(self) -> None:
         """Leave the sessions as they were found."""
-        if self._boundary is not None:
-            self._boundary.detach()
+        self._boundary.detach()
+
+    def rewrite(self, graph: Any, analysis: GraphAnalysis, history: History) -> ModelRewriting:
+        """Rewrite the model of a session."""
+        known = self._models.get(graph)
+        if known is None:
+            try:
+                known = model_of(graph)
+            except Uninstrumented as error:
+                known = error
+            self._models[graph] = known
+        if isinstance(known, Uninstrumented):
+            raise Uninstrumented(*known.args)
+        identity = digest("onnxruntime/graph", interceptor.ordinal(graph))
+        rewriting = ModelRewriting(
+            analysis=analysis, namespace=self.namespace, history=history, model=known, identity=identity
+        )
+        rewriting.run()
+        return rewriting
+
+    def runnable(self, graph: Any, rewriting: ModelRewriting) -> Copy:
+        """Make sessions of the rewritten model."""
+        return Copy(graph, rewriting)
+
+    def _prepared(self, session: Any, state: State) -> tuple[Copy, Execution] | None:
+        return self.prepare(session, state, tuple(session.get_providers()))

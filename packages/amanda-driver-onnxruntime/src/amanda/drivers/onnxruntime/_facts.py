@@ -1,4 +1,4 @@
-"""What tools are told of a node."""
+"""Facts of a node, for tools."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, numpy_helper
 
-from amanda.backend import Namespace, OpFacts
+from amanda.backend import Namespace, OpFacts, Side
 
 from ._operation import Operation
-from ._side import Side
 from ._symbols import Symbol, read_value
 
 _FRAMEWORK = re.compile(r"/(?:site|dist)-packages/torch/")
@@ -45,7 +44,7 @@ def facts_of(
 
 
 def _holder(graph: Hashable, value: Any) -> tuple[Hashable, str] | None:
-    """What names the initializer that a value is, or is made of alone, in every session: graph and name."""
+    """Return a name, for every session, of the initializer that a value is or is made of: graph and name."""
     return (graph, value.root) if isinstance(value, Symbol) and value.root is not None else None
 
 

@@ -15,7 +15,8 @@ from amanda.errors import ArtefactError
 
 from ._instrument import namespace
 from ._model import Model
-from ._rewrite import Rewriting
+from ._rewrite import ModelRewriting
+from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
 from ._written import written
 
@@ -56,18 +57,15 @@ class OnnxFile(Artefact):
         graph = self._model.proto.graph
         identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
         tags = Namespace(f"{namespace()}/static")
-        rewriting = Rewriting(self._model, inlining.state, tags, identity, written=True)
-        rewriting.analysis = inlining.analysis(rewriting.ops)
+        rewriting = ModelRewriting(
+            analysis=inlining.analysis(GraphTensors()), namespace=tags, written=True, model=self._model,
+            identity=identity,
+        )  # fmt: skip
         try:
             rewriting.run()
         finally:
             rewriting.analysis.finish()
-        for action in rewriting.folded:
-            inlining.stored(action)
-        for facts, action, why in rewriting.refused:
-            inlining.refuse(action, facts, why)
-        for what, why in rewriting.reports:
-            inlining.leave(what, why)
+        inlining.take_over(rewriting)
         self._made = None if rewriting.refused else written(self._source, rewriting)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from ._symbols import Array, Symbol
 
 
 def formed(node: NodeProto, inputs: Sequence[Symbol | None]) -> Array | None:
-    """What a node makes of a constant; None of a node that computes, and where something is not constant."""
+    """Return what a node makes of a constant; None for a node that computes, and of what is not constant."""
     form = FORMS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if form is None or any(one is None or one.constant is None for one in inputs) or not inputs:
         return None
@@ -59,4 +59,4 @@ FORMS: dict[str, Any] = {
     "Squeeze": _squeezed,
     "Unsqueeze": _unsqueezed,
 }
-"""What each type that only moves data makes of its first input."""
+"""For each type that only moves data, the function of its first input."""

@@ -11,11 +11,12 @@ from onnx import ModelProto
 
 import amanda
 from amanda import interceptor
-from amanda.backend import Namespace, OpFacts, digest
+from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import NotTraceableError
 
 from ._model import Model
-from ._rewrite import Rewriting
+from ._rewrite import ModelRewriting
+from ._tensors import GraphTensors
 from ._types import types_by_onnxruntime
 from ._written import copied, written
 
@@ -37,7 +38,10 @@ def instrument(model: ModelProto | str | Path, *tools: amanda.Tool) -> ModelProt
         activation = interceptor.active()
         assert activation is not None
         with interceptor.Suspension():
-            rewriting = Rewriting(read, activation.state, namespace(), identity, written=True)
+            analysis = GraphAnalysis(activation.state, GraphTensors())
+            rewriting = ModelRewriting(
+                analysis=analysis, namespace=namespace(), written=True, model=read, identity=identity
+            )
             try:
                 rewriting.run()
             finally:

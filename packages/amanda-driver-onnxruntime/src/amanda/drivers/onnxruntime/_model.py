@@ -117,12 +117,12 @@ def _mapped(tensor: TensorProto, folder: str) -> Array:
 
 
 def is_shared(array: Array) -> bool:
-    """Whether sessions can use an array as it is."""
+    """Return True if sessions can use an array as it is."""
     return array.dtype.kind in "fiub" and array.dtype.type.__module__ == "numpy"
 
 
 def refer(tensor: TensorProto) -> None:
-    """Let an initializer be one whose values a session is given apart."""
+    """Take the values out of an initializer; a session is given them apart."""
     for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
         tensor.ClearField(field)
     tensor.data_location = TensorProto.EXTERNAL
@@ -141,7 +141,7 @@ def referred(name: str, array: Array) -> TensorProto:
 
 
 def constant_of(node: onnx.NodeProto) -> Array | None:
-    """What a Constant node gives; None of another node, and where it is no dense tensor."""
+    """Return what a Constant node gives; None of another node, and where it is no dense tensor."""
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
@@ -187,7 +187,7 @@ def forget_negative_extents(graph: GraphProto) -> None:
 
 
 def is_typed(type: TypeProto | None) -> bool:
-    """Whether a type is known, its shape apart."""
+    """Return True if a type is known, its shape apart."""
     if type is None or type.WhichOneof("value") is None:
         return False
     return type.WhichOneof("value") != "tensor_type" or bool(type.tensor_type.elem_type)

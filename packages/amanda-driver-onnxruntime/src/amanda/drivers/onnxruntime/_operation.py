@@ -1,4 +1,4 @@
-"""What `get_op` gives: a node of an ONNX graph by type, name and domain."""
+"""The result of `get_op`: a node of an ONNX graph by type, name and domain."""
 
 from __future__ import annotations
 

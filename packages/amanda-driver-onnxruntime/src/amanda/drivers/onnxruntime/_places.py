@@ -12,7 +12,7 @@ import onnx
 from amanda.backend import (
     Action,
     Execution,
-    Inserted,
+    Insertion,
     Rounds,
     State,
     TensorOps,
@@ -23,7 +23,7 @@ from amanda.backend import (
 from amanda.errors import RoutineError
 
 
-class Place(Inserted):
+class TypedInsertion(Insertion):
     """Routines whose results have the types that the graph has there.
 
     dtypes: of the flat values that it gives back; None of a sequence or an optional tensor.
@@ -57,7 +57,7 @@ class Place(Inserted):
         fixed = [] if actions and actions[0].observer else [i for i in self.given if i not in self.gives]
         made = list(values)
         for action in actions:
-            made = run_routine(ops, action, made, self.facts, run, state)
+            made = run_routine(ops, action, made, self.facts, run, state.autodiff)
             for position in fixed:
                 if not _is_same(made[position], values[position]):
                     with explained(self.facts, action.tool, str(action)):
@@ -68,7 +68,7 @@ class Place(Inserted):
         return self._flat(made)
 
     def _flat(self, values: Sequence[Any]) -> list[Any]:
-        """What is given back, each list of inputs as its elements; a sequence is one value."""
+        """Return what is given back, each list of inputs as its elements; a sequence is one value."""
         flat: list[Any] = []
         sizes, dtypes = dict(zip(self.given, self.sizes, strict=True)), iter(self.dtypes)
         for position in self.gives:
@@ -77,10 +77,6 @@ class Place(Inserted):
             whole = size is None and kinds[0] is None
             flat += [values[position]] if whole else spread([values[position]])
         return flat
-
-    def evaluate(self, flat: Sequence[Any], ops: TensorOps, state: State) -> list[Any]:
-        """What the routines make of constants, or of arrays that record what is computed of them."""
-        return self.run(Execution(state, ops, {}), flat)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -128,10 +124,3 @@ class Call:
 
 
 Item = Compute | Call
-
-
-def inserted_at(actions: Sequence[Action], facts: Any, layout: Sequence[Any], dtypes: Sequence[Any]) -> Place:
-    """A place; layout: what `Inserted` takes besides."""
-    place = Place(actions, facts, *layout)
-    place.dtypes = tuple(dtypes)
-    return place

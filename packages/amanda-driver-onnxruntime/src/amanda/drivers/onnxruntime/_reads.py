@@ -1,4 +1,4 @@
-"""What traceable routines read of NumPy's values, and of ONNX Runtime's."""
+"""Values of NumPy, and of ONNX Runtime, that traceable routines read."""
 
 from typing import Any, ClassVar
 

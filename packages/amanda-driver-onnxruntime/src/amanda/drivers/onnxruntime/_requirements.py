@@ -1,4 +1,4 @@
-"""What of ONNX Runtime the driver leans on beyond its public names."""
+"""Undocumented names of ONNX Runtime that the driver needs."""
 
 from importlib.metadata import version
 

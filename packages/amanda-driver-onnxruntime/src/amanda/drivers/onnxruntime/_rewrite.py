@@ -1,4 +1,4 @@
-"""Analysis of a graph's nodes in order, and the edits that their actions ask for."""
+"""The rewrite of a model: each node, those in bodies of control flow too, and the routines among them."""
 
 from __future__ import annotations
 
@@ -6,81 +6,54 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
-from onnx import AttributeProto, GraphProto, NodeProto
+from onnx import GraphProto, NodeProto
 
-from amanda.backend import Action, GraphAnalysis, History, Namespace, OpFacts, Reads, State, Table, digest
+from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting, Side, Value, digest
+from amanda.errors import RoutineError
 
 from ._computation import computation
 from ._facts import facts_of
 from ._forms import formed
-from ._insertions import Insertions
 from ._model import Model, array_of, constant_of, types_in
-from ._places import Compute, Item
-from ._reads import NumpyReads
+from ._places import Call, Compute, Item, TypedInsertion
 from ._schema import input_layout, output_layout
-from ._side import Side
 from ._symbols import Symbol
-from ._tensors import GraphTensors
+from ._tracing import Recorder, TracedArray
+
+_OURS = re.compile(r"amanda/[a-z]+(\d+)")
+_TYPING = ("Cast", "DequantizeLinear")
+"""Nodes that give what they are given in another type."""
 
 
-@dataclass
-class Rewriting:
+@dataclass(kw_only=True)
+class ModelRewriting(Rewriting):
     """One rewrite of a model.
 
     identity: 64 bits that name the model, the same in every process.
-    written: whether the result is to run without Python: what cannot is in `refused`, by the op's facts,
-    the action, and why; constants are then given to every routine, once.
     items: the rewritten graph, in order.  constants: arrays that routines made, by name.
-    folded: actions whose routines were called once, on constants.
-    renamed: what is read instead of a value of the outermost graph.  symbol: that of a value there.
-    table: what runs at which slot.  free: whether routines may have changed shapes.
-    history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
-    traced: these routines, with no tensors: an array is a constant, whoever holds it.
+    renamed: what is read instead of a value of the outermost graph.  symbol: gives that of a value there.
     """
 
     model: Model
-    state: State
-    namespace: Namespace
     identity: int
-    written: bool = False
-    table: Table = field(default_factory=Table)
     items: list[Item] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
-    reports: dict[tuple[str, str], None] = field(default_factory=dict)
-    refused: list[tuple[OpFacts, Any, str]] = field(default_factory=list)
-    folded: list[Any] = field(default_factory=list)
-    changed: bool = False
-    free: bool = False
-    history: History = field(default_factory=lambda: History(NumpyReads))
-    reads: Reads = field(default_factory=NumpyReads)
-    traced: list[tuple[Action, tuple[()]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ops = GraphTensors()
-        self.analysis = GraphAnalysis(self.state, self.ops)
+        super().__post_init__()
         self.made = _last_number(self.model.proto.graph)
         self.symbol: Callable[[str], Symbol] = self.model.symbol
 
     def run(self) -> None:
-        """Analyse every node, those in bodies of control flow too, and put the actions among them."""
-        graph = self.model.proto.graph
-        rewriter = Rewriter(graph, self, self.model.symbol)
+        """Analyse every node, and put the actions that tools record among them."""
+        rewriter = GraphRewriter(self.model.proto.graph, self, self.model.symbol)
         rewriter.run()
-        self.items, self.renamed = rewriter.items, rewriter.current
-        self.symbol = rewriter.symbol
-
-    def report(self, what: str, reason: str) -> None:
-        """Note what tools do not see."""
-        self.reports.setdefault((what, reason))
-
-    def tell_unfollowed(self) -> None:
-        """Note what traceable routines set: a copy does not."""
-        for what, reason in self.reads.unfollowed(self.traced):
-            self.report(what, reason)
+        self.items, self.renamed, self.symbol = rewriter.items, rewriter.current, rewriter.symbol
 
     def fresh(self, kind: str) -> str:
         """A name that no value has."""
@@ -88,36 +61,43 @@ class Rewriting:
         return f"amanda/{kind}{self.made}"
 
 
-class Rewriter:
+class Named(NamedTuple):
+    """A node of a graph, and its name: a made one where the node has none of its own."""
+
+    proto: NodeProto
+    name: str
+
+
+class GraphRewriter(Rewriter[Named]):
     """The rewrite of one graph: the outermost one, or a body of control flow.
 
-    path: names of the nodes that the body is in.  current: what is read instead of a value.
+    path: names of the nodes that the body is in.  symbol: gives that of a value of the graph around.
+    items: the rewritten graph, in order.
     """
+
+    insertion = TypedInsertion
+    rewriting: ModelRewriting
 
     def __init__(
         self,
         graph: GraphProto,
-        rewriting: Rewriting,
+        rewriting: ModelRewriting,
         symbol: Callable[[str], Symbol],
         path: tuple[str, ...] = (),
         current: dict[str, str] | None = None,
     ) -> None:
+        super().__init__(rewriting, current, calls_python=not path)
         self.graph = graph
-        self.rewriting = rewriting
         self.path = path
-        self.current = dict(current or {})
         self.items: list[Item] = []
         self._outer_symbol = symbol
         self._symbols: dict[str, Symbol] = {}
-        self._insertions = Insertions(rewriting, self.items, self._symbols, is_body=bool(path))
-        self._names = _unique_names(graph.node)
         if path:
             self._declare()
 
-    def run(self) -> None:
-        """Go through the nodes in order, which is that of the data."""
-        for node, name in zip(self.graph.node, self._names, strict=True):
-            self._at(node, name)
+    def nodes(self) -> Iterator[Named]:
+        """The nodes in the order of the graph, which is that of the data."""
+        return map(Named, self.graph.node, _unique_names(self.graph.node))
 
     def symbol(self, name: str) -> Symbol:
         """The symbol of a value, here or in a graph around."""
@@ -127,6 +107,120 @@ class Rewriter:
             if not self.path:
                 self._symbols[name] = known
         return known
+
+    def sides(self, node: Named) -> tuple[Side, Side]:
+        """The inputs and outputs of a node, in the order of its schema; an optional one may be left out."""
+        opsets = self.rewriting.model.opsets
+        return (
+            self._side(node.proto.input, input_layout(node.proto, opsets)[1]),
+            self._side(node.proto.output, output_layout(node.proto, opsets)[1]),
+        )
+
+    def facts(self, node: Named, inputs: Side) -> OpFacts:
+        """Facts of a node, for tools."""
+        rewriting = self.rewriting
+        place = "/".join((*self.path, node.name))
+        names = input_layout(node.proto, rewriting.model.opsets)[0]
+        original = computation(node.proto, inputs, rewriting.model)
+        return facts_of(
+            node.proto, place, digest(rewriting.identity, place), rewriting.namespace, names, inputs,
+            rewriting.identity, original,
+        )  # fmt: skip
+
+    def keep(self, node: Named, inputs: Side, outputs: Side) -> None:
+        """Write a node; what gives a constant in another form is computed here, and in no session."""
+        self._kept = copy = NodeProto()
+        copy.CopyFrom(node.proto)
+        copy.input[:] = inputs.refs
+        array = formed(copy, inputs.symbols)
+        if array is not None:
+            name, source = copy.output[0], inputs.symbols[0]
+            root = None if source is None else source.root
+            self._symbols[name] = outputs.symbols[0] = Symbol.of_array(name, array, root)
+            if not self.rewriting.written and not self.path:  # names in a body are its own
+                self.rewriting.constants[name] = array
+                return
+        self.items.append(Compute(copy))
+
+    def follow(self, node: Named, inputs: Side, outputs: Side, replaced: bool) -> None:
+        """Know of what a node turns into another type whether an initializer holds it."""
+        made = outputs.symbols[0] if node.proto.op_type in _TYPING and outputs.symbols else None
+        if made is not None and made.root is None and all(one is None or one.root for one in inputs.symbols):
+            first = inputs.symbols[0]
+            made.root = first.root if first is not None else None
+
+    def leave(self, node: Named, replaced: bool) -> None:
+        """Rewrite the graphs that a node holds, in the node that was written."""
+        for attribute in () if replaced else self._kept.attribute:
+            for body in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                self._rewrite_body(body, (*self.path, node.name, attribute.name))
+
+    def can_give(self, symbol: Symbol | None) -> bool:
+        """Return True for a tensor, a sequence of tensors and an optional one."""
+        return symbol is not None and symbol.holds_tensors
+
+    def can_replace(self, symbol: Symbol | None) -> bool:
+        """Return True for a tensor."""
+        return symbol is not None and symbol.is_tensor
+
+    def formed(self, place: Insertion, wanted: Sequence[Symbol | None]) -> Insertion:
+        """Give a place the types that its results have to have."""
+        assert isinstance(place, TypedInsertion)
+        place.dtypes = tuple(None if one is None else one.dtype for one in wanted)
+        return place
+
+    def constant(self, symbol: Symbol | None) -> Any:
+        """Return what a value always is."""
+        return None if symbol is None else symbol.constant
+
+    def stored(self, constant: Any) -> Value:
+        """Put an array into the model."""
+        name = self.rewriting.fresh("constant")
+        self.rewriting.constants[name] = constant
+        self.rewriting.changed = True
+        self._symbols[name] = symbol = Symbol.of_array(name, constant)
+        return Value(name, symbol)
+
+    def inline(self, place: Insertion, given: Sequence[Value]) -> list[Value]:
+        """Write the nodes that routines come to.
+
+        Raises NotTraceable, and what is a mistake in the routine itself as that.
+        """
+        assert isinstance(place, TypedInsertion)
+        rewriting = self.rewriting
+        recorder = Recorder(rewriting.fresh("traced"), rewriting.model.opsets.get("", 1))
+        traced = [_traced(recorder, *one) for one in given]
+        try:
+            results = self.results(place, traced)
+        except (NotTraceable, RoutineError):
+            raise
+        except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
+            raise NotTraceable(f"{type(error).__name__}: {error}") from error
+        made = []
+        for value, dtype in zip(results, place.dtypes, strict=True):
+            array = value if isinstance(value, TracedArray) else recorder.constant(np.asarray(value, dtype))
+            made.append(array.astype(dtype))
+        symbols = {
+            one.name: Symbol(one.name, one.type, recorder.constants.get(one.name)) for one in recorder.values
+        }
+        self.items += [Compute(node) for node in recorder.nodes]
+        rewriting.constants |= recorder.constants
+        for name, symbol in symbols.items():
+            self._symbols.setdefault(name, symbol)
+        return [Value(one.name, symbols[one.name]) for one in made]
+
+    def call(
+        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Symbol], side: Side
+    ) -> list[Value]:
+        """Write routines that Python runs between two sessions."""
+        rewriting = self.rewriting
+        slot = rewriting.add(place)
+        shape_is_kept = not self.frees_shapes(place)
+        made = [symbol.like(rewriting.fresh("given"), shape_is_kept) for symbol in wanted]
+        self._symbols |= {symbol.name: symbol for symbol in made}
+        waits = [] if made else [ref for ref in (*side.before, *side.refs) if ref]
+        self.items.append(Call(slot, [one.ref for one in given], [symbol.name for symbol in made], waits))
+        return [Value(symbol.name, symbol) for symbol in made]
 
     def _declare(self) -> None:
         """Know what belongs to the body: it hides what has the same name outside."""
@@ -142,58 +236,8 @@ class Rewriter:
             root = "/".join((*self.path, name)) if name in values else None
             self._symbols[name] = Symbol(name, types.get(name), values.get(name), root=root)
 
-    def _at(self, node: NodeProto, name: str) -> None:
-        rewriting, opsets = self.rewriting, self.rewriting.model.opsets
-        input_names, input_sizes = input_layout(node, opsets)
-        _, output_sizes = output_layout(node, opsets)
-        inputs = self._side(node.input, input_sizes)
-        outputs = self._side(node.output, output_sizes)
-        place = "/".join((*self.path, name))
-        identity = digest(rewriting.identity, place)
-        original = computation(node, inputs, rewriting.model)
-        facts = facts_of(
-            node, place, identity, rewriting.namespace, input_names, inputs, rewriting.identity, original
-        )
-        combined = rewriting.analysis.forward(facts, outputs.values)
-        copy = NodeProto()
-        copy.CopyFrom(node)
-        inputs.read(self.current)
-        self._insertions.insert_all(combined.before, inputs, facts)
-        copy.input[:] = inputs.refs
-        replaced = combined.replace is not None and self._insertions.replace(
-            combined.replace, inputs, outputs, facts, original
-        )
-        if not replaced and not self._is_formed(copy, inputs, outputs):
-            self.items.append(Compute(copy))
-        self._follow(node, inputs, outputs)
-        self._insertions.insert_all(combined.after, outputs, facts)
-        self.current |= {outputs.before[i]: outputs.refs[i] for i in outputs.changed()}
-        for attribute in copy.attribute if not replaced else ():
-            for body in bodies(attribute):
-                self._rewrite_body(body, (*self.path, name, attribute.name))
-
-    def _follow(self, node: NodeProto, inputs: Side, outputs: Side) -> None:
-        """Know of what a node turns into another type whether an initializer holds it."""
-        made = outputs.symbols[0] if node.op_type in _TYPING and outputs.symbols else None
-        if made is not None and made.root is None and all(one is None or one.root for one in inputs.symbols):
-            first = inputs.symbols[0]
-            made.root = first.root if first is not None else None
-
-    def _is_formed(self, node: NodeProto, inputs: Side, outputs: Side) -> bool:
-        """Whether what a node gives is a constant in another form, so that no session computes it."""
-        array = formed(node, inputs.symbols)
-        if array is None:
-            return False
-        name, source = node.output[0], inputs.symbols[0]
-        root = None if source is None else source.root
-        self._symbols[name] = outputs.symbols[0] = Symbol.of_array(name, array, root)
-        if self.rewriting.written or self.path:  # names in a body are its own
-            return False
-        self.rewriting.constants[name] = array
-        return True
-
     def _rewrite_body(self, body: GraphProto, path: tuple[str, ...]) -> None:
-        rewriter = Rewriter(body, self.rewriting, self.symbol, path, self.current)
+        rewriter = GraphRewriter(body, self.rewriting, self.symbol, path, self.current)
         rewriter.run()
         nodes = [item.node for item in rewriter.items if isinstance(item, Compute)]
         del body.node[:]
@@ -208,10 +252,14 @@ class Rewriter:
             output.name = name
 
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:
-        return Side(names, [self.symbol(name) if name else None for name in names], sizes)
+        left_out = [i for i, name in enumerate(names) if not name]
+        return Side(names, [self.symbol(name) if name else None for name in names], sizes, left_out)
 
 
-_OURS = re.compile(r"amanda/[a-z]+(\d+)")
+def _traced(recorder: Recorder, ref: str, symbol: Symbol | None) -> TracedArray:
+    if symbol is None or symbol.type is None or not symbol.is_tensor:
+        raise NotTraceable(f"{ref} is no tensor, or of a type that is not known before it runs")
+    return recorder.value(ref, symbol.type)
 
 
 def _last_number(graph: GraphProto) -> int:
@@ -219,18 +267,6 @@ def _last_number(graph: GraphProto) -> int:
     names = [one.name for one in (*graph.node, *graph.initializer)]
     names += [name for node in graph.node for name in node.output]
     return max((int(found[1]) for name in names if (found := _OURS.match(name))), default=0)
-
-
-_TYPING = ("Cast", "DequantizeLinear")
-"""Nodes that give what they are given in another type."""
-
-
-def bodies(attribute: AttributeProto) -> Iterator[GraphProto]:
-    """The graphs that an attribute holds."""
-    if attribute.type == AttributeProto.GRAPH:
-        yield attribute.g
-    elif attribute.type == AttributeProto.GRAPHS:
-        yield from attribute.graphs
 
 
 def _unique_names(nodes: Sequence[NodeProto]) -> list[str]:

@@ -1,4 +1,4 @@
-"""When each item of a rewritten graph runs: as few sessions as routines between them allow."""
+"""The schedule of a rewritten graph: as few sessions as routines between them allow."""
 
 from __future__ import annotations
 

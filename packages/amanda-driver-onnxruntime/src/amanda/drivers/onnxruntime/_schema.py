@@ -1,4 +1,4 @@
-"""How the arguments of a node are named and grouped, by ONNX' schemas."""
+"""Names and groups of a node's arguments, by ONNX' schemas."""
 
 from __future__ import annotations
 

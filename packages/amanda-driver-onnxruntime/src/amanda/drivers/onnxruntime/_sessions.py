@@ -44,7 +44,7 @@ class Part:
         self._held = tuple(held)
 
     def run(self, values: Mapping[str, Any], options: Any) -> dict[str, Any]:
-        """What it gives by name, of values by name."""
+        """Return what it gives by name, of values by name."""
         feed = {}
         for name, (given, dtype) in self._inputs.items():
             value = as_array(values[name])
@@ -172,7 +172,7 @@ def _is_custom(node: NodeProto) -> bool:
 
 
 def passed(names: Sequence[str], symbol: Callable[[str], Symbol]) -> Passed:
-    """How values pass into a session, or out of it."""
+    """The way in which values pass into a session, or out of it."""
     dtypes = {name: symbol(name).dtype for name in names}
     return {
         name: (name, None) if dtype is None or dtype.type.__module__ == "numpy" else (f"{name}/passed", dtype)

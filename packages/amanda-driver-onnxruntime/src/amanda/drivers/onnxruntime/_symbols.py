@@ -55,7 +55,7 @@ class Symbol:
         return Symbol(name, tensor_type(self.dtype, None))
 
     def admits(self, value: Any) -> bool:
-        """Whether a value is of the type and shape that are known."""
+        """Return True if a value is of the type and shape that are known."""
         if self.dtype is None:
             return True
         if not isinstance(value, np.ndarray) or (value.dtype != self.dtype and self.dtype.kind not in "OUS"):
@@ -67,7 +67,7 @@ class Symbol:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is known to be a tensor."""
+        """Return True if it is known to be a tensor."""
         return self.dtype is not None
 
     @property
@@ -77,12 +77,12 @@ class Symbol:
 
     @property
     def ndim(self) -> int | None:
-        """How many axes a tensor has; None where that is not known."""
+        """Return how many axes a tensor has; None where that is not known."""
         return None if self.shape is None else len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How much memory a tensor takes, where extents that are not known count as 1."""
+        """Return how much memory a tensor takes, where extents that are not known count as 1."""
         width = 0 if self.dtype is None else self.dtype.itemsize
         return width * prod(1 if one is None else one for one in self.shape or ())
 
@@ -129,7 +129,7 @@ def _holds_tensors(type: TypeProto | None) -> bool:
 
 
 def _dispatch() -> None:
-    """Let autoray, where a tool uses it, take a symbol for what routines are given in its place."""
+    """Make autoray, where a tool uses it, take a symbol for what routines are given in its place."""
     import autoray
 
     autoray.register_backend(Symbol, "numpy")

@@ -21,7 +21,7 @@ class GraphTensors(TensorOps):
     """ONNX Runtime has no backward pass, so nothing of autodiff has to be kept."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is a tensor, symbolic, traced or real."""
+        """Return True if a value is a tensor, symbolic, traced or real."""
         return isinstance(value, _TENSORS)
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
@@ -96,7 +96,7 @@ class GraphTensors(TensorOps):
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether a type is a floating or complex one, of ml_dtypes too."""
+    """Return True if a type is a floating or complex one, of ml_dtypes too."""
     return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
 
 

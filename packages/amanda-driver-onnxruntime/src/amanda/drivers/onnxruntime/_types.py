@@ -49,7 +49,7 @@ def types_by_onnxruntime(
 
 
 def add_outputs(graph: GraphProto, names: Sequence[str]) -> None:
-    """Let a graph give values of these names besides."""
+    """Add values of these names to the outputs of a graph."""
     known = {one.name for one in graph.output}
     graph.output.extend(ValueInfoProto(name=name) for name in names if name not in known)
 

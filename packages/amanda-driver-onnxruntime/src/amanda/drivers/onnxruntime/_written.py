@@ -13,14 +13,14 @@ from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, inliner, num
 from ._forms import FORMS
 from ._names import bodies_of, reads, renamed_nodes
 from ._places import Compute
-from ._rewrite import Rewriting
+from ._rewrite import ModelRewriting
 from ._symbols import tensor_type
 
 _INPUTS_ARE_APART = 4
 """IR version before which initializers are inputs of the graph."""
 
 
-def written(source: ModelProto, rewriting: Rewriting) -> ModelProto:
+def written(source: ModelProto, rewriting: ModelRewriting) -> ModelProto:
     """The model that a rewriting came to, which names what `source` names."""
     made = inliner.inline_local_functions(source) if source.functions else copied(source)
     graph = made.graph
@@ -77,7 +77,7 @@ def _moves(node: NodeProto) -> bool:
     return node.domain in ("", "ai.onnx") and (node.op_type == "Constant" or node.op_type in FORMS)
 
 
-def _equal_constants(rewriting: Rewriting, graph: GraphProto) -> dict[str, str]:
+def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:
     """For each constant of a routine that equals one before it, or an initializer, the name of that."""
     layouts = {_layout(array) for array in rewriting.constants.values()}
     apart = rewriting.model.overridable | set(_inner_names(graph))
@@ -113,7 +113,7 @@ def _inner_names(graph: GraphProto) -> Iterator[str]:
 
 
 def _swapped(
-    rewriting: Rewriting, same: Mapping[str, str], graph: GraphProto
+    rewriting: ModelRewriting, same: Mapping[str, str], graph: GraphProto
 ) -> tuple[dict[str, str], list[NodeProto]]:
     """New names, so that the model's outputs keep theirs; nodes for outputs that nothing else makes.
 

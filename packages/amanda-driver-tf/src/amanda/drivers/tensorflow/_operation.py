@@ -1,4 +1,4 @@
-"""What `get_op` gives in every mode: TensorFlow's operation by type and name."""
+"""The result of `get_op` in every mode: TensorFlow's operation by type and name."""
 
 import weakref
 from collections.abc import Hashable, Mapping

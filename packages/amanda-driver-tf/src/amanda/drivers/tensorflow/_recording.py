@@ -1,4 +1,4 @@
-"""Where tapes record: not around routines, but the tapes that routines open themselves do."""
+"""Recording of tapes: not around routines, but the tapes that routines open themselves record."""
 
 import functools
 import threading
@@ -10,7 +10,7 @@ from tensorflow.python.eager import backprop
 
 
 class _Here(threading.local):
-    """How many contexts that do not record this thread is in, of ours."""
+    """The number of contexts of ours that do not record and that this thread is in."""
 
     depth = 0
 
@@ -45,7 +45,7 @@ class Unrecorded:
 
 
 def let_routines_differentiate(attributes: Attributes) -> None:
-    """Let a tape that a routine opens record as long as it is open.
+    """Have a tape that a routine opens record as long as it is open.
 
     The tapes around hear of it then, in vain: what a routine gives back is cut off from how it was made.
     """

@@ -1,4 +1,4 @@
-"""What of TensorFlow each mode leans on beyond its public names; looked up once per process."""
+"""Undocumented names of TensorFlow that each mode needs; looked up once per process."""
 
 from functools import cache
 from importlib import import_module

@@ -15,7 +15,7 @@ class TensorFlowTensors:
     """`TensorOps` of TensorFlow: eager tensors, which nothing can write into."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is a tensor, or a variable, which stands for what it holds."""
+        """Return True if a value is a tensor, or a variable, which stands for what it holds."""
         return isinstance(value, (tf.Tensor, tf.Variable))
 
     def isolated(self) -> Unrecorded:

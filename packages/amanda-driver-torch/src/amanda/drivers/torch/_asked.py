@@ -1,4 +1,4 @@
-"""Whether the scope that is open asks for graphs, and whether torch has what it takes to give them."""
+"""Requests of scopes for graphs, and what torch needs to have to give them."""
 
 import sys
 from typing import TypeGuard
@@ -11,13 +11,13 @@ OP_BY_OP = "it lacks what graphs are instrumented with, so that compiled callabl
 
 
 def asks_for_graphs(state: object) -> TypeGuard[State]:
-    """Whether compiled callables are to be instrumented in this state."""
+    """Return True if compiled callables are to be instrumented in this state."""
     if type(state) is not State or state.layer is None or not state.scopes:
         return False
     return state.scopes[-1].compiled == "instrument"
 
 
 def has_stances() -> bool:
-    """Whether dynamo, once imported, can be told what to do with what it has compiled (torch 2.6)."""
+    """Return True if dynamo, once imported, can be told what to do with what it has compiled (torch 2.6)."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return hasattr(frames, "_callback_from_stance") and found("compiler.set_stance") is not None

@@ -85,7 +85,7 @@ class Autograd(EagerDriver):
         return _graphs.leaving(trace, writes)
 
     def follow_backward(self, attributes: Attributes) -> None:
-        """Let every backward pass bring its nodes to the tools."""
+        """Make every backward pass bring its nodes to the tools."""
         for module in (torch.autograd.graph, torch.autograd):
             attributes.set(module, _RUN, self._followed(getattr(module, _RUN)))
         place_hooks_quickly(attributes)
@@ -233,9 +233,9 @@ class _Backward:
         """
         if self._create_graph:
             return
-        deep = {id(mark.trace.combined) for _, mark, _ in self._found if mark.order}
+        deep = {id(mark.trace.plan) for _, mark, _ in self._found if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending and (not trace.layer.twice or id(trace.combined) in deep):
+            if not trace.pending and (not trace.layer.twice or id(trace.plan) in deep):
                 self._driver.finish(trace, keeps_graph)
 
 

@@ -89,7 +89,7 @@ class TorchCall(Call):
         return named(result)
 
     def sources(self) -> tuple[int | tuple[int, int], ...] | None:
-        """Which argument each input is; None for what is called through an object, such as a custom op."""
+        """Return which argument each input is; None for a call through an object, such as a custom op's."""
         return None if self._head else self._binding.sources(len(self._given[0]), tuple(self._given[1]))
 
     def attributes(self) -> dict[str, Any]:

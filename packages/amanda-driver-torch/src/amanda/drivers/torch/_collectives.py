@@ -65,13 +65,13 @@ def collectives() -> Iterator[tuple[str, str, Any]]:
 
 
 def is_functional(op: Any) -> bool:
-    """Whether an op gives a result that is not there before `wait_tensor`."""
+    """Return True if an op gives a result that is not there before `wait_tensor`."""
     name: str = getattr(op, "_qualified_op_name", "")
     return name.startswith("_c10d_functional") and not name.endswith(("wait_tensor", "_wrap_tensor_autograd"))
 
 
 def wait(values: Sequence[Any]) -> None:
-    """Let the results of a functional collective be there."""
+    """Wait for the results of a functional collective."""
     wait_tensor = torch.ops._c10d_functional.wait_tensor
     with Suspension():
         for value in values:

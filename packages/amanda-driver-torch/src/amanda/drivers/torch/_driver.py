@@ -58,8 +58,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """`pytorch/<version>/eager`."""
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
-    # ---- attaching ----
-
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
         check()
@@ -91,7 +89,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
-        """How native code reads tensors; None where it cannot."""
+        """Return the reader of tensors for native code; None where there is none."""
         return reader() if interceptor.NATIVE else None
 
     @cached_property
@@ -154,8 +152,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             interceptor.add_identity_type(kind)
         add_slots(slot_of)
 
-    # ---- calls ----
-
     def handle(
         self,
         state: Any,
@@ -208,7 +204,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return values, rebuild
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """What keeps ops from being instrumented at this moment, and why."""
+        """Return what keeps ops from being instrumented at this moment, and why."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return TRANSFORM, WITHIN_TRANSFORM
         if torch._C._get_tracing_state() is not None:
@@ -235,7 +231,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return part_of(value, variable)
 
     def path_of(self, subjects: Any) -> Paths:
-        """What tells the paths of parameters in the enclosing modules."""
+        """Return what tells the paths of parameters in the enclosing modules."""
         return Paths(subjects)
 
     def scope_name(self, subjects: Any) -> str:
@@ -255,7 +251,7 @@ _HEADED = frozenset({"Function.apply", "OpOverload", "OpOverloadPacket"})
 
 
 def _is_machinery(called: Any) -> bool:
-    """Whether torch uses it to run hooks and profiles; it computes nothing."""
+    """Return True if torch uses it to run hooks and profiles; it computes nothing."""
     if called is torch.nn.modules._functions.BackwardHookFunction:
         return True
     return getattr(called, "_qualified_op_name", getattr(called, "_name", "")).startswith("profiler::")

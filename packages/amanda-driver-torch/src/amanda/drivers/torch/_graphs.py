@@ -1,4 +1,4 @@
-"""How deep graphs die: torch frees a chain of nodes that Python has looked at by recursion."""
+"""Deep graphs: torch frees a chain of nodes that Python has looked at by recursion."""
 
 import threading
 from typing import Any
@@ -37,6 +37,6 @@ class Relief:
 
 
 def relieve(node: Any) -> None:
-    """Let a graph of any depth be freed: called on some of the nodes that are looked at."""
+    """Keep torch from freeing a deep graph by recursion; called on some of the nodes that are looked at."""
     behind = [child for child, _ in node.next_functions if child is not None]
     node.metadata.setdefault(RELIEF, Relief(behind))

@@ -22,7 +22,7 @@ class Handle(tuple[OrderedDict[int, Any], int]):
 
 
 def place_hooks_quickly(attributes: Attributes) -> None:
-    """Let torch put native hooks into a node's hooks without a `RemovableHandle`; others as ever."""
+    """Make torch put native hooks into a node's hooks without a `RemovableHandle`; others as ever."""
     original = getattr(torch.autograd.Function, "_register_hook", None)
     if original is None or not NATIVE:
         return

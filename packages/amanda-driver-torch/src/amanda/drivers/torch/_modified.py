@@ -13,7 +13,7 @@ _PLACE = " is at version "
 
 
 class Making:
-    """How an op in place was called, but for what its tensors hold: which node it makes."""
+    """The call of an op in place, but for what its tensors hold: it decides which node is made."""
 
     __slots__ = ("_compute", "_forms")
 
@@ -130,7 +130,7 @@ def _text(tensor: torch.Tensor, version: int) -> str:
 
 @cache
 def _names_are_short() -> bool:
-    """Whether torch's error names a node by its op alone."""
+    """Return True if torch's error names a node by its op alone."""
     return "NegBackward0" not in _text(torch.zeros((), requires_grad=True).neg(), 1)
 
 

@@ -18,7 +18,7 @@ _METHODS = ("_wrapped_call_impl", "_call_impl")
 
 
 def enclose_modules(attributes: Attributes) -> None:
-    """Let each call of a module be a region: the ops in it belong to that module."""
+    """Make each call of a module a region: the ops in it belong to that module."""
     module = torch.nn.Module
     for method in _METHODS:
         code = getattr(module, method).__code__

@@ -9,7 +9,7 @@ from ._requirements import found
 
 
 def _made(f: Any, wrapped: Any = None) -> FunctionType:
-    """What torch makes of `f`, except that a tool's TypeError stays what it is.
+    """Return what torch makes of `f`, except that a tool's TypeError stays what it is.
 
     Its names are those of torch's own, so that its code can serve torch's functions: it finds its globals
     in torch.

@@ -1,4 +1,4 @@
-"""Which of a callable's signatures a call means, and where it puts each argument."""
+"""Overloads of a callable: the signature that a call means, and where it puts each argument."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from ._signatures import Argument, Signature
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the inputs of one form of call come from. Indices are positions among the inputs.
+    """The sources of the inputs of one form of call. Indices are positions among the inputs.
 
     positional: the input of each positional argument, the spread ones left out.
     spread: the input that takes all remaining positional arguments.

@@ -16,14 +16,14 @@ _RECORDERS = ("fx.experimental.proxy_tensor.get_proxy_mode", "_guards.TracingCon
 
 
 def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a mode is active, or a tensor among the arguments overrides what functions do."""
+    """Return True if a mode is active, or a tensor among the arguments overrides what functions do."""
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         return True
     return any(isinstance(value, (list, tuple)) and has_torch_function(value) for value in args)
 
 
 def is_recorded() -> bool:
-    """Whether ops are being recorded into a graph, where those of routines have no place."""
+    """Return True if ops are being recorded into a graph, where those of routines have no place."""
     return any(recorder is not None and recorder() for recorder in map(found, _RECORDERS))
 
 

@@ -1,4 +1,4 @@
-"""How native code reads tensors: through C functions of torch's own libraries, where all are found."""
+"""The reader of tensors for native code: C functions of torch's own libraries, where all are found."""
 
 import ctypes
 import logging
@@ -67,7 +67,7 @@ class _Functions:
         self._libraries = [ctypes.CDLL(str(home / name)) for name in names]
 
     def address(self, name: str) -> int:
-        """Where a function lies; LookupError where it does not."""
+        """Return where a function lies; LookupError where it does not."""
         for library in self._libraries:
             function = getattr(library, name, None)
             if function is not None:
@@ -75,12 +75,12 @@ class _Functions:
         raise LookupError(name)
 
     def addresses(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Where each of these functions lies."""
+        """Return where each of these functions lies."""
         return tuple(map(self.address, names))
 
 
 def _offset() -> int:
-    """Where in a tensor's object its handle lies: a pointer to what `_cdata` is the address of."""
+    """Return where in a tensor's object its handle lies: a pointer to what `_cdata` is the address of."""
     samples = [torch.empty(0), torch.nn.Parameter(torch.empty(1)), torch.empty(2, dtype=torch.int8)]
     start, size = object.__basicsize__, torch.Tensor.__basicsize__
     for offset in range(start, size, ctypes.sizeof(ctypes.c_void_p)):
@@ -91,7 +91,7 @@ def _offset() -> int:
 
 
 def _reads(found: interceptor.Reader) -> bool:
-    """Whether the reader sees what it is there to see."""
+    """Return True if the reader sees what it is there to see."""
     with torch.inference_mode(False), torch.enable_grad():
         one = torch.zeros(2, 3)
         trained = torch.zeros(2, 3, requires_grad=True)

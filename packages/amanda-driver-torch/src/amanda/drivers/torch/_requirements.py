@@ -1,6 +1,8 @@
-"""What of torch the driver leans on beyond its public names, and what it does where it is absent."""
+"""Undocumented names of torch that the driver needs, and what it does where one is absent."""
 
+import importlib
 import logging
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -62,13 +64,49 @@ OPTIONAL = {
 }
 """Without one of these, what it says."""
 
+FOR_GRAPHS = (
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame.set_eval_frame_isolate_recompiles_id",
+    "_C._functorch.get_dynamic_layer_stack_depth",
+    "_C._functorch.pop_dynamic_layer_stack_and_undo_to_depth",
+    "_dynamo.config.patch",
+    "_dynamo.config.recompile_limit",
+    "_dynamo.convert_frame.CatchErrorsWrapper",
+    "_dynamo.eval_frame._callback_from_stance",
+    "_dynamo.eval_frame._debug_get_cache_entry_list",
+    "_dynamo.eval_frame._stance",
+    "_dynamo.guards.GuardBuilder.ID_MATCH",
+    "_dynamo.guards.install_guard",
+    "_dynamo.source.GlobalStateSource",
+    "_dynamo.types.ConvertFrameReturn",
+    "_higher_order_ops.effects._register_effectful_op",
+    "_library.effects.EffectType.ORDERED",
+    "_ops.HigherOrderOperator",
+    "_subclasses.fake_tensor.FakeTensor",
+    "_subclasses.fake_tensor.FakeTensorMode",
+    "utils._pytree.tree_map",
+    "utils._pytree.tree_map_only",
+)
+"""Without one of these compiled callables run op by op, also where a scope asks for their graphs."""
+
 
 def found(path: str) -> Any:
-    """What torch has under a name; None where it lacks it."""
+    """Return what torch has under a name; None where it lacks it."""
     try:
         return attrgetter(path)(torch)
     except AttributeError:
         return None
+
+
+@cache
+def missing_for_graphs() -> tuple[str, ...]:
+    """Return the names that graphs are instrumented with and that this torch lacks; imports dynamo."""
+    importlib.import_module("torch._dynamo")
+    for path in FOR_GRAPHS:
+        with suppress(ImportError):
+            importlib.import_module(f"torch.{path.rpartition('.')[0]}")
+    return tuple(path for path in FOR_GRAPHS if found(path) is None)
 
 
 def check() -> None:

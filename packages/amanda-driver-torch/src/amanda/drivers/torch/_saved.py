@@ -1,4 +1,4 @@
-"""What the backward ops of an op save of tensors that a routine may write after it."""
+"""Tensors that the backward ops of an op save and that a routine may write after it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +56,7 @@ class SavedTensors(Saved):
 
 
 class Reached(Saved):
-    """What is found of it after the op, at the nodes of the tensors that the op wrote."""
+    """Return what is found of it after the op, at the nodes of the tensors that the op wrote."""
 
     def __init__(self, written: list[torch.Tensor]) -> None:
         self._written = written
@@ -72,7 +72,7 @@ class Reached(Saved):
 
 
 def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """What a node has saved, and the tensor that each is; not what was written since, which is an error."""
+    """Yield what a node has saved, and the tensor that each is, but for what was written since: an error."""
     for name in dir(node):
         if name.startswith(_RAW):
             own = name.replace(_RAW, "_saved_", 1)
@@ -126,7 +126,7 @@ def end_traceback_in_torch(error: BaseException) -> None:
 
 
 def has_hooks() -> bool:
-    """Whether the user has hooks on tensors that are saved."""
+    """Return True if the user has hooks on tensors that are saved."""
     return _hooks() is not None
 
 

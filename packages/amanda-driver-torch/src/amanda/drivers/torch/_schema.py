@@ -1,4 +1,4 @@
-"""Which input is which: binds a call of a torch callable to the inputs of its operator.
+"""Binding of a call of a torch callable to the inputs of its operator.
 
     bound = binding(torch.conv2d, (x, weight), {"padding": 1})
     bound.names                                   # input, weight, bias, stride, padding
@@ -23,7 +23,7 @@ Kwargs = Mapping[str, Any]
 
 
 class Binding:
-    """How the arguments of one form of call become inputs, and back. Immutable.
+    """The way from the arguments of one form of call to inputs, and back. Immutable.
 
     names: the schema's name of each input.
     mutable: inputs that the operator writes: in place, `out=`, running statistics.
@@ -49,7 +49,7 @@ class Binding:
         return list(args)
 
     def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
-        """Which argument of the call each input is, positional ones first; -1: the schema's default.
+        """Return which argument of the call each input is, positional ones first; -1: the schema's default.
 
         A pair for the size that is spread over the arguments from its first to before its second.
         """
@@ -154,7 +154,7 @@ _others: "WeakKeyDictionary[Any, _Calls]" = WeakKeyDictionary()
 
 
 def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
-    """How this call binds to its operator's inputs.
+    """Return the way in which this call binds to its operator's inputs.
 
     called: the callable of a target (its args begin with self for a method, and leave the
     class out for a classmethod), an OpOverload or OpOverloadPacket, an autograd.Function or
@@ -212,7 +212,7 @@ def _running_statistics(indices: Mapping[str, int]) -> tuple[int, tuple[int, ...
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether value is a tensor or a list or tuple with a tensor in it."""
+    """Return True if value is a tensor or a list or tuple with a tensor in it."""
     if isinstance(value, list | tuple):
         return any(holds_tensor(each) for each in value)
     return isinstance(value, torch.Tensor)

@@ -122,7 +122,7 @@ DEPRECATED_ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def signatures(called: Any) -> tuple[Signature, ...]:
-    """What a target's callable, an OpOverload, its packet or an autograd.Function accepts.
+    """Return what a target's callable, an OpOverload, its packet or an autograd.Function accepts.
 
     Empty where nothing is known of it.
     """

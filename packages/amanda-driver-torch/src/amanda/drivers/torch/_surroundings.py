@@ -1,4 +1,4 @@
-"""Where torch leaves the call: checkpoints, and compiled callables."""
+"""Places where torch leaves the call: checkpoints, and compiled callables."""
 
 import functools
 import logging
@@ -39,7 +39,7 @@ MACHINERY = {
 
 
 class Surroundings:
-    """What the driver puts around ops while it is attached.
+    """Changes that the driver makes around ops while it is attached.
 
     stance: that of dynamo which it has set.  stance_before: that of the user before.
     """
@@ -89,7 +89,7 @@ class Surroundings:
 
     @staticmethod
     def _follow_futures(attributes: Attributes) -> None:
-        """Let what follows a collective be done where it was asked for, whichever thread comes to it."""
+        """Run what follows a collective where it was asked for, whichever thread comes to it."""
         for name in ("then", "add_done_callback"):
             original = found(f"_C.Future.{name}")
             if original is not None:
@@ -97,7 +97,7 @@ class Surroundings:
 
     @classmethod
     def leaves_stance(cls, stance: Any) -> bool:
-        """Whether the user has taken no stance but to compile, so that it is for scopes to say how."""
+        """Return True if the user has taken no stance but to compile, so that it is for scopes to say how."""
         if stance is cls.stance:
             return getattr(cls.stance_before, "stance", "default") != "force_eager"
         return stance.stance == "default" and stance.backend is None
@@ -124,7 +124,7 @@ def _leave_stance(stance: Any) -> None:
 
 
 def _run_frames_as_they_are(attributes: Attributes) -> None:
-    """Let a dynamo without stances compile nothing in a scope, nor run what it has compiled."""
+    """Keep a dynamo without stances from compiling in a scope, and from running what it has compiled."""
     module = sys.modules.get("torch._dynamo.eval_frame")
     names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
     skip_code = getattr(module, "skip_code", None)
@@ -157,7 +157,7 @@ def let_compiler_look_again() -> None:
 
 
 def _let_be(attributes: Attributes, module: str, name: str) -> None:
-    """Let a function of torch's own run as without a scope, and say so where it runs the user's program."""
+    """Run a function of torch's own as without a scope, and say so where it runs the user's program."""
     *owners, method = name.split(".")
     holder: Any = sys.modules[module]
     for owner in owners:

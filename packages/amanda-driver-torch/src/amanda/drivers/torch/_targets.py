@@ -1,4 +1,4 @@
-"""Which native callables of the running torch are operators, and what each is called.
+"""Targets: the native callables of the running torch that are operators, and what each is called.
 
 An operator reads or writes tensor data; a query of metadata, global state or
 autograd's bookkeeping does not. Pure-Python functions (`torch.einsum`,
@@ -136,7 +136,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def exclusion(called: Any) -> str | None:
-    """Why a native callable of torch is no operator, or None for an operator."""
+    """Return why a native callable of torch is no operator, or None for an operator."""
     name: str = getattr(called, "__name__", str(called))
     if type(called).__name__ == "getset_descriptor":
         return None if name in TENSOR_PROPERTIES else "metadata of a tensor"

@@ -82,7 +82,7 @@ class TorchTensors:
     """`TensorOps` of PyTorch."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is a torch.Tensor."""
+        """Return True if a value is a torch.Tensor."""
         return isinstance(value, torch.Tensor)
 
     def isolated(self) -> GradOff:
@@ -155,11 +155,11 @@ class TorchTensors:
         return SavedTensors(written) if any(map(self.saves_out_of_reach, written)) else None
 
     def saves_out_of_reach(self, value: torch.Tensor) -> bool:
-        """Whether the node is inside another one, which a view's base has, or hooks of the user's save."""
+        """Return True if the node is inside another, as a view's base has, or hooks of the user's save."""
         return value._is_view() or has_hooks()
 
     def saved_of(self, values: Sequence[Any]) -> Saved:
-        """What the nodes that have written these tensors last have saved of them."""
+        """Return what the nodes that have written these tensors last have saved of them."""
         if not torch.is_grad_enabled():
             return Saved()
         return Reached([value for value in values if isinstance(value, torch.Tensor)])
@@ -190,7 +190,7 @@ class TorchTensors:
         )  # fmt: skip
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
-        """Which tensors need a gradient, as bits; None where no node can be made.
+        """Return which tensors need a gradient, as bits; None where no node can be made.
 
         The same for a call's arguments as for its inputs, which may have sizes gathered in a tuple.
         """
@@ -266,7 +266,7 @@ def _detached(value: torch.Tensor) -> torch.Tensor:
 
 
 def _has_node(value: torch.Tensor) -> bool:
-    """Whether an op of a graph made it.
+    """Return True if an op of a graph made it.
 
     Torch does not tell of a view from under no_grad whose base was written since: that may not be asked.
     """

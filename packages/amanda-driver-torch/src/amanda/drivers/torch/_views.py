@@ -49,7 +49,7 @@ class TorchViews(Views):
         return one.stride() == other.stride()
 
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "Part"]:
-        """Which elements of which storages the tensors are."""
+        """Return which elements of which storages the tensors are."""
         parts: dict[Hashable, Part] = {}
         for value in values:
             memory = self.memory(value)
@@ -75,7 +75,7 @@ class Written(NamedTuple):
 
 
 class Part:
-    """Which elements of a storage were written: those of a tensor, or some of these."""
+    """Elements of a storage that were written: those of a tensor, or some of these."""
 
     def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
         self.tensor = tensor

@@ -121,9 +121,6 @@ def _ended_by_signal() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# ---- what tools have learnt, from files ----
-
-
 def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
     """Load "TOOL=FILE", or "FILE" where there is one tool, each into its tool.
 
@@ -173,9 +170,6 @@ def read_arrays(path: Path) -> Mapping[str, Any]:
         except SafetensorError as error:
             raise SpecError(f"it is no .safetensors file ({error})") from error
     raise SpecError(f"it ends in none of {', '.join(_STATES)}")
-
-
-# ---- what was done ----
 
 
 class InstrumentedResult(Result):

@@ -155,9 +155,6 @@ def is_python(path: Path) -> bool:
     return first.startswith(b"#!") and b"python" in first
 
 
-# ---- a process that becomes another program ----
-
-
 def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
     """Call `leave` whenever this process is about to become another program.
 

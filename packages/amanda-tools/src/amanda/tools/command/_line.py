@@ -130,9 +130,6 @@ def _notes(error: BaseException | None) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
 
 
-# ---- functions by name ----
-
-
 def function_of(named: str) -> Callable[[], Any]:
     """Import the function of FILE:FUNCTION or MODULE:FUNCTION.  Raises SpecError for anything else."""
     where, _, name = named.rpartition(":")

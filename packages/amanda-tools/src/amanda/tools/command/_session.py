@@ -131,6 +131,9 @@ class _Process:
     _ending = False
     _waiting: int | None = None
 
+    def __init__(self) -> None:
+        self._held: list[set[int]] = []  # what was blocked before each fork that is under way
+
     def open(self) -> None:
         """Begin, and end with the process."""
         self._begin()
@@ -138,7 +141,11 @@ class _Process:
         atexit.register(self._end_of_interpreter)
         before_exec(self._leave_before_exec)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin_in_child)
+            os.register_at_fork(
+                before=self._hold_signals,
+                after_in_parent=self._let_signals_through,
+                after_in_child=self._begin_in_child,
+            )
         if threading.current_thread() is threading.main_thread():
             if self.session is not None and self.session.saving is not None:
                 self.session.saving.receive_signals(self._end_by_signal)
@@ -153,7 +160,18 @@ class _Process:
         except Exception as error:
             say(f"amanda: no tools in process {os.getpid()}: {error}")
 
+    def _hold_signals(self) -> None:
+        """Keep signals that end a process waiting: Python forgets one that a child gets as it begins.
+
+        Without tools the child would die of it, as a worker may of a pool that is terminated early.
+        """
+        self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
+
+    def _let_signals_through(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
+
     def _begin_in_child(self) -> None:
+        self._let_signals_through()
         if self.session is not None and self.session.saving is not None:
             self.session.saving.ignore_signals()
         self._begin()

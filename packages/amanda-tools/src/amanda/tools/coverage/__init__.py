@@ -1,4 +1,4 @@
-"""Which ops a run executed, and which of them the hooks of modules would have seen.
+"""Coverage of a run: the ops that it executed, and those of them that the hooks of modules would have seen.
 
 coverage = CoverageTool()
 with amanda.apply(coverage):

@@ -54,8 +54,6 @@ class CoverageTool(amanda.Tool):
         for place in (*self._places.values(), *self._in_graphs.values()):
             place.calls = place.whole = place.entered = place.left = 0
 
-    # ---- analysis ----
-
     def _forward(self, context: amanda.OpContext) -> None:
         modules: Modules | None = context.get("modules")
         context["model"] = modules.outermost_class(sys._getframe()) if modules else ""
@@ -78,8 +76,6 @@ class CoverageTool(amanda.Tool):
             where = (context.get_scope(), context.get_source(), context.get("model", ""))
             places[op] = Place(phase, kind, *where)
         return places[op]
-
-    # ---- execution ----
 
     @staticmethod
     @amanda.observer

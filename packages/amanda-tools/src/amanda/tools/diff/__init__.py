@@ -1,4 +1,4 @@
-"""Where two runs begin to differ: of two versions, dtypes, machines, or of PyTorch and TensorFlow.
+"""The first difference of two runs: of versions, dtypes, machines, or of PyTorch and TensorFlow.
 
 result = diff(lambda: old(x).sum().backward(), lambda: new(x).sum().backward())
 print(result.first)

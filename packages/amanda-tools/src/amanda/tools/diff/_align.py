@@ -1,4 +1,4 @@
-"""Which ops, or modules, of two runs are the same."""
+"""Alignment of two runs: ops, or modules, of one that are the same as those of the other."""
 
 from __future__ import annotations
 

@@ -133,9 +133,6 @@ def matched(one: Sequence[Entry], other: Sequence[Entry]) -> Iterator[tuple[Entr
             yield entry, found
 
 
-# ---- layouts ----
-
-
 def arranged(
     array: NDArray[Any], layout: str | None, shape: tuple[int, ...], wanted: str | None
 ) -> Iterator[NDArray[Any]]:

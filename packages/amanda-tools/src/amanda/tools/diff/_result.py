@@ -144,8 +144,6 @@ class DiffResult(Result):
         chosen = (one for one in self.comparisons if not phases or one.phase in phases)
         return next((one for one in chosen if one.diverges), None)
 
-    # ---- forms ----
-
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each comparison."""
         return [

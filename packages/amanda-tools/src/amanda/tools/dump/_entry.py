@@ -1,4 +1,4 @@
-"""What the index of a dump has: ops, and what was kept of their tensors."""
+"""Entries of the index of a dump: ops, and what was kept of their tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is told of a tensor that is not kept, or kept beside it.
+    """Facts of a tensor that is not kept, or kept beside them.
 
     sample: numbers at even distances in the order of indexing, magnitudes of complex ones.
     """

@@ -1,4 +1,4 @@
-"""What was dumped: a row for each tensor."""
+"""The result of a dump: a row for each tensor."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class DumpResult(Result):
         )  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """Where the dump is, and how many bytes of tensors it has."""
+        """Return where the dump is, and how many bytes of tensors it has."""
         return {"folder": str(self.folder), "bytes": self._kept}
 
     def notes(self) -> Sequence[str]:
-        """Where the tensors are, and which were left out."""
+        """Return where the tensors are, and which were left out."""
         full = sum(entry.file is not None for entry in self.entries)
         notes = [f"{full:,} of {len(self.entries):,} tensors, {amount(self._kept, 'B')}, in {self.folder}."]
         left: dict[str, int] = {}

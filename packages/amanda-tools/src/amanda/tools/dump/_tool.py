@@ -109,8 +109,6 @@ class DumpTool(amanda.Tool):
             place = _Place(op, self._writer.add_op(op))
             self._see(*_leaves(value), place=place, role="output", dtype=self._dtype)
 
-    # ---- analysis ----
-
     def _forward(self, context: amanda.OpContext) -> None:
         weight, dtype = context["weight_index"], context["dtype"]
         self._packed.update(dict.fromkeys(packed_inputs(context)))
@@ -151,8 +149,6 @@ class DumpTool(amanda.Tool):
         if key not in self._places:
             self._places[key] = _Place(op, self._writer.add_op(op))
         return self._places[key]
-
-    # ---- execution ----
 
     @amanda.observer
     def _see(

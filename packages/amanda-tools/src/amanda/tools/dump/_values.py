@@ -61,9 +61,6 @@ def _array(tensor: Any) -> NDArray[Any]:
     return np.array(tensor, order="C")
 
 
-# ---- PyTorch ----
-
-
 def _torch_sample(tensor: Tensor) -> NDArray[Any]:
     import torch
 
@@ -101,9 +98,6 @@ def _strided(tensor: Tensor) -> Tensor | None:
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).as_subclass(torch.Tensor)
-
-
-# ---- TensorFlow ----
 
 
 def _tensorflow_sample(tensor: Any) -> NDArray[Any]:

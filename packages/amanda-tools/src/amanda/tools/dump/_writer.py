@@ -20,7 +20,7 @@ from amanda.tools.dump._entry import Entry, Op, op_to_dict
 from amanda.tools.dump._reader import INDEX, NAME, VERSION, Dump
 
 if TYPE_CHECKING:
-    from amanda._report import Report
+    from amanda import Report
 
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""

@@ -13,11 +13,10 @@ from autoray import astype, do, get_dtype_name
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, spatial_axes
-from amanda.tools.dynamic_prune._geometry import Geometry, geometry
-from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, framework, stop
+from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, local, needed, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode
+from amanda.tools.kit import DataflowNode, Window, windows_of
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
@@ -37,7 +36,7 @@ class _Convolution:
     pruned: Pruned
     layout: str
     size: int
-    geometry: Geometry
+    windows: Sequence[Window]
     block: _Block | None = None
 
 
@@ -53,13 +52,13 @@ class _Block:
     @property
     def stride(self) -> tuple[int, int]:
         """Of the whole branch."""
-        strides = [one.geometry.stride for one in self.convolutions]
-        return prod(one[0] for one in strides), prod(one[1] for one in strides)
+        rows, columns = zip(*(one.windows for one in self.convolutions), strict=True)
+        return prod(one.stride for one in rows), prod(one.stride for one in columns)
 
 
 @dataclass(eq=False)
 class _Said:
-    """What the mask unit of a branch said of the last input.
+    """Masks and costs that the mask unit of a branch computed for the last input.
 
     given, read: 0/1 of the positions that each convolution gives and reads; read lacks the first, whose input
     others read too.  used, total: multiply-accumulates.
@@ -114,8 +113,6 @@ class ActivationPruneTool(DynamicPruneTool):
         super()._forget()
         self._blocks.clear()
 
-    # ---- analysis ----
-
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
             one = self._convolution(context)
@@ -132,12 +129,14 @@ class ActivationPruneTool(DynamicPruneTool):
         if self.place(context) not in self._ops:
             shape = context["shape"](context.get_inputs()[context["weight_index"]])
             extents = dict(zip(context["weight_layout"], shape, strict=True))
-            form = geometry(context.get_attrs(), context["layout"], (extents["H"], extents["W"]))
-            if form is None:
+            kernel = extents["H"], extents["W"]
+            try:
+                windows = windows_of(context.get_attrs(), context["layout"], kernel)
+            except NotImplementedError:
                 return None
             self._ops[self.place(context)] = _Convolution(
                 Pruned(context["type"], context.get_scope(), context.get_source(), "positions"),
-                context["layout"], prod(extents.values()), form,
+                context["layout"], prod(extents.values()), windows,
             )  # fmt: skip
         known: _Convolution = self._ops[self.place(context)]
         return known
@@ -158,8 +157,6 @@ class ActivationPruneTool(DynamicPruneTool):
     def _uniform(self, window: int, shape: tuple[int, ...]) -> Any:
         bound = (window * shape[-1 if window > 1 else 0]) ** -0.5
         return self._first.uniform(-bound, bound, shape).astype(np.float32)
-
-    # ---- execution ----
 
     @amanda.differentiable
     def _at_convolution(self, x: Any, one: _Convolution) -> Any:
@@ -185,19 +182,20 @@ class ActivationPruneTool(DynamicPruneTool):
         """Compute the masks of a branch from what it reads."""
         said, layout = self._present.of(block), block.convolutions[0].layout
         x = astype(x, get_dtype_name(block.kernel))
-        local = framework(x).local(x, block.kernel, block.stride, layout)
+        logits = local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
-        logits = local + mean[:, :, None]
+        logits = logits + mean[:, :, None]
         mask = said.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
         sizes = [(int(x.shape[layout.index("H")]), int(x.shape[layout.index("W")]))]
         for one in block.convolutions[:-1]:
-            sizes.append(one.geometry.given(sizes[-1]))
+            rows, columns = (at.places(size) for at, size in zip(one.windows, sizes[-1], strict=True))
+            sizes.append((rows, columns))
         used: Any = 0.0
         said.total = 0
         for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
             macs = one.size * prod(mask.shape)
             used, said.total = used + macs * do("mean", mask), said.total + macs
-            said.given[one], mask = mask, one.geometry.needed(mask, size)
+            said.given[one], mask = mask, needed(mask, one.windows, size)
             if one is not block.convolutions[0]:
                 said.read[one] = mask
         said.used = used

@@ -12,7 +12,6 @@ from autoray import do
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
-from amanda.tools.dynamic_prune._math import framework
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
     PRODUCTS,
@@ -22,9 +21,11 @@ from amanda.tools.dynamic_prune._patterns import (
     residual,
     scores_of,
 )
+from amanda.tools.dynamic_prune._pytorch import attend
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.dynamic_prune._skimming import Attention, Decision, Skimming
 from amanda.tools.kit import DataflowNode
+from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
@@ -88,15 +89,12 @@ class AttentionPruneTool(DynamicPruneTool):
         share = sum(1.0 if said.alive is None else do("mean", said.alive) for said in ran) / len(ran)
         return self._strength * (share - self._skimming.keep) ** 2
 
-    # ---- analysis ----
-
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         kind = context["type"]
         if kind in _FUSED:
             self._fused.add(kind)
         elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
-            attend = getattr(framework(context.get_inputs()[0]), "attend", None)
-            if attend is None:
+            if backend_of(context.get_inputs()[0]) != "torch":
                 self._fused.add(kind)
                 return
             one = self._attention(context, node, node)
@@ -154,8 +152,6 @@ class AttentionPruneTool(DynamicPruneTool):
         is_normed = next((one for one in made_by if one not in _PASSING), None) == "layer_norm"
         one = node.notes["sum"] = _Sum(attention, is_normed)
         context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
-
-    # ---- execution ----
 
     @amanda.differentiable
     def _prune(self, probabilities: Any, one: Attention) -> Any:

@@ -1,4 +1,4 @@
-"""What the tools of dynamic pruning share: predictors, a loss, and what was pruned."""
+"""The base of dynamic pruning tools: predictors, a loss, and what was pruned."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from autoray import do
+from autoray import do, get_dtype_name
 from numpy.typing import NDArray
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.dynamic_prune._math import framework
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
 from amanda.tools.mapping import StandardMapping
@@ -103,7 +102,11 @@ class DynamicPruneTool(amanda.Tool):
 
         Raises AmandaError where one of another shape was loaded.
         """
-        start, tensors = make(), framework(like)
+        start, tensors = make(), tensors_of(like)
+        dtype = "float64" if get_dtype_name(like) == "float64" else "float32"  # half would not train
+
+        def state(value: Any) -> Any:
+            return tensors.state(value, like, True, dtype)
 
         def load(loaded: Any) -> Any:
             if tuple(loaded.shape) != start.shape:
@@ -111,11 +114,9 @@ class DynamicPruneTool(amanda.Tool):
                     f"{name} that was loaded for {self.place(context)} is of shape {tuple(loaded.shape)}, "
                     f"not {start.shape}: it belongs to another model"
                 )
-            return tensors.parameter(loaded, like)
+            return state(loaded)
 
-        return self.keep(
-            context, name, lambda: tensors.parameter(start, like), load=load, renew=tensors.renewed
-        )
+        return self.keep(context, name, lambda: state(start), load=load, renew=tensors.update)
 
     def _noise(self, like: Any) -> Any:
         """Logistic noise for the logits of a gate in training."""
@@ -126,8 +127,8 @@ class DynamicPruneTool(amanda.Tool):
 
 
 def _renew(value: Any, loaded: Any) -> bool:
-    tensors = framework(value)
-    return tensors.renewed(value, tensors.parameter(loaded, value)) is value
+    tensors = tensors_of(value)
+    return tensors.update(value, tensors.state(loaded, value, True, get_dtype_name(value))) is value
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

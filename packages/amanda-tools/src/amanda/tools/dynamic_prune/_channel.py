@@ -44,7 +44,7 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Said:
-    """What a predictor said of the last input.
+    """Saliencies and gates that a predictor computed for the last input.
 
     gate: what the channels are multiplied by: (N, C).  given: share of the channels that are kept; computed:
     of the products, since zeros of the input need none.
@@ -77,8 +77,6 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """Return penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
         said = [one.saliency for _, one in self._said() if one.saliency is not None]
         return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
-
-    # ---- analysis ----
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         for position, number in enumerate(node.inputs):
@@ -127,8 +125,6 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _weight(self, given: int, made: int) -> Any:
         """A tenth of what He et al. 2015 initialise with: a trained model begins near what it was."""
         return self._first.normal(0, 0.1 * (2 / given) ** 0.5, (given, made)).astype(np.float32)
-
-    # ---- execution ----
 
     @amanda.differentiable
     def _predict(self, x: Any, layer: _Layer) -> None:

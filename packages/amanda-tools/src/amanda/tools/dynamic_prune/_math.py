@@ -1,31 +1,15 @@
-"""What dynamic pruning computes, on tensors of any framework that autoray knows."""
+"""Arithmetic of dynamic pruning, on tensors of any framework that autoray knows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
+import numpy as np
 from autoray import astype, do, get_dtype_name
 
-from amanda.errors import AmandaError
-from amanda.tools.kit import tensors_of
-from amanda.tools.mapping import backend_of
-
-_MODULES = {"torch": "_pytorch", "tensorflow": "_tensorflow", "numpy": "_numpy"}
-
-
-def framework(tensor: Any) -> ModuleType:
-    """The module of this package for a tensor's framework.
-
-    Raises AmandaError for a framework that there is none for.
-    """
-    name = backend_of(tensor)
-    if name not in _MODULES:
-        raise AmandaError(f"dynamic pruning knows tensors of {', '.join(_MODULES)}; this is one of {name}")
-    return import_module(f"amanda.tools.dynamic_prune.{_MODULES[name]}")
+from amanda.tools.kit import Window, tensors_of
 
 
 def subsample(x: Any, axes: Sequence[int]) -> Any:
@@ -47,8 +31,7 @@ def winners(values: Any, count: int) -> Any:
 
     values: (..., C).  Source: k-winners-take-all, Gao et al. 2019.
     """
-    mask: Any = framework(values).winners(values, count)
-    return mask
+    return indicator(tensors_of(values).ranks(-stop(values)) < count, values)
 
 
 def shares(gate: Any) -> Any:
@@ -80,7 +63,7 @@ def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> A
     Source: Jang et al. 2017 for two classes; Verelst & Tuytelaars 2020.
     """
     shifted = logits if noise is None else logits + noise
-    soft = framework(logits).sigmoid(shifted / temperature)
+    soft = (do("tanh", shifted / (2 * temperature)) + 1) / 2
     hard = indicator(shifted > 0, logits)
     return soft + stop(hard - soft)
 
@@ -88,6 +71,46 @@ def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> A
 def stop(value: Any) -> Any:
     """Return a tensor through which no gradient goes."""
     return tensors_of(value).detach(value)
+
+
+def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
+    """A convolution of 3x3 to one channel, with a margin of one: (N, height, width).
+
+    x: (N, C, H, W) or (N, H, W, C), as the layout says.  kernel: (3, 3, C).
+    """
+    if layout.index("C") == 1:
+        x = do("transpose", x, (0, 2, 3, 1))
+    taps = x @ do("transpose", do("reshape", kernel, (9, kernel.shape[-1])), (1, 0))
+    taps = do("pad", taps, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    rows, columns = (int(taps.shape[i]) - 2 for i in (1, 2))
+    return sum(
+        taps[:, i : i + rows : stride[0], j : j + columns : stride[1], 3 * i + j]
+        for i in range(3) for j in range(3)
+    )  # fmt: skip
+
+
+def needed(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
+    """0/1 of a convolution's input positions of which any that `mask` keeps is computed.
+
+    mask: 0/1, (N, height, width) of what the convolution gives.  size: of its input.  Returns (N, *size).
+    """
+    if all(
+        one.reach == one.stride == 1 and not any(one.pads(of)) for one, of in zip(windows, size, strict=True)
+    ):
+        return mask
+    rows, columns = (
+        tensors_of(mask).cast(_reaches(one, of, int(count)), mask)
+        for one, of, count in zip(windows, size, mask.shape[1:], strict=True)
+    )
+    return indicator(do("transpose", rows, (1, 0)) @ stop(mask) @ columns > 0.5, mask)
+
+
+def _reaches(window: Window, size: int, count: int) -> Any:
+    """0/1 (count, size): whether the window at a place reads an element."""
+    ahead, _ = window.pads(size)
+    offset = np.arange(size) + ahead - np.arange(count)[:, None] * window.stride
+    inside = (offset >= 0) & (offset < window.reach) & (offset % window.dilation == 0)
+    return inside.astype(np.float32)
 
 
 def per_unit(values: Any, size: int) -> Any:

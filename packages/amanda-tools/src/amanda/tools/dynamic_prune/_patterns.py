@@ -1,4 +1,4 @@
-"""What ops are together: residual connections, and attention of several ops."""
+"""Patterns of ops: residual connections, and attention of several ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autoray has no word for, in PyTorch."""
+"""Attention of PyTorch whose probabilities are pruned."""
 
 from __future__ import annotations
 
@@ -7,64 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
     from torch import Tensor
-
-
-def parameter(value: NDArray[Any] | Tensor, like: Tensor) -> Tensor:
-    """A trainable tensor of its own where `like` is; of half precision it would not train."""
-    import torch
-
-    dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float32
-    with torch.inference_mode(False):
-        return torch.nn.Parameter(torch.as_tensor(value).detach().to(like.device, dtype, copy=True))
-
-
-def renewed(former: Tensor, value: Tensor) -> Tensor:
-    """A parameter with other values, or these where they lie elsewhere."""
-    import torch
-
-    if former.device != value.device or former.dtype != value.dtype:
-        return value
-    with torch.no_grad():
-        return former.copy_(value)
-
-
-def sigmoid(value: Tensor) -> Tensor:
-    """The logistic function."""
-    return value.sigmoid()
-
-
-def winners(values: Tensor, count: int) -> Tensor:
-    """0/1 mask of the largest along the last axis; of equal ones the first."""
-    import torch
-
-    values = values.detach()
-    order = values.argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(values).scatter_(-1, order[..., :count], 1.0)
-
-
-def local(x: Tensor, kernel: Tensor, stride: tuple[int, int], layout: str) -> Tensor:
-    """A convolution of 3x3 with a margin of one: (N, height, width).  kernel: (3, 3, C)."""
-    from torch.nn import functional
-
-    weight = kernel.permute(2, 0, 1)[None]
-    return functional.conv2d(x, weight, stride=stride, padding=1)[:, 0]
-
-
-def spread(mask: Tensor, kernel: list[list[float]], stride: tuple[int, int]) -> Tensor:
-    """The sum of a kernel put at each position of (N, height, width)."""
-    from torch.nn import functional
-
-    weight = mask.new_tensor(kernel)[None, None]
-    return functional.conv_transpose2d(mask[:, None], weight, stride=stride)[:, 0]
-
-
-def padded(mask: Tensor, more: tuple[int, int]) -> Tensor:
-    """With rows and columns of zeros behind."""
-    from torch.nn import functional
-
-    return functional.pad(mask, (0, more[1], 0, more[0]))
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""What was pruned: a row for each op."""
+"""The result of dynamic pruning: a row for each op."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pruned:
 
 
 class DynamicPruneResult(Result):
-    """How much of each op was pruned, and the multiply-accumulates that it would save."""
+    """The share of each op that was pruned, and the multiply-accumulates that it would save."""
 
     name: ClassVar[str] = "dynamic_prune"
     title = "Dynamic pruning"

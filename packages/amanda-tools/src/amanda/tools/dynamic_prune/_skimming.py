@@ -1,4 +1,4 @@
-"""Which tokens an attention leaves for later layers, and which it was left by earlier ones."""
+"""Decisions of attentions: the tokens that one leaves for later layers, and was left by earlier ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attention:
 
 @dataclass(eq=False)
 class Decision:
-    """What an attention decided for the last input; at a residual connection `state`, what is added to.
+    """The decision of an attention for the last input; at a residual connection `state`, what is added to.
 
     alive: 0/1, (N, T), the tokens that the attention was given; None for all.  later: those that are left for
     the next.  count: of the units that are left, where each input keeps as many.  carries: True where the
@@ -58,7 +58,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Skimming:
-    """How attentions decide.
+    """The way in which attentions decide.
 
     size: tokens of a unit.  protect: so many first tokens stay.  keep: the share that stays, unless it is
     learned.  noise: Gumbel noise like some logits.  present: decisions of the execution under way.

@@ -24,7 +24,7 @@ Keys = list[Indices]
 
 @dataclass
 class _Found:
-    """What of one op is on the paths."""
+    """The inputs and outputs of one op that are on the paths."""
 
     step: Step
     output: int
@@ -139,9 +139,6 @@ class Extraction:
         if found.synapses:
             row, term = np.nonzero(exists)
             found.chosen.append(keys[row] * found.fan_in + term)
-
-
-# ---- layers ----
 
 
 def _layers(found: _Found, samples: int) -> list[Layer]:

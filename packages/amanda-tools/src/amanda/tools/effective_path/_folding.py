@@ -1,4 +1,4 @@
-"""What constants make of a sum afterwards: biases, scales, batch norms."""
+"""Constants applied to a sum afterwards: biases, scales, batch norms."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PathError(AmandaError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What of one op is on the path.
+    """The part of one op that is on the path.
 
     neurons: of the op's inputs that are no weights; several inputs stand behind each other.  synapses: terms
     of the sums that its outputs are, each the output's index times `fan_in` and the term's.  weights:
@@ -111,8 +111,6 @@ class EffectivePath:
         """Return the number on the path."""
         return sum(len(layer.part(which)) for layer in self.layers.values())
 
-    # ---- comparison ----
-
     def overlaps(self, other: EffectivePath, which: Part = "synapses") -> dict[str, float]:
         """By layer: the share of this path that is on the other, too; 1 where this path has none.
 
@@ -138,8 +136,6 @@ class EffectivePath:
             both = 0 if theirs is None else np.intersect1d(mine, theirs.part(which), assume_unique=True).size
             found[name] = int(both), len(mine)
         return found
-
-    # ---- files ----
 
     def save(self, path: str | Path) -> Path:
         """Write an npz file, which `load` reads back."""

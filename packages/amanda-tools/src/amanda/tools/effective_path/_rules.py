@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from amanda.tools.effective_path._terms import Indices, Rule, Step, Terms, Where, aligned, strides_of
 from amanda.tools.effective_path._windows import average_pooling, convolution, max_pooling
 
-# ---- products ----
-
 
 def contraction(
     step: Step, rows: Indices, output: int, factors: Sequence[Where], labels: Sequence[Any]
@@ -109,9 +107,6 @@ def _last(values: list[int], count: int) -> list[int]:
     return values[len(values) - count :] if count else []
 
 
-# ---- sums ----
-
-
 def summation(step: Step, rows: Indices, output: int) -> Terms:
     """a + b: of what varies, the summands that make most of it; a constant is no part of the path."""
     if len(step.varying) < 2:
@@ -152,9 +147,6 @@ def _reduced(step: Step, rows: Indices, output: int) -> Indices:
     indices = np.arange(data.size).reshape(data.shape).transpose([*kept, *gone])
     found: Indices = indices.reshape(prod(data.shape[axis] for axis in kept), -1)[rows]
     return found
-
-
-# ---- what is not a sum ----
 
 
 def elementwise(step: Step, rows: Indices, output: int) -> Terms:

@@ -1,4 +1,4 @@
-"""What an output of an op is made of, and which of it matters."""
+"""Terms of an output: what it is a sum of, and which of them matter."""
 
 from __future__ import annotations
 

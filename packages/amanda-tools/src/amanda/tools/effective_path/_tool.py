@@ -14,19 +14,17 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._folding import AFFINE
-from amanda.tools.effective_path._onnxruntime import OnnxReading
-from amanda.tools.effective_path._onnxruntime import word as word_of_onnx
+from amanda.tools.effective_path._moves import of_onnx, of_tensorflow, of_torch
 from amanda.tools.effective_path._path import EffectivePath, PathError
-from amanda.tools.effective_path._pytorch import TorchReading
-from amanda.tools.effective_path._reading import Reading
+from amanda.tools.effective_path._reading import Reading, array
 from amanda.tools.effective_path._result import EffectivePathResult
 from amanda.tools.effective_path._rules import FIRST, PASSING, RULES
-from amanda.tools.effective_path._tensorflow import TensorFlowReading
 from amanda.tools.effective_path._terms import Mode, Rule, Step, Where
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, Op, Tensor, TraceTool
 
+_MORE = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 _NO_NUMBERS = ("resource", "variant", "string", "complex")
 
 
@@ -39,7 +37,7 @@ class _Place:
     weight: int | None
     layout: str | None
     weight_layout: str | None
-    framework: type[Reading]
+    moves: Any
     dtype: Any
     shapes_alone: bool
     inputs: list[Any] | None = None
@@ -84,8 +82,8 @@ class EffectivePathTool(amanda.Tool):
         self._places: dict[int, _Place] = {}
         self._missing: dict[str, str] = {}
         frameworks = [
-            ["pytorch", _read_by(TorchReading)], ["tensorflow", _read_by(TensorFlowReading)],
-            ["onnxruntime", _read_by(OnnxReading, word_of_onnx)],
+            ["pytorch", _read_by(of_torch)], ["tensorflow", _read_by(of_tensorflow)],
+            ["onnxruntime", _read_by(of_onnx, _word_of_onnx)],
         ]  # fmt: skip
         self.depends_on(StandardMapping(), self._trace, MappingTool(frameworks))
         self.add_inst_for_op(self._analyse)
@@ -105,24 +103,20 @@ class EffectivePathTool(amanda.Tool):
         self._places.clear()
         self._missing = {}
 
-    # ---- analysis ----
-
     def _analyse(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward":
             return
-        framework, word = context["effective path"]
+        moves, word = context["effective path"]
         kind = context.get_op_type() if context.get_op_type() in self._custom else word
         if kind not in self._rules:
             return
         place = _Place(
             kind, context.get_attrs(), context["weight_index"], context["layout"], context["weight_layout"],
-            framework, context["dtype"], kind in PASSING - AFFINE - self._custom,
+            moves, context["dtype"], kind in PASSING - AFFINE - self._custom,
         )  # fmt: skip
         op = context.get_op_id()
         context.insert_before_op(self._enter, place=place, op=op)
         context.insert_after_op(self._leave, place=place)
-
-    # ---- execution ----
 
     @amanda.observer
     def _enter(self, *inputs: Any, place: _Place, op: int) -> None:
@@ -143,9 +137,7 @@ class EffectivePathTool(amanda.Tool):
             return value
         if place.shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
-        return place.framework.array(value)
-
-    # ---- extraction ----
+        return array(value)
 
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:
         """A path for each sample of the last pass.
@@ -180,7 +172,10 @@ class EffectivePathTool(amanda.Tool):
             place = self._places.get(op.id)
             if place is None or place.inputs is None or place.outputs is None:
                 continue
-            reading = place.framework(place.kind, place.inputs, place.outputs, place.attributes, place.layout)
+            reading = Reading(
+                place.kind, place.inputs, place.outputs, place.attributes, place.layout, place.weight_layout,
+                place.moves,
+            )  # fmt: skip
             steps[op.index] = Step(
                 op, place.kind, place.inputs, place.outputs, place.weight, place.layout, place.weight_layout,
                 reading.arguments(), [one for one in _reads_of(op, varying) if place.may_vary(one)],
@@ -205,11 +200,22 @@ class EffectivePathTool(amanda.Tool):
         return self._output(module)
 
 
-def _read_by(framework: type[Reading], word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
+def _read_by(moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
     def rule(context: amanda.OpContext) -> None:
-        context["effective path"] = framework, word(context)
+        context["effective path"] = moves, word(context)
 
     return rule
+
+
+def _word_of_onnx(context: amanda.OpContext) -> str:
+    """The word by whose rule a node is read; its own type where it computes more than that, or integers."""
+    name, inputs = context.get_op_type(), context.get_inputs()
+    otherwise = name in _MORE or name.startswith("QLinear") or name.endswith("Integer")
+    if name == "Gemm":
+        otherwise = bool(context.get_attrs().get("transA"))
+    if name == "Attention":
+        otherwise = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
+    return name if otherwise else str(context["type"])
 
 
 def _is_scores(outputs: Sequence[Any]) -> bool:

@@ -8,14 +8,17 @@ from math import prod
 import numpy as np
 
 from amanda.tools.effective_path._terms import Indices, Step, Terms, strides_of
+from amanda.tools.kit import Window
 
 Tables = Sequence[Indices]
 """For each spatial axis (outputs, window) coordinates of the inputs; -1 outside of them."""
 
 
-def sliding(size: int, count: int, kernel: int, stride: int, before: int, dilation: int = 1) -> Indices:
-    """The table of an axis of `size`, over which a window of `kernel` slides to `count` places."""
-    found = np.arange(count)[:, None] * stride - before + np.arange(kernel)[None] * dilation
+def sliding(size: int, count: int, window: Window) -> Indices:
+    """The table of an axis of `size`, over which a window slides to `count` places."""
+    ahead, _ = window.pads(size)
+    starts = np.arange(count)[:, None] * window.stride - ahead
+    found = starts + np.arange(window.kernel)[None] * window.dilation
     return np.where((found >= 0) & (found < size), found, -1).astype(np.int64)
 
 

@@ -24,9 +24,6 @@ def visits(steps: int) -> Formula:
     return lambda op: Cost(0, steps * op.elements)
 
 
-# ---- products ----
-
-
 def matrix_product(op: Shapes, first: int = 0) -> Cost:
     """Count (..., n, k) by (..., k, m), either of them transposed or a vector."""
     left, right = op.inputs[first : first + 2]
@@ -144,9 +141,6 @@ def _pairs(path: Sequence[int], count: int) -> list[tuple[int, int]]:
     if path and all(isinstance(one, int) for one in path):
         return list(zip(path[::2], path[1::2], strict=True))
     return [(0, 1)] + [(0, left - 1) for left in range(count - 1, 1, -1)] if count > 1 else []
-
-
-# ---- windows ----
 
 
 def convolution(op: Shapes) -> Cost:

@@ -86,8 +86,6 @@ class FlopsTool(amanda.Tool):
         unseen = replace(place, calls=0, macs=None, flops=None, bytes=0)
         self._unseen.setdefault((_key(unseen), id(action.kwargs.get("shapes"))), unseen)
 
-    # ---- analysis ----
-
     def _look_at_inputs(self, context: amanda.OpContext) -> None:
         context["products"] = self._products
         shape = context["shape"]
@@ -184,8 +182,6 @@ class FlopsTool(amanda.Tool):
             if forward == context["type"] and (context["cost"] is None or forward in _pytorch.FORMULAS):
                 return None
         return Cost(0, sum(_size(shape(local(grad))) for grad in grads))
-
-    # ---- execution ----
 
     @staticmethod
     @amanda.observer

@@ -18,19 +18,6 @@ from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
 
 __all__ = [
-    "Campaign",
-    "CampaignResult",
-    "Compare",
-    "InjectError",
-    "InjectResult",
-    "InjectTool",
-    "Injection",
-    "Outcome",
-    "Rate",
-    "Site",
-    "Trial",
-    "differs",
-    "differs_by",
-    "top1_changed",
-    "wilson",
-]
+    "Campaign", "CampaignResult", "Compare", "InjectError", "InjectResult", "InjectTool", "Injection",
+    "Outcome", "Rate", "Site", "Trial", "differs", "differs_by", "top1_changed", "wilson",
+]  # fmt: skip

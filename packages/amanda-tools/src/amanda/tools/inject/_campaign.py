@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
-from amanda.tools.inject._faults import InjectError, check_known
+from amanda.tools.inject._faults import InjectError
 from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
 from amanda.tools.inject._sites import Site
 from amanda.tools.inject._tool import InjectTool
-from amanda.tools.kit import FoundMemory
+from amanda.tools.kit import FoundMemory, check_one_of
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]
@@ -74,7 +74,7 @@ class Campaign:
     ) -> None:
         if trials < 1:
             raise InjectError(f"trials is {trials}; a campaign has at least 1")
-        check_known("sample", sample, Sample)
+        check_one_of("sample", sample, get_args(Sample), InjectError)
         if hang_factor is not None and hang_factor <= 1:
             raise InjectError(f"hang_factor is {hang_factor}; it is more than 1")
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample

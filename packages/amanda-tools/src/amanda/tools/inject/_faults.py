@@ -1,4 +1,4 @@
-"""What becomes of the elements that a fault hits."""
+"""Faults: changes of the elements that are hit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.errors import AmandaError
-from amanda.tools.kit import BitField, bits_of, from_bytes, to_bytes
+from amanda.tools.kit import BitField, bits_of, check_one_of, from_bytes, to_bytes
 
 Bytes = NDArray[np.uint8]
 """Elements: a row of bytes for each."""
@@ -20,12 +20,6 @@ OF_NOISE = ("gaussian", "uniform", "relative")
 
 class InjectError(AmandaError, ValueError):
     """An option of the tool, or of a campaign, that makes no sense."""
-
-
-def check_known(option: str, given: Any, known: Any) -> None:
-    """Raise InjectError for what is none of the values of a Literal."""
-    if given not in get_args(known):
-        raise InjectError(f"{option} is {given!r}; it is one of {', '.join(get_args(known))}")
 
 
 class Fault(NamedTuple):
@@ -45,8 +39,8 @@ class Fault(NamedTuple):
 
     def check(self) -> None:
         """Raise InjectError for parameters that do not go together."""
-        check_known("fault", self.kind, Kind)
-        check_known("field", self.field, BitField)
+        check_one_of("fault", self.kind, get_args(Kind), InjectError)
+        check_one_of("field", self.field, get_args(BitField), InjectError)
         if self.bits is not None and (not self.bits or min(self.bits) < 0):
             raise InjectError(f"bits is {self.bits}; give positions, 0 for the least significant bit")
         if self.kind not in OF_BITS and (self.bits is not None or self.field != "any"):

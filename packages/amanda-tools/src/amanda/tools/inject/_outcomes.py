@@ -1,4 +1,4 @@
-"""What came of the trials of a campaign, with rates and their confidence intervals."""
+"""Outcomes of the trials of a campaign, with rates and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
 
 
 class CampaignResult(KeyedResult):
-    """How many trials had which outcome, for each type of op and the like.
+    """Counts of trials by outcome, for each type of op and the like.
 
     by: the keys of a row, of `KEYS`.  A trial with several injections is in the row of each.
     """

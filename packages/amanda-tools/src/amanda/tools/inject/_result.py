@@ -1,4 +1,4 @@
-"""What was injected where."""
+"""The faults that were injected, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where faults can be put: the executions of ops, and the tensors among the values of one."""
+"""Sites of faults: the executions of ops, and the tensors among the values of one."""
 
 from __future__ import annotations
 

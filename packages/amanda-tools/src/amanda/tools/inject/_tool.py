@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 import amanda
-from amanda.tools.inject._faults import Fault, InjectError, Kind, check_known
+from amanda.tools.inject._faults import Fault, InjectError, Kind
 from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.inject._sites import Place, Site, Tensor, tensors_in
-from amanda.tools.kit import BitField, from_bytes, parameter_inputs, tensors_of
+from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
 
@@ -70,7 +70,7 @@ class InjectTool(amanda.Tool):
         super().__init__()
         self._fault = Fault(fault, bits, field, flips, value, scale)
         self._fault.check()
-        check_known("target", target, Target)
+        check_one_of("target", target, get_args(Target), InjectError)
         if count is not None and probability is not None:
             raise InjectError("give either a count of elements or the probability of each, not both")
         if probability is not None and not 0 <= probability <= 1:
@@ -133,8 +133,6 @@ class InjectTool(amanda.Tool):
     def _all_places(self) -> list[Place]:
         return [place for places in list(self._places.values()) for place in list(places.values())]
 
-    # ---- for campaigns ----
-
     def look(self) -> None:
         """Change nothing from now on, and note in which executions faults would fit."""
         self.clear()
@@ -149,8 +147,6 @@ class InjectTool(amanda.Tool):
         """Change elements at one site alone, or at all of them, as chance has it for this trial."""
         self.clear()
         self._sites, self._only, self._trial = None, site, trial
-
-    # ---- analysis ----
 
     def _forward(self, context: amanda.OpContext) -> None:
         self._met.add(context["type"])
@@ -202,8 +198,6 @@ class InjectTool(amanda.Tool):
             places[op] = Place(op, told, next(self._number), context["dtype"])
             self._selected = True
         return places[op]
-
-    # ---- execution ----
 
     def _inject(
         self, *values: Any, place: Place, positions: Sequence[int] | None = None,

@@ -1,4 +1,4 @@
-"""Which op made which tensor, as far as ops have been analysed."""
+"""Dataflow: the op that made each tensor, as far as ops have been analysed."""
 
 from __future__ import annotations
 

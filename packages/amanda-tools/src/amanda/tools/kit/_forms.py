@@ -111,7 +111,7 @@ class OtherForm(Form):
 
 
 class SelectedRows(Form):
-    """What one execution of an op reads of a parameter's rows, each of which is a weight.
+    """The rows of a parameter that one execution of an op reads, each of which is a weight.
 
     rows: the parameter as a whole.  origin: of what is read.
     """

@@ -1,4 +1,4 @@
-"""What holds weights from one execution to the next, of any framework: its identity, its parts, its values.
+"""Holders of weights between executions, of any framework: identities, parts, values.
 
 A part of a holder is what `Holders.held` says beside the identity; None for all of it, as it is.
 """

@@ -28,7 +28,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Origin:
-    """What a tensor is of a parameter.
+    """The parameter, and the part of it, that a tensor is.
 
     holder: the parameter.  of: gives the same elements of any tensor in the parameter's shape.
     form: which part of the parameter it is, element by element; None of elements that were selected.
@@ -50,7 +50,7 @@ class _Made(NamedTuple):
 
 
 class Origins:
-    """Where copies and selections of parameters' elements come from, as long as they live.
+    """Origins of copies and selections of parameters' elements, as long as these live.
 
     In eager mode routines follow each execution.  Of a graph's symbols no more is known than that they are
     selections, which ops are analysed in the order in which they compute.
@@ -128,7 +128,7 @@ class Origins:
         self._most = max(_MOST, 2 * len(self._made))
 
     def source(self, value: Any) -> Origin | None:
-        """Where an input comes from: a view of a parameter, or what was made of one."""
+        """Return where an input comes from: a view of a parameter, or what was made of one."""
         if not _is_stored(value):
             return None
         holder = holder_of(value)

@@ -101,9 +101,6 @@ def parameters(model: Any) -> Iterator[Held]:
         raise HeldError(f"{type(model).__name__} has no parameters; give a module, or a list of parameters")
 
 
-# ---- accelerate ----
-
-
 def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
     """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
     hook: Any = getattr(module, "_hf_hook", None)

@@ -57,7 +57,7 @@ def in_memory_order(form: Form) -> tuple[int, ...]:
 
 
 class Parts:
-    """What the state of parts is kept under, whichever op of a place happens to read them first.
+    """The place that state of a part is kept under, whichever op of it happens to read the part first.
 
     A parameter whose path in the model is known needs no more than the part.
     """

@@ -1,4 +1,4 @@
-"""What tools lean on beyond the documented names of frameworks, and what checks that it is there."""
+"""Undocumented names of frameworks that tools lean on, and the check that they are there."""
 
 from __future__ import annotations
 

@@ -35,8 +35,6 @@ class Tensors:
     What is computed here is an array of NumPy: a tensor becomes one by `plain`, and `cast` makes a tensor.
     """
 
-    # ---- between libraries ----
-
     def plain(self, x: Any) -> Array:
         """Return a tensor as an array to compute with: without autograd, in float32 or wider."""
         array = np.asarray(to_numpy(x))
@@ -75,8 +73,6 @@ class Tensors:
         """Return an array where another one is, in its own element type."""
         return np.asarray(array)
 
-    # ---- ranking ----
-
     def flat(self, arrays: Sequence[Array]) -> Array:
         """Return the elements of arrays one after another, where the first array is."""
         return np.concatenate([array.reshape(-1) for array in arrays])
@@ -94,8 +90,6 @@ class Tensors:
     def ranks(self, values: Array) -> Array:
         """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
         return np.argsort(np.argsort(values, -1, kind="stable"), -1)
-
-    # ---- arithmetic ----
 
     def detach(self, x: Any) -> Any:
         """Return a tensor through which no gradient goes."""
@@ -160,18 +154,19 @@ class Tensors:
         """
         return forward(*tensors)
 
-    # ---- state ----
-
-    def state(self, value: Any, like: Any, trained: bool) -> Any:
-        """Return a number or an array as state of a tool in float32, on the device of a tensor.
+    def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
+        """Return a number, an array or a tensor as state of a tool, on the device of a tensor.
 
         trained: whether an optimizer may train it.
         """
-        return np.array(value, np.float32)
+        return np.array(tensors_of(value).to_numpy(value), dtype)
 
     def update(self, former: Any, value: Any) -> Any:
         """Return former state, which an optimizer holds, with other values; these where they do not fit."""
-        return value
+        if former.shape != value.shape or former.dtype != value.dtype:
+            return value
+        former[...] = value
+        return former
 
     def assign(self, state: Any, value: Any) -> None:
         """Write new values into state."""

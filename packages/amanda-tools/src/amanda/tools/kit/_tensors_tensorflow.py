@@ -60,8 +60,6 @@ class TensorFlowTensors(Tensors):
         with tf.device(like.device):
             return tf.cast(tf.constant(array), like.dtype)
 
-    # ---- arithmetic ----
-
     def detach(self, x: Any) -> Any:
         """Return a tensor outside of every tape."""
         return _tf().stop_gradient(x)
@@ -69,6 +67,10 @@ class TensorFlowTensors(Tensors):
     def wide(self, x: Any) -> Any:
         """Return a tensor in float32, or in its own type if that is wider."""
         return _tf().cast(x, "float32") if x.dtype.size < 4 else x
+
+    def ranks(self, values: Any) -> Any:
+        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
+        return _tf().argsort(_tf().argsort(values, stable=True))
 
     def round(self, x: Any) -> Any:
         """Return the nearest integers, half to even."""
@@ -139,19 +141,19 @@ class TensorFlowTensors(Tensors):
 
         return computed(*tensors)
 
-    # ---- state ----
-
-    def state(self, value: Any, like: Any, trained: bool) -> Any:
-        """Return a number or an array as a variable of the tool, in float32."""
+    def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
+        """Return a number or an array as a variable of the tool; in a session a variable as it is."""
         tf = _tf()
         with tf.init_scope():
-            return tf.Variable(np.asarray(value, np.float32), trainable=trained, dtype=tf.float32)
+            if isinstance(value, tf.Variable) and not tf.executing_eagerly():
+                return value
+            return tf.Variable(np.asarray(value, dtype), trainable=trained, dtype=dtype)
 
     def update(self, former: Any, value: Any) -> Any:
         """Return a variable with other values; these where they do not fit."""
         tf = _tf()
         with tf.init_scope():
-            if former.shape != value.shape or not tf.executing_eagerly():
+            if (former.shape, former.dtype) != (value.shape, value.dtype) or not tf.executing_eagerly():
                 return value
             former.assign(value)
         return former

@@ -83,8 +83,6 @@ class TorchTensors(Tensors):
 
         return torch.as_tensor(array, device=other.device)
 
-    # ---- ranking ----
-
     def flat(self, arrays: Sequence[Tensor]) -> Tensor:
         """Return the elements of tensors one after another, where the first tensor is."""
         import torch
@@ -113,8 +111,6 @@ class TorchTensors(Tensors):
     def ranks(self, values: Tensor) -> Tensor:
         """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
         return values.argsort(dim=-1, stable=True).argsort(dim=-1)
-
-    # ---- arithmetic ----
 
     def detach(self, x: Tensor) -> Tensor:
         """Return a tensor through which no gradient goes."""
@@ -186,18 +182,17 @@ class TorchTensors(Tensors):
         result: Tensor = _function().apply(forward, backward, *tensors)
         return result
 
-    # ---- state ----
-
-    def state(self, value: Any, like: Any, trained: bool) -> Tensor:
-        """Return a number or an array as state in float32 beside a tensor; a Parameter if it is trained."""
+    def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Tensor:
+        """Return a number, an array or a tensor as state beside a tensor; a Parameter if it is trained."""
         import torch
 
-        tensor = torch.as_tensor(value, dtype=torch.float32, device=like.device).detach().clone()
-        return torch.nn.Parameter(tensor) if trained else tensor
+        with torch.inference_mode(False):
+            made = torch.as_tensor(value, dtype=getattr(torch, dtype), device=like.device).detach().clone()
+            return torch.nn.Parameter(made) if trained else made
 
     def update(self, former: Tensor, value: Tensor) -> Tensor:
         """Return a parameter with other values; these where they do not fit."""
-        if former.shape != value.shape or former.device != value.device:
+        if (former.shape, former.device, former.dtype) != (value.shape, value.device, value.dtype):
             return value
         self.assign(former, value)
         return former

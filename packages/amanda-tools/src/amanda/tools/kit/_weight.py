@@ -31,7 +31,7 @@ class WeightError(AmandaError, ValueError):
 
 
 class Form:
-    """What an op reads through a transform: a weight, or another form of a parameter that holds weights."""
+    """The weight that an op reads through a transform, or another form of a parameter that holds weights."""
 
     def __init__(self) -> None:
         self._tensors: dict[Any, dict[str, Any]] = {}
@@ -118,11 +118,9 @@ class Weight(Form):
         self.fills: dict[str, Any] = {}
         self._updated = NEVER
 
-    # ---- what it is ----
-
     @property
     def name(self) -> str:
-        """Where it is, for people: its path, or the module or line of the op that reads it."""
+        """Return where it is, for people: its path, or the module or line of the op that reads it."""
         return self.path or self.module or self.source
 
     @property
@@ -165,8 +163,6 @@ class Weight(Form):
             raise self._error(f"nothing that runs holds the weight of {self.name}")
         with amanda.disabled():
             return self.holders.value(holder, self.part)
-
-    # ---- state ----
 
     def keep(self, name: str, start: Any) -> Array:
         """Return state under a name, which `state_dict` has: as it was loaded, or a copy of `start`.
@@ -235,8 +231,6 @@ class Weight(Form):
     def is_ready(self) -> bool:
         """True once its state is made."""
         return not self.is_left and self._updated != NEVER
-
-    # ---- what ops read ----
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
         """Return state by name, as far as it is kept."""

@@ -1,4 +1,4 @@
-"""Where ops read their weights, also weights that other ops have copied or selected out of parameters."""
+"""Inputs of ops that are weights, also copied or selected out of parameters by other ops."""
 
 from __future__ import annotations
 
@@ -115,8 +115,6 @@ class WeightReads(amanda.Tool):
     @amanda.differentiable  # to be given a view of a parameter as a view
     def _note_origin(self, value: Any, run: dict[str, Any]) -> None:
         run[_ORIGIN] = self.origins.source(value)
-
-    # ---- during analysis ----
 
     def input(self, context: amanda.OpContext) -> WeightInput | None:
         """Return the weight input of an op; None for an op without a weight."""

@@ -1,4 +1,4 @@
-"""What a tool that changes weights tells: a row for each weight, and what was left."""
+"""The result of a tool that changes weights: a row for each weight, and what was left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights a tool changes: globs of types, of module paths, and of what is excluded."""
+"""Selection of weights: globs of types, of module paths, and of what is excluded."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     """
 
     error: ClassVar[type[AmandaError]] = WeightError
-    """What the tool raises for a model or a weight that makes no sense."""
+    """The error for a model or a weight that makes no sense."""
 
     weight_type: type[W] = Weight  # type: ignore[assignment]
     """The class of `weights`."""
@@ -74,8 +74,6 @@ class WeightTool(amanda.Tool, Generic[W]):
         self.add_inst_for_op(self._forward)
         if self.transforms_gradients or self.wants_gradients:
             self.add_inst_for_op(self._backward, backward=True)
-
-    # ---- for a subclass ----
 
     def on_weight(self, weight: W) -> str | None:
         """Called once for each weight, to make its state: `weight.keep(name, start)`.
@@ -133,8 +131,6 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Called with each gradient of a weight, if `wants_gradients`."""
 
     wants_gradients: bool = False
-
-    # ---- for the user ----
 
     @property
     def left(self) -> Mapping[str, str]:
@@ -213,8 +209,6 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Take what `state_dict` gave, also in another process."""
         super().load_state_dict(state, strict)
         self.weights.clear()
-
-    # ---- analysis ----
 
     @property
     def state_names(self) -> Sequence[str]:
@@ -299,8 +293,6 @@ class WeightTool(amanda.Tool, Generic[W]):
                 is_weights=partial(weight_gradient(context), index),
                 transforms=self.transforms_gradients and not within,
             )  # fmt: skip
-
-    # ---- execution ----
 
     def _read(self, value: Any, form: Form) -> Any:
         for weight, present in form.within(value):

@@ -71,8 +71,6 @@ class Weights(Generic[W]):
         selection = str(self._tool.selection) or "the default of type"
         return f"{self._passed} weights were met, of which {selection} selects none"
 
-    # ---- analysis ----
-
     def look_at(self, context: amanda.OpContext) -> set[int]:
         """Record that an op leaves its weights: it looks rows up, has several weights, or is an adapter's.
 
@@ -219,8 +217,6 @@ class Weights(Generic[W]):
             self._tool.error, path or "", _weakly(variable),
         )  # fmt: skip
 
-    # ---- weights that are left ----
-
     def leave(self, context: amanda.OpContext, reason: str) -> None:
         """Record why the weight of an op is left as it is, and how many elements it has."""
         self.reasons[_named(context)] = reason
@@ -247,7 +243,7 @@ class Weights(Generic[W]):
 
 
 class _Read:
-    """What an op reads as its weight: the value, the parameter, its identity and part, and the layout."""
+    """The weight that an op reads: value, parameter, identity and part, and layout."""
 
     def __init__(self, value: Any, holder: Any, held: Any, layout: str | None) -> None:
         self.value, self.holder, self.held, self.layout = value, holder, held, layout

@@ -1,4 +1,4 @@
-"""Which framework a tensor is of."""
+"""The framework of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ops make a model: those that constructors and initializers of PyTorch and Keras compute."""
+"""Ops that make a model: those that constructors and initializers of PyTorch and Keras compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradient that leaves a backward op is the weight's, in each pass anew."""
+"""The weight's gradient among those that leave a backward op, found in each pass anew."""
 
 from __future__ import annotations
 

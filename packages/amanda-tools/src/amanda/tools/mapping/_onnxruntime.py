@@ -75,7 +75,7 @@ def _spatial_axes(inputs: Sequence[Any]) -> int | None:
 
 
 def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Where the weight is: by the schema; in a product, the factor that an initializer holds."""
+    """Return where the weight is: by the schema; in a product, the factor that an initializer holds."""
     if name in _QUANTISED:
         index: int | None = _QUANTISED[name]
     elif kind == "matmul":

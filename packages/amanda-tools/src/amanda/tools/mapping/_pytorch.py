@@ -73,9 +73,6 @@ def _has_shape(value: Any) -> bool:
         return True
 
 
-# ---- the forward op ----
-
-
 def _phase(context: OpContext) -> str:
     """Return "optimizer", "construction" or "forward", by the innermost frame that tells."""
     frame: Any = sys._getframe(1)
@@ -138,7 +135,7 @@ _WEIGHT_AT = {
 
 
 def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Where the weight is: by the op's schema; in a product, the factor that is a parameter."""
+    """Return where the weight is: by the op's schema; in a product, the factor that is a parameter."""
     if kind in _PRODUCTS:
         factors = [i for i in _PRODUCTS[kind] if i < len(inputs) and _is_parameter(inputs[i])]
         return factors[0] if len(factors) == 1 else None
@@ -186,9 +183,6 @@ def weight_layout(kind: str, index: int, extents: Sequence[int | None] | None) -
     if spatial is None:
         return None
     return ("IO" if spatial[1] == "conv_transpose" else "OI") + SPATIAL[spatial[2]]
-
-
-# ---- the backward op ----
 
 
 def _describe_backward_op(context: OpContext) -> None:

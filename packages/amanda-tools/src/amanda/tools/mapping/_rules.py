@@ -16,7 +16,7 @@ class RuleError(ToolError):
 
 
 class Rule(NamedTuple):
-    """What to do with the contexts of a namespace, before and after the tools that depend on it."""
+    """Rules for the contexts of a namespace, before and after the tools that depend on it."""
 
     namespace: Namespace
     before: Rewrite | None

@@ -39,9 +39,6 @@ def dtype(value: Any) -> str | None:
     return None if kind is None else str(getattr(kind, "name", kind))
 
 
-# ---- the forward op ----
-
-
 def _makes_a_model(context: OpContext) -> bool:
     """Return True for what initialises variables: called by a layer of Keras, or a node of a graph."""
     if context.namespace.matches("*/*/eager"):
@@ -71,7 +68,7 @@ def layout(kind: str, attributes: dict[str, Any]) -> str:
 
 
 def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
-    """Where the weight is: by the op's schema; in a product, the factor that is a variable's value."""
+    """Return where the weight is: by the op's schema; in a product, the factor that is a variable's value."""
     if kind == "matmul":
         factors = [i for i in (0, 1) if is_parameter(context, inputs, i)]
         return factors[0] if len(factors) == 1 else None
@@ -112,9 +109,6 @@ def weight_layout(kind: str, weight: int, inputs: Sequence[Any], attributes: dic
         return None
     channels = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}[convolution[1]]
     return _AXES[convolution[2]] + channels
-
-
-# ---- the backward op ----
 
 
 def _describe_backward_op(context: OpContext) -> None:

@@ -1,4 +1,4 @@
-"""Which op makes the first NaN, or Inf, forward or backward, and from what.
+"""The op that makes the first NaN, or Inf, forward or backward, and from what.
 
 finder = NanTool()
 with amanda.apply(finder):

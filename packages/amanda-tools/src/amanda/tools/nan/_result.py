@@ -1,4 +1,4 @@
-"""What was found."""
+"""The ops that made NaN or Inf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor holds, in a few numbers."""
+"""A tensor's content in a few numbers."""
 
 from __future__ import annotations
 

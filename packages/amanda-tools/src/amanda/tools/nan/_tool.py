@@ -57,7 +57,7 @@ class _Op(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What an execution was given: floating tensors, the positions of their inputs, what is not finite."""
+    """The floating tensors that an execution was given, their positions, and what of them is not finite."""
 
     tensors: Mapping[int, Any] = {}
     positions: Mapping[int, int] = {}
@@ -102,8 +102,6 @@ class NanTool(amanda.Tool):
         self._is_known = False  # an op gave NaN, which later ones are given
         self._scaled = Scaled()
 
-    # ---- analysis ----
-
     def _forward(self, context: amanda.OpContext) -> None:
         if context["type"] in UNINITIALISED:
             return
@@ -130,8 +128,6 @@ class NanTool(amanda.Tool):
         side, dtype = str(context.get_backward_op_id()), context["dtype"]
         context.insert_before_backward_op(self._entering, dtype=dtype, side=side, in_place=False)
         context.insert_after_backward_op(self._leaving, dtype=dtype, side=side, op=op)
-
-    # ---- execution ----
 
     @amanda.observer
     def _entering(self, *values: Any, dtype: Any, side: str, in_place: bool, run: dict[str, Any]) -> None:

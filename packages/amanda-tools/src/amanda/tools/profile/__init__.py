@@ -1,4 +1,4 @@
-"""How long each op takes, forward and backward, what memory it makes, and when: a profile and a timeline.
+"""A profile and a timeline: how long each op takes, forward and backward, and what memory it makes.
 
 profile = ProfileTool()
 with amanda.apply(profile):

@@ -1,4 +1,4 @@
-"""What torch.profiler sees within each op: kernels on a GPU, by CUPTI, and ATen's operators on a CPU."""
+"""Kernels on a GPU, by CUPTI, and ATen's operators on a CPU, as torch.profiler sees them in each op."""
 
 from __future__ import annotations
 

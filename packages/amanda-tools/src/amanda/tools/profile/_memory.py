@@ -150,8 +150,6 @@ class Memory:
                 del self._alive[key]
                 self._change(known[1], -known[1].size, when)
 
-    # ---- what those lean on ----
-
     def _death_of(self, key: int) -> Callable[[Any], None]:
         dead = self._dead  # a death comes at any time, on any thread: it is put down, no more
 

@@ -1,4 +1,4 @@
-"""What is known of one op: where it is, and what its executions came to."""
+"""The record of one op: where it is, and what its executions came to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profile needs to know of PyTorch: storages, the optimizer's ops, and the clock of a GPU."""
+"""PyTorch for the profile: storages, the optimizer's ops, and the clock of a GPU."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from amanda.tools.profile._schedule import Schedule, Windows
 DEEPEST = 256
 """Ops within ops; what an op that raised has left behind goes no deeper either."""
 Routines = tuple[Callable[..., None], Callable[..., None]]
-"""What runs before an op, and what runs after it."""
+"""The routine before an op, and the one after it."""
 
 
 class _Open:
@@ -74,8 +74,6 @@ class Recorder:
         self._first = self._step
         self._begin()
 
-    # ---- steps ----
-
     def on_step(self, number: int) -> None:
         """Begin a step; its number is lower than before if earlier steps turned out to be none."""
         if number < self._step:
@@ -106,8 +104,6 @@ class Recorder:
                 self._on_end()
             if self.memory is not None:
                 (self.memory.start if self.recording else self.memory.stop)()
-
-    # ---- routines ----
 
     def in_sequence(self, place: Place) -> Routines:
         """Routines for an op that ends on the thread that it begins on, the last begun first."""

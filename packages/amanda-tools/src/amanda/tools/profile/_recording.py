@@ -1,4 +1,4 @@
-"""What a tool has recorded until a moment, which does not change any more."""
+"""A recording up to a moment, which does not change any more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a trace shows: executions by their begin, threads, recorded steps, and bytes alive by device.
+    """Data of a trace: executions by their begin, threads, recorded steps, and bytes alive by device.
 
     dropped: executions that are not in it.
     """

@@ -1,4 +1,4 @@
-"""What was measured: a row for each op, or for each module, type or phase; the peak; the timeline."""
+"""The result of a profile: a row for each op, or for each module, type or phase; the peak; the timeline."""
 
 from __future__ import annotations
 
@@ -128,8 +128,6 @@ class ProfileResult(KeyedResult):
                 "alone; `limit` says how many are kept."
             )
         return notes
-
-    # ---- timelines ----
 
     def to_trace(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""

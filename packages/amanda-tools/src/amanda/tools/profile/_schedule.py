@@ -1,4 +1,4 @@
-"""Which steps are recorded."""
+"""The schedule of steps that are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profile needs to know of TensorFlow: how large tensors are."""
+"""TensorFlow for the profile: how large tensors are."""
 
 from __future__ import annotations
 

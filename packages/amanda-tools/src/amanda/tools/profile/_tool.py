@@ -84,8 +84,6 @@ class ProfileTool(amanda.Tool):
         if self._kernels is not None:
             self._kernels.stop(list(self._recorder.places.values()))
 
-    # ---- analysis ----
-
     def _forward(self, context: amanda.OpContext) -> None:
         if context["profile.passes"]:
             return
@@ -132,8 +130,6 @@ class ProfileTool(amanda.Tool):
         if self._kernels is not None and context.namespace.matches("pytorch"):
             return self._kernels.around(routines, place, self._recorder)
         return routines
-
-    # ---- memory ----
 
     def _follow_memory(self, context: amanda.OpContext, place: Place) -> None:
         if self._memory is None:

@@ -25,8 +25,6 @@ class Making:
         self.step = self._first = 0
         self.is_preparing = self._stepped = self._for_good = False
 
-    # ---- steps ----
-
     @property
     def next_step(self) -> int:
         """The step that comes when the present one is done, or has not begun."""
@@ -50,8 +48,6 @@ class Making:
         """End the step, and begin the one that is this many behind the first."""
         self._make_gathered(self._next_update)
         self.step, self._stepped = self._first + number, False
-
-    # ---- at ops ----
 
     def look_at(self, weight: PrunedWeight, present: Present) -> None:
         """Make the mask of a weight, or gather what it will be made of, where either is due."""
@@ -96,8 +92,6 @@ class Making:
     def _next_update(self) -> int | None:
         """The update for which this step gathers; a step of preparation for itself, another for the next."""
         return self._schedule.latest(self.step + (not self.is_preparing))
-
-    # ---- masks ----
 
     def _make_gathered(self, update: int | None) -> None:
         """Make the masks for which the step has gathered what they need."""

@@ -1,4 +1,4 @@
-"""Which elements of a weight are kept: functions of magnitudes, and masks of weights by them.
+"""Masks: the elements of a weight that are kept, as functions of magnitudes.
 
 Weights are arrays of NumPy, tensors of PyTorch, or eager tensors of TensorFlow; a mask is of the weight's
 kind, shape and type, 1 where it is kept and 0 elsewhere.
@@ -82,9 +82,6 @@ def channel_mask(weight: Any, sparsity: float = 0.5, norm: int = 2, axis: int = 
     """
     (kept,) = channels_kept([do("moveaxis", abs(weight), axis, 0)], sparsity, norm)
     return do("moveaxis", kept, 0, axis)
-
-
-# ---- of several weights together: magnitudes, -1 where a weight is dropped already ----
 
 
 def elements_kept(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
@@ -194,9 +191,6 @@ def regrown_kept(
     candidates = do("where", staying, -do("ones_like", scores), scores)
     grown = tensors.drop_lowest(candidates, total - (kept - stay))
     return _split(staying | grown, magnitudes)
-
-
-# ---- what these lean on ----
 
 
 def check_sparsity(sparsity: float) -> None:

@@ -1,4 +1,4 @@
-"""What is pruned: a row for each weight."""
+"""The result of pruning: a row for each weight."""
 
 from __future__ import annotations
 

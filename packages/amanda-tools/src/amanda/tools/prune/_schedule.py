@@ -1,4 +1,4 @@
-"""When masks are made, and how sparse they are."""
+"""The schedule: when masks are made, and how sparse they are."""
 
 from __future__ import annotations
 

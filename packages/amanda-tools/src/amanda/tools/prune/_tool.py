@@ -78,8 +78,6 @@ class PruneTool(WeightTool[PrunedWeight]):
         if self._options.needs_steps:
             self.depends_on(self._steps)
 
-    # ---- for the user ----
-
     @property
     def result(self) -> PruneResult:
         """The weights that were met, and how many elements of each are dropped."""
@@ -113,8 +111,6 @@ class PruneTool(WeightTool[PrunedWeight]):
         self._making.begin_at(int(kept.pop("step", 0)))
         super().load_state_dict(kept, strict)
         self._steps.restart()
-
-    # ---- weights ----
 
     @property
     def transforms_gradients(self) -> bool:

@@ -57,8 +57,6 @@ class PrunedWeight(Weight):
         self["grown"] = do("where", fresh, start, grown)
         self._fresh = None
 
-    # ---- what masks are made of ----
-
     def ordered(self, value: Any) -> Array:
         """Return a value with outputs and inputs first, the inputs in the order of the pattern."""
         return self._permuted(self.plain(value))

@@ -132,8 +132,6 @@ class Place:
         self.made.append(quantizer)
         return quantizer
 
-    # ---- execution ----
-
     @property
     def is_settled(self) -> bool:
         """True if everything that is to have a scale has one."""

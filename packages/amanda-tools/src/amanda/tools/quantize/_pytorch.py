@@ -90,8 +90,6 @@ def _straight_through() -> Any:
     return StraightThrough
 
 
-# ---- ops ----
-
 _OPERANDS = {
     "linear": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "scaled_dot_product_attention": (0, 1, 2),
     "batch_norm": (0,), "layer_norm": (0,), "group_norm": (0,), "embedding": (0,),

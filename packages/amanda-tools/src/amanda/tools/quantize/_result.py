@@ -1,4 +1,4 @@
-"""What was quantised: a row for each tensor of each op."""
+"""The result of quantisation: a row for each tensor of each op."""
 
 from __future__ import annotations
 

@@ -101,9 +101,6 @@ def _constant_shape(shape: tuple[int, ...]) -> Any:
     return _tf().constant(shape, "int32", (len(shape),))
 
 
-# ---- ops ----
-
-
 def describe(context: amanda.OpContext) -> None:
     """Write `operands`, positions of the inputs that may be quantised, and `recompute`."""
     alone = context["type"] in ("batch_norm", "embedding")

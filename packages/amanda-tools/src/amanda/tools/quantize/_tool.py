@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class QuantizeTool(amanda.Tool):
         if not isinstance(type, (str, Iterable)) and type is not None:
             raise QuantizeError(f"type is {type!r}; give a name or a list of names")
         wanted = TYPES if type is None else (type,) if isinstance(type, str) else tuple(type)
-        self._asked = Patterns("type", None if type is None else wanted)
+        self._types, self._asks_for_types = Patterns("type", wanted), type is not None
         self.options = Options(
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
@@ -83,8 +82,6 @@ class QuantizeTool(amanda.Tool):
         rules = [[name, framework.describe] for name, framework in frameworks]
         self.depends_on(StandardMapping(), MappingTool(rules), WeightReads())
         self.add_inst_for_op(self._analyse)
-
-    # ---- phases ----
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -108,8 +105,6 @@ class QuantizeTool(amanda.Tool):
         """Make the scales of "qat" follow the values again."""
         self._frozen = False
 
-    # ---- results and state ----
-
     @property
     def result(self) -> QuantizeResult:
         """Every tensor that is quantised, with its scale, zero point and noise."""
@@ -123,7 +118,7 @@ class QuantizeTool(amanda.Tool):
 
     def unmatched(self) -> list[str]:
         """Say which options no op fitted."""
-        return [*super().unmatched(), *unmatched([self._asked])]
+        return [*super().unmatched(), *(unmatched([self._types]) if self._asks_for_types else [])]
 
     def clear(self) -> None:
         """Forget scales and noise; ops are analysed anew."""
@@ -179,13 +174,11 @@ class QuantizeTool(amanda.Tool):
         for place in self._places.values():
             yield from place.made
 
-    # ---- analysis ----
-
     def _analyse(self, context: amanda.OpContext) -> None:
         names = (context["type"], context.get_op_type())
         if context["phase"] != "forward" or makes_a_weight(context):
             return
-        if not self._selects(names):
+        if not self._types(*names):
             if self.options.types == TYPES and context["type"] in SEVERAL_WEIGHTS:
                 self._several[f"{context['type']} of {context.get_scope() or context.get_source()}"] = SEVERAL
             return
@@ -218,12 +211,6 @@ class QuantizeTool(amanda.Tool):
             parts = place.fixed(position, partial(context.get_value, position))
             kwargs = {"parts": parts, "rounding": self.options.rounding}
             context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
-
-    def _selects(self, names: Sequence[str]) -> bool:
-        asked = self._asked(*names)
-        return asked and any(fnmatchcase(name, pattern) for name in names for pattern in self.options.types)
-
-    # ---- execution ----
 
     def _quantize(self, *values: Any, place: Place, read_of: Origin | None = None) -> Any:
         if self._calibrating:

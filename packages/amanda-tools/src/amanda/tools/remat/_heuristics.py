@@ -1,4 +1,4 @@
-"""Which storage is evicted first: the one with the lowest score.
+"""Heuristics of eviction: the storage with the lowest score goes first.
 
 Kirisame et al. 2021, "Dynamic Tensor Rematerialization", sec. 2, 4.1 and appendix C, and the simpler
 heuristics that it compares with.
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 Heuristic = Callable[["Storage", float], float]
 """From a storage and its staleness, above 0, to its score."""
-
-
-# ---- storages around one that is alive, which are gone: evicting it would make them dearer ----
 
 
 class Cluster:
@@ -95,9 +92,6 @@ def _sum(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> flo
                     operations.add(one.maker)
                     cost += one.cost
     return cost
-
-
-# ---- scores ----
 
 
 def h_dtr(storage: Storage, staleness: float) -> float:

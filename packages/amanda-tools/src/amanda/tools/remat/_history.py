@@ -113,8 +113,6 @@ class History:
         for storage in operation.products:
             storage.maker = None
 
-    # ---- what is held ----
-
     def _hold(self, ref: Ref) -> None:
         """Hold what cannot be made again, since it is needed to make others."""
         tensor = ref.tensor()

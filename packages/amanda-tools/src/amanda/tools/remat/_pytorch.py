@@ -1,4 +1,4 @@
-"""What rematerialisation needs to know of PyTorch: storages, saved tensors, and how an op is run again."""
+"""PyTorch for rematerialisation: storages, saved tensors, and how an op is run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Compute = Callable[[Sequence[Any]], Any]
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: Any
     size: tuple[int, ...]
@@ -37,7 +37,7 @@ class Settings(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What an op is to this tool.
+    """The facts of an op that this tool needs.
 
     written: positions of the inputs that it writes; None for all.  pure: whether it may be run again.
     random: whether it may draw random numbers.  scratch: positions that it writes and does not read.
@@ -62,7 +62,7 @@ _SWITCHES = (
     ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
 )
-"""What reads and what sets each of the switches by which PyTorch chooses kernels."""
+"""Getter and setter of each switch by which PyTorch chooses kernels."""
 _NATIVE = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType,
@@ -118,8 +118,6 @@ class Torch:
         address = sample.untyped_storage()._cdata
         self._offset: int = native._storage_Use_Count(address) - 1
 
-    # ---- what may be followed ----
-
     def records(self, inputs: Sequence[Any]) -> bool:
         """Return True if autograd records an op on these inputs, and all is as this tool can repeat it."""
         torch, native = self.torch, self.torch._C
@@ -151,8 +149,6 @@ class Torch:
         """Return an op's results in order."""
         return flat(result) if type(result) is list or isinstance(result, tuple) else [result]
 
-    # ---- memory ----
-
     def uses(self, address: int) -> int:
         """Return how many tensors share a storage."""
         count: int = self.torch._C._storage_Use_Count(address)
@@ -170,8 +166,6 @@ class Torch:
     def whole(self, memory: Any) -> Any:
         """Return a tensor of all bytes of a storage."""
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
-
-    # ---- running ----
 
     def settings(self, inputs: Sequence[Any]) -> Settings:
         """Return what is in force."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RematError(AmandaError, RuntimeError):
-    """What was evicted cannot be computed again as it was."""
+    """An evicted tensor cannot be computed again as it was."""
 
 
 class BudgetError(AmandaError, MemoryError):
@@ -88,7 +88,7 @@ class Storage(_Weak):
 
 @dataclass(eq=False, slots=True)
 class Handle(_Weak):
-    """What autograd is given to keep instead of a tensor.
+    """The object that autograd keeps instead of a tensor.
 
     tensor: what it stands for, or None where its storage was evicted.  version: the tensor's, when saved.
     """

@@ -1,4 +1,4 @@
-"""What the budget came to: evictions and ops that ran again, op by op."""
+"""The result of a budget: evictions and ops that ran again, op by op."""
 
 from __future__ import annotations
 

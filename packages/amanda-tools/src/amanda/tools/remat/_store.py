@@ -151,8 +151,6 @@ class Store(History):
             return storage.alive is not None
         return maker in good or maker.committed == self._generation
 
-    # ---- what comes back ----
-
     def unpack(self, handle: Handle) -> Any:
         """Return the tensor that a handle stands for, computed again if it was evicted."""
         with self._alone():
@@ -260,8 +258,6 @@ class Store(History):
         storage.touched = self.clock
         made = self.torch.view(storage.alive, value.geometry)
         return made.requires_grad_() if value.requires_grad else made
-
-    # ---- writes, and the end ----
 
     def before_write(self, tensors: Sequence[Any]) -> None:
         """Bring back what only the present values of tensors could restore, before these are written."""

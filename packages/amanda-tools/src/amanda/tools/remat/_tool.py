@@ -88,8 +88,6 @@ class RematTool(amanda.Tool):
             self._short = max(self._short, store.short)
             store.restore()
 
-    # ---- analysis ----
-
     def _analyse(self, context: amanda.OpContext) -> None:
         if not context.namespace.matches("pytorch/*/eager"):
             self._pass(context)
@@ -120,8 +118,6 @@ class RematTool(amanda.Tool):
             self._store = Store(self._budget, self._heuristic, self._strict)
             self._store.short = self._short  # what was said in an earlier scope is not said again
         return self._store
-
-    # ---- execution ----
 
     def _before_write(self, *values: Any) -> None:
         if self._store is not None:

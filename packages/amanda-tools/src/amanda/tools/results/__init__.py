@@ -1,4 +1,4 @@
-"""What tools give: results that print as a table and go to pandas, JSON, CSV and HTML.
+"""Results of tools, which print as a table and go to pandas, JSON, CSV and HTML.
 
 class Counts(Result):
     name, version = "counts", 1

@@ -80,8 +80,6 @@ class Result(ABC):
     def _sentences(self) -> list[str]:
         return [*self.notes(), *self.remarks]
 
-    # ---- for people ----
-
     def __str__(self) -> str:
         from rich.console import Console
         from rich.measure import Measurement
@@ -158,8 +156,6 @@ class Result(ABC):
         if any(sums) and not sums[0]:
             sums[0] = "total"
         return sums
-
-    # ---- for programs ----
 
     def to_pandas(self) -> pandas.DataFrame:
         """The rows as a data frame, a column for each of `columns`."""

@@ -1,15 +1,15 @@
-"""What is looked for: ops, what they are given, and what becomes of it."""
+"""Patterns: the ops that are looked for, what they are given, and what becomes of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import ToolError
+from amanda.tools.select import Patterns
 
 if TYPE_CHECKING:
     from amanda.tools.rewrite._match import Match
@@ -63,6 +63,7 @@ class Op:
                 )
         if where is not None and not callable(where):
             raise PatternError(f"`where` of Op({', '.join(self.types)}) is {where!r}; give a function")
+        self._types = Patterns("type", self.types)
         self.inputs = inputs
         self.name = name
         self.where = where
@@ -70,8 +71,7 @@ class Op:
 
     def fits(self, context: amanda.OpContext) -> bool:
         """Return True if an op is of the type, and `where` accepts it."""
-        names = (context["type"], context.get_op_type())
-        if not any(fnmatchcase(name, one) for name in names for one in self.types):
+        if not self._types(context["type"], context.get_op_type()):
             return False
         return self.where is None or bool(self.where(context))
 

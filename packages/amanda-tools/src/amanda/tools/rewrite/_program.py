@@ -13,7 +13,7 @@ from amanda.tools.rewrite._pattern import Op
 
 
 class Origin(NamedTuple):
-    """Where an input comes from: the id of the op that made it, None from outside; the tensor's key."""
+    """The source of an input: the id of the op that made it, None from outside; the tensor's key."""
 
     producer: int | None
     key: Hashable

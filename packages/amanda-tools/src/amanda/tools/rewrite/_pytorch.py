@@ -114,7 +114,7 @@ class Delay(Step):
         return not self.is_written and _versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
-        """Where the output was computed to learn its form, the hooks on it are those of a tensor."""
+        """Return where the output was computed to learn its form, the hooks on it are those of a tensor."""
         if any(one._backward_hooks or one.retains_grad for one in tensors([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()

@@ -34,7 +34,7 @@ class Rewritten:
 
     @property
     def why(self) -> str:
-        """Why it is not replaced, or sometimes was not."""
+        """Return why it is not replaced, or sometimes was not."""
         return self.obstacle or "; ".join(f"{reason} ({n})" for reason, n in self.fallbacks.items())
 
 

@@ -1,4 +1,4 @@
-"""Which of the matches are replaced: of those that overlap the earliest, then the longest."""
+"""The matches that are replaced: of those that overlap the earliest, then the longest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sites:
 
 
 def _obstacle(site: Site, nodes: Mapping[int, Node]) -> str:
-    """Why the ops of a match cannot be replaced as one."""
+    """Return why the ops of a match cannot be replaced as one."""
     for one in site.members if len(site.members) > 1 else ():
         node = nodes[one]
         if node.in_place:

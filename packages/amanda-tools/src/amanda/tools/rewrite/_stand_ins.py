@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What can be told of an op's output without its elements.
+    """Facts of an op's output that can be told without its elements.
 
     is_own: whether its memory is not that of an input.
     """

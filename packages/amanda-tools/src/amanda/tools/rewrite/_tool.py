@@ -68,8 +68,6 @@ class RewriteTool(amanda.Tool):
             with suppress(Exception):  # whoever reads it is told
                 steps.settle()
 
-    # ---- frameworks ----
-
     def _pytorch(self, context: amanda.OpContext) -> None:
         if context.namespace[0] not in self._steps:
             from amanda.tools.rewrite._pytorch import TorchSteps
@@ -78,8 +76,6 @@ class RewriteTool(amanda.Tool):
 
     def _other(self, context: amanda.OpContext) -> None:
         self._steps.setdefault(context.namespace[0], Steps())
-
-    # ---- analysis ----
 
     def _enter(self, context: amanda.OpContext) -> None:
         steps = self._steps[context.namespace[0]]
@@ -139,8 +135,6 @@ class RewriteTool(amanda.Tool):
         if context.is_static():
             replace = amanda.traceable(partial(replace))  # by a mark of its own: others are Python
         context.replace_op(replace, inputs=positions, reads=others, edges=[*own, *others], site=site)
-
-    # ---- execution ----
 
     @staticmethod
     def _put_off(*inputs: Any, node: Node, steps: Steps, original: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Which ops a tool is applied to."""
+"""Selection of the ops that a tool is applied to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amanda.tools.select._patterns import Paths, Patterns, unmatched
 from amanda.tools.steps import Steps, Window
 
 Phase = Literal["forward", "backward", "optimizer", "construction"]
-"""What an op is a part of: the model, its gradient, the step of an optimiser, or the making of a model."""
+"""Parts of a run: the model, its gradient, the step of an optimiser, or the making of a model."""
 
 ToolT = TypeVar("ToolT", bound=amanda.Tool)
 

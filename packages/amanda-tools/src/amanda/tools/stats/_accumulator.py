@@ -18,7 +18,7 @@ KEPT = 64
 
 
 class Framework(Protocol):
-    """What a framework does in its own way."""
+    """Operations that each framework has in its own way."""
 
     def numbers(self, tensor: Any) -> tuple[Any, int]: ...
     def blocks(self, row: Any) -> Iterator[Any]: ...

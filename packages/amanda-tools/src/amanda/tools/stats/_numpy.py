@@ -49,7 +49,7 @@ def counts(indices: Any, total: int) -> Any:
 
 
 def place(tensor: Any) -> str:
-    """Where a tensor lies."""
+    """Return where a tensor lies."""
     return str(getattr(tensor, "device", "cpu"))
 
 

@@ -72,7 +72,7 @@ def counts(indices: Tensor, total: int) -> Tensor:
 
 
 def place(tensor: Any) -> str | None:
-    """Where a tensor lies; None for one that has no numbers."""
+    """Return where a tensor lies; None for one that has no numbers."""
     device = str(tensor.device)
     return None if device == "meta" else device
 

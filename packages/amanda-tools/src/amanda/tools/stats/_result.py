@@ -1,4 +1,4 @@
-"""What was measured: a row for each tensor of each op."""
+"""The result of statistics: a row for each tensor of each op."""
 
 from __future__ import annotations
 
@@ -100,8 +100,6 @@ class StatsResult(Result):
             for one in self.measured
         ]
         return {"quantiles": list(self.quantiles), "kept": kept}
-
-    # ---- several runs ----
 
     def merged(self, *others: StatsResult) -> StatsResult:
         """This and other runs or ranks as one: what has the same keys, in the same order, is put together."""

@@ -18,7 +18,7 @@ LOWEST, OCTAVES = -88, 128
 
 @dataclass(frozen=True)
 class Bins:
-    """Where a number is counted.
+    """The bins in which numbers are counted.
 
     bits: of the mantissa that tell bins apart, so 2**bits in each octave.  Bins are numbered from the
     most negative to the most positive; the middle one is for zeros, and those at both sides of it for
@@ -73,7 +73,7 @@ class Bins:
 
 @dataclass
 class Sketch:
-    """How many numbers were in each bin; those without any are left out."""
+    """Counts of numbers by bin; empty bins are left out."""
 
     bins: Bins
     counts: dict[int, int] = field(default_factory=dict)
@@ -138,8 +138,6 @@ class Sketch:
             (*sorted(self.bins.edges(index)), count)  # type: ignore[misc]
             for index, count in sorted(self.counts.items())
         ]
-
-    # ---- files ----
 
     def to_dict(self) -> dict[str, object]:
         """Bits, and pairs of bin and count."""

@@ -1,4 +1,4 @@
-"""What is told of numbers, and of two sets of numbers together."""
+"""Statistics of numbers, and of two sets of numbers together."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ class Statistics:
             self.zeros + other.zeros,
         )  # fmt: skip
 
-    # ---- what follows from them ----
-
     @property
     def elements(self) -> int:
         """All numbers, those that are not finite too."""
@@ -80,8 +78,6 @@ class Statistics:
     def sparsity(self) -> float:
         """Share of zeros among all numbers."""
         return self.zeros / self.elements if self.elements else 0.0
-
-    # ---- files ----
 
     def to_dict(self) -> dict[str, Any]:
         """The fields; None for what JSON cannot say."""

@@ -112,8 +112,6 @@ class StatsTool(amanda.Tool):
         for place in list(self._places.values()):
             yield from place.read()
 
-    # ---- analysis ----
-
     def _forward(self, context: amanda.OpContext) -> None:
         place, dtype = self._place(context, context["phase"], context["type"]), context["dtype"]
         weight = context["weight_index"]
@@ -139,8 +137,6 @@ class StatsTool(amanda.Tool):
             self._places[key] = _Place(phase, kind, context.get_scope(), context.get_source())
             self._backward_ids.setdefault(op_id, []).append(backward)
         return self._places[key]
-
-    # ---- execution ----
 
     @amanda.observer
     def _see(

@@ -84,8 +84,6 @@ class Steps(amanda.Tool):
         for listener in self._listeners:
             listener(number)
 
-    # ---- analysis ----
-
     def _look(self, context: amanda.OpContext) -> None:
         if context.is_static():  # no step of it
             return
@@ -115,8 +113,6 @@ class Steps(amanda.Tool):
         # Outside modules nothing says where a repetition begins, and each time has an id of its own.
         line = (context.get_source(), context.get_op_type())
         return line if line in self._candidates or len(self._candidates) < _OUTSIDE_LIMIT else None
-
-    # ---- execution ----
 
     @opening
     def _execute(self, place: Hashable) -> None:

@@ -1,4 +1,4 @@
-"""Which steps a tool's routines run at."""
+"""The window of steps at which a tool's routines run."""
 
 from __future__ import annotations
 

@@ -105,8 +105,6 @@ class Sweep(Generic[Level]):
         wanted = len(self._levels) * (1 + len(self._sites))
         return self._dense is not None and len(self._points) == wanted
 
-    # ---- one point ----
-
     def _measure(self, site: Site, level: Level, progress: Progress, total: int) -> None:
         if (site.name, level) in self._points:
             return

@@ -32,8 +32,6 @@ class Following:
         self._executions = executions
         self._limit = limit
 
-    # ---- forward ops ----
-
     @amanda.observer
     def enter(self, *inputs: Any, place: Place) -> None:
         """Record what an op reads that is about to run."""
@@ -73,8 +71,6 @@ class Following:
             if position in executed.written:
                 self._living.identify(tensor, executed.written[position])
 
-    # ---- backward ops ----
-
     @amanda.observer
     def enter_backward(self, *gradients: Any, place: Place) -> None:
         """Record the gradients that enter a backward op: several where they are added up."""
@@ -109,8 +105,6 @@ class Following:
         if total is not None and executed.parts:
             self._living.identify(total, executed.parts[0])
 
-    # ---- for the tool, and for tools that depend on it ----
-
     def add_symbols(self, context: amanda.OpContext, place: Place) -> None:
         """Record the op of a graph, whose inputs and outputs are symbols, if it is new."""
         if place.ops:
@@ -133,8 +127,6 @@ class Following:
                 return [index for sent in arrived for index in sent]
         found = map(self._living.current_index, filter(self.values.is_tensor, leaves(values)))
         return [index for index in found if index is not None]
-
-    # ---- executions ----
 
     def _target(self, place: Place, inputs: Sequence[Any]) -> int | None:
         """Return the recorded op that an execution is another one of; None for a new op."""

@@ -140,8 +140,6 @@ class Graph:
         """Return the backward ops of a forward op."""
         return tuple(one for one in self.ops if one.forward == op.index)
 
-    # ---- forms ----
-
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """Return a node for each op, by its index, and edges for each tensor from its producer to consumers.
 

@@ -107,8 +107,6 @@ class Living:
             elif position is not None and self.values.is_tensor(value):
                 yield value, position
 
-    # ---- inputs ----
-
     def root_of(self, value: Any) -> int | None:
         """Return the index that a tensor had before it was first written; UNKNOWN for an unknown tensor."""
         if not self.values.is_tensor(value):
@@ -130,8 +128,6 @@ class Living:
                 index = self._recorder.add_tensor(described)
             self.identify(value, index)
         return index
-
-    # ---- outputs ----
 
     def make(self, place: Place, value: Any, op: int, given: Sequence[Given]) -> int | None:
         """Return the index of an output, after recording it.  given: the tensors among the inputs."""

@@ -67,8 +67,6 @@ class FrameworkValues(Values):
         except (NotImplementedError, RuntimeError):
             return None
 
-    # ---- parameters ----
-
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and path of a parameter or buffer of the outermost module that is being called."""
         parameter = isinstance(tensor, self._torch.nn.Parameter)
@@ -90,8 +88,6 @@ class FrameworkValues(Values):
                 id(tensor): (kind, name) for kind, pairs in kinds.items() for name, tensor in pairs
             }
         return self._names[root]
-
-    # ---- the backward pass ----
 
     numbers_nodes = True
 

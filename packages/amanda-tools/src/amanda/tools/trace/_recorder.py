@@ -159,8 +159,6 @@ class Recorder:
             self._dropped += 1
             self._graph = None
 
-    # ---- what was recorded ----
-
     def op(self, index: int) -> Op:
         """Return a recorded op as it is now."""
         executed = self.ops[index]

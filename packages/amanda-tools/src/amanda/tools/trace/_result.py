@@ -67,8 +67,6 @@ class TraceResult(Result):
             notes.append(f"{self.graph.dropped:,} more ops were not recorded; `limit` says how many are.")
         return notes
 
-    # ---- forms ----
-
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """Return the graph as `Graph.to_networkx` does."""
         return self.graph.to_networkx()

@@ -77,8 +77,6 @@ class FrameworkValues(Values):
         makes = _MAKES.get(kind, "activation")
         return Facts(str(context.get_op().name), makes, written, kind.startswith("IteratorGetNext"))
 
-    # ---- functions ----
-
     def outer(self, tensor: Any) -> Any:
         """Return the tensor that a function captured, or the index of an argument of its call."""
         graph = getattr(tensor, "graph", None)

@@ -73,8 +73,6 @@ class TraceTool(amanda.Tool):
     def _add_graph(self, context: amanda.OpContext) -> None:
         context["graph"] = GraphSoFar(self)
 
-    # ---- analysis ----
-
     def _before(self, context: amanda.OpContext) -> None:
         place, following = self.place_of(context), self.following(context)
         if place.symbolic:
@@ -115,8 +113,6 @@ class TraceTool(amanda.Tool):
     def _resume_execution(place: Place, run: dict[str, Any]) -> None:
         place.resumed = run.get("traced")
 
-    # ---- places ----
-
     def following(self, context: amanda.OpContext) -> Following:
         """Return the object that follows the tensors of a context's framework."""
         framework = context.namespace[0]
@@ -144,5 +140,5 @@ class TraceTool(amanda.Tool):
             attributes=plain(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip
         forward = self._places.get((context.get_op_id(), None)) if backward else None
-        symbolic = not context.namespace.matches("*/*/eager")
+        symbolic = not context.is_eager()
         return Place(op, facts, str(context.namespace), symbolic, forward)

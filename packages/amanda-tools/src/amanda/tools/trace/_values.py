@@ -60,8 +60,6 @@ class Values:
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the indices of the tensors with which an op calls functions."""
 
-    # ---- tensors ----
-
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor, also for one of unknown rank."""
         return self._dtype(value) is not None
@@ -96,8 +94,6 @@ class Values:
     def memory(self, tensor: Any) -> tuple[Any, Span] | None:
         """Return the object that owns the tensor's memory, and the place in it; None where there is none."""
         return None
-
-    # ---- the backward pass, where its edges are known apart from the gradients ----
 
     def in_backward(self) -> bool:
         """Return True if a backward pass is known to be under way in this thread."""

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 from onnx import TypeProto
 
-from amanda.backend import when_imported
+from amanda.backend import NotTraceable, when_imported
 
-from ._recorder import NotTraceable, Recorder
+from ._recorder import Recorder
 
 
 class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -27,8 +27,6 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.type = type
         self.dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(type.tensor_type.elem_type))
 
-    # ---- what is known ----
-
     @property
     def shape(self) -> tuple[Any, ...]:
         """Extents; None for one that is not known.  Raises NotTraceable where the rank is not known."""
@@ -39,19 +37,19 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """How many axes there are."""
+        """Return how many axes there are."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """Return how many elements there are."""
         if None in self.shape:
             raise NotTraceable(f"it asks for the size of a value of shape {self.shape}, known as it runs")
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def size_is_small(self) -> bool:
-        """Whether it is known to have few elements."""
+        """Return True if it is known to have few elements."""
         return self.type.tensor_type.HasField("shape") and None not in self.shape and self.size <= 64
 
     @property
@@ -69,8 +67,6 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    # ---- what has no counterpart ----
-
     def __bool__(self) -> bool:
         raise NotTraceable("it decides by a value that is known as it runs; numpy.where chooses in a graph")
 
@@ -81,8 +77,6 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
-
-    # ---- NumPy's protocols ----
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         from ._ufuncs import apply_ufunc
@@ -96,8 +90,6 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         if known is None:
             raise NotTraceable(f"numpy.{function.__name__} has no counterpart in ONNX")
         return known(*args, **kwargs)
-
-    # ---- methods ----
 
     def astype(self, dtype: Any, **_: Any) -> TracedArray:
         """In another element type."""
@@ -152,7 +144,7 @@ _METHODS = frozenset(
 
 
 def _dispatch() -> None:
-    """Let autoray, where a tool uses it, call NumPy's functions."""
+    """Make autoray, where a tool uses it, call NumPy's functions."""
     import autoray
 
     autoray.register_backend(TracedArray, "numpy")

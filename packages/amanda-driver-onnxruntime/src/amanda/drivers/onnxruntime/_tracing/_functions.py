@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from amanda.backend import NotTraceable
+
 from . import _reductions as _reductions
 from . import _shapes as _shapes
 from ._array import TracedArray
-from ._recorder import NotTraceable
 from ._registry import FUNCTIONS, of, recorder_of, refuse, traced
 
 __all__ = ["FUNCTIONS"]
@@ -17,7 +18,7 @@ __all__ = ["FUNCTIONS"]
 
 @of(np.where)
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """Where the condition holds `x`, elsewhere `y`."""
+    """Return where the condition holds `x`, elsewhere `y`."""
     recorder = recorder_of(condition, x, y)
     samples = [one if isinstance(one, (bool, int, float)) else np.empty(0, one.dtype) for one in (x, y)]
     dtype = np.result_type(*samples)

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from amanda.backend import NotTraceable
+
 from ._array import TracedArray
-from ._recorder import NotTraceable
 
 _LAST = np.iinfo(np.int64).max
 
 
 def indexed(array: TracedArray, key: Any) -> TracedArray:
-    """What `array[key]` gives, for integers, slices, None, an ellipsis, and one array of integers.
+    """Return what `array[key]` gives, for integers, slices, None, an ellipsis, and one array of integers.
 
     Raises NotTraceable for other keys.
     """

@@ -9,15 +9,13 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TypeProto, numpy_helper
 
+from amanda.backend import NotTraceable
+
 if TYPE_CHECKING:
     from ._array import TracedArray
 
 LEAST_OPSET = 13
 """The version of ONNX' own ops from which recorded nodes are valid."""
-
-
-class NotTraceable(Exception):
-    """What a routine does has no counterpart among nodes; the message says what."""
 
 
 class Recorder:

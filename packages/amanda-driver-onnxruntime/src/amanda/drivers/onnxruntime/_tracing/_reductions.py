@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from amanda.backend import NotTraceable
+
 from ._array import TracedArray
-from ._recorder import NotTraceable
 from ._registry import Axis, integers, of, refuse
 
 _AXES_ARE_INPUT = {"ReduceSum": 13}
@@ -62,21 +63,21 @@ def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **r
 
 @of(np.any)
 def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **rest: Any) -> Any:
-    """Whether an element is true."""
+    """Return True if an element is true."""
     refuse("any", rest)
     return _reduce("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
 
 @of(np.all)
 def all_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **rest: Any) -> Any:
-    """Whether every element is true."""
+    """Return True if every element is true."""
     refuse("all", rest)
     return _reduce("ReduceMin", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
 
 @of(np.count_nonzero)
 def count_nonzero(a: Any, axis: Axis = None, *, keepdims: Any = False) -> Any:
-    """How many elements are not zero."""
+    """Return how many elements are not zero."""
     return np.sum(a != 0, axis, keepdims=keepdims)
 
 
@@ -123,18 +124,15 @@ def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None)
     return made.recorder.add("CumSum", made, made.recorder.constant(np.int64(axis)))
 
 
-# ---- order ----
-
-
 @of(np.argmax)
 def argmax(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
-    """Where the first largest element is."""
+    """Return where the first largest element is."""
     return _arg("ArgMax", a, axis, keepdims)
 
 
 @of(np.argmin)
 def argmin(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
-    """Where the first smallest element is."""
+    """Return where the first smallest element is."""
     return _arg("ArgMin", a, axis, keepdims)
 
 

@@ -1,4 +1,4 @@
-"""Which of NumPy's functions of whole arrays are recorded, and what those that record them lean on."""
+"""The functions of NumPy on whole arrays that are recorded, and what those that record them need."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from amanda.backend import NotTraceable
+
 from ._array import TracedArray
-from ._recorder import NotTraceable, Recorder
+from ._recorder import Recorder
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """By the function of NumPy, what records it."""
@@ -27,7 +29,7 @@ def of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def recorder_of(*values: Any) -> Recorder:
-    """That of the first value which is traced."""
+    """Return that of the first value which is traced."""
     return next(one.recorder for one in values if isinstance(one, TracedArray))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ._recorder import NotTraceable
+from amanda.backend import NotTraceable
+
 from ._registry import Axis, integers, of, recorder_of, refuse, traced
 
 
@@ -19,13 +20,13 @@ def shape(a: Any) -> Any:
 
 @of(np.ndim)
 def ndim(a: Any) -> int:
-    """How many axes there are."""
+    """Return how many axes there are."""
     return int(a.ndim)
 
 
 @of(np.size)
 def size(a: Any, axis: int | None = None) -> Any:
-    """How many elements there are."""
+    """Return how many elements there are."""
     return a.size if axis is None else a.shape[axis]
 
 

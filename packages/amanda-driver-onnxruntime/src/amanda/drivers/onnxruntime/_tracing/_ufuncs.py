@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from amanda.backend import NotTraceable
+
 from ._array import TracedArray
-from ._recorder import NotTraceable, Recorder
+from ._recorder import Recorder
 
 _SAME = {
     "abs": "Abs", "arccos": "Acos", "arccosh": "Acosh", "arcsin": "Asin", "arcsinh": "Asinh", "arctan":

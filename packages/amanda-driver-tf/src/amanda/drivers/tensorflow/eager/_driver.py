@@ -64,8 +64,6 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
     def _interception(self) -> Interception:
         return Interception(self.handle, self._tape.run)
 
-    # ---- attaching ----
-
     def attach(self) -> None:
         """Stand in for the ways by which Python calls ops, follow the tapes, enclose calls of modules."""
         check("eager")
@@ -85,15 +83,13 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
             self._tape.register()
             self._attached = False
 
-    # ---- calls ----
-
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the op's schema."""
         kind = SlowCall if site.target.func is executed else FastCall
         return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """What keeps a call from being instrumented, and why."""
+        """Return what keeps a call from being instrumented, and why."""
         if site.op.has_functions and "Dataset" in site.op.type:
             return REPORTED
         if site.op.has_functions:
@@ -130,10 +126,8 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         assert isinstance(call, EagerCall)
         return call.outputs(outputs)
 
-    # ---- the tape ----
-
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
-        """Which tensors a tape watches, as bits; None where none does."""
+        """Return which tensors a tape watches, as bits; None where none does."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return None
         tensors = [value for value in flattened(inputs) if value.__class__ is EagerTensor]

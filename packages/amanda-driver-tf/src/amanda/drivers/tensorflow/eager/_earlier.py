@@ -1,4 +1,4 @@
-"""What tapes recorded before the scope: its backward ops are no tool's, which is reported."""
+"""Ops that tapes recorded before the scope: their backward ops are no tool's, which is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Earlier:
         attributes.set(backprop.GradientTape, "_push_tape", push_tape)
 
     def has(self, tape: Any) -> bool:
-        """Whether a tape, as native code has it, may have recorded before."""
+        """Return True if a tape, as native code has it, may have recorded before."""
         return not any(one._tape is tape for one in self._tapes)
 
     def tell_op(self, type: str, tensors: Sequence[Any]) -> None:
@@ -77,10 +77,12 @@ class Earlier:
 
 
 def _is_quiet(type: str, state: State) -> bool:
-    """Whether there was an op of that type whose backward ops no tool asked for: such are not marked."""
+    """Return True if there was an op of that type whose backward ops no tool asked for: it is not marked."""
     chain = () if state.layer is None else state.layer.chain
     plans = [plan for layer in chain for known in layer.plans.values() for plan in known.values()]
     return any(
-        plan.settled and not any(plan.backward.values()) and plan.context.get_op().type == type
+        plan.backward.complete
+        and not any(plan.backward.actions.values())
+        and plan.context.get_op().type == type
         for plan in plans
     )

@@ -1,4 +1,4 @@
-"""Where Python calls an op: by TensorFlow's fast path, or by `execute` once it has converted the inputs."""
+"""Interception of ops: TensorFlow's fast path, and `execute` once it has converted the inputs."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -23,7 +23,7 @@ Backward = Callable[[Any, Any], Any]
 
 
 NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
-"""What is made a tensor here; other values are TensorFlow's to convert."""
+"""Types of values that are made tensors here; others are TensorFlow's to convert."""
 
 
 class Entry:
@@ -58,7 +58,7 @@ class Entries(dict[str, Entry]):
 
 
 class Interception:
-    """What stands in for the fast path and for `execute` while the driver is attached.
+    """Stand-ins for the fast path and for `execute` while the driver is attached.
 
     handler: whom calls are brought to.  backward: runs a call within a backward pass.
     """
@@ -104,8 +104,6 @@ class Interception:
     def run_slow(self, args: tuple[Any, ...]) -> Any:
         """TensorFlow's own `execute`."""
         return self.execute(*args)
-
-    # ---- the fast path ----
 
     def _stand_in_for_fast_path(self) -> Callable[..., Any]:
         entries, special, original = self._entries, self._special, self.fast_path
@@ -165,8 +163,6 @@ class Interception:
                 if value.__class__ is not EagerTensor and not schema.lists[i]:
                     inputs[i] = _converted(value, schema.type_of(i, inputs))
         return inputs
-
-    # ---- what the fast path leaves to Python ----
 
     def _stand_in_for_execute(self) -> Callable[..., Any]:
         def quick_execute(

@@ -22,7 +22,7 @@ class Modules:
         self._attributes = Attributes()
 
     def enter(self) -> None:
-        """Let each call of a module or layer be a region: the ops in it belong to that object."""
+        """Make each call of a module or layer a region: the ops in it belong to that object."""
         for module, name in LAYERS:
             self._leave.append(when_imported(module, partial(self._enclose_layer, module, name)))
         for kind in _callable_modules(tf.Module):

@@ -1,4 +1,4 @@
-"""What TensorFlow's registry says of an op: its inputs, its outputs and how many tensors each has."""
+"""Schemas of ops in TensorFlow's registry: inputs, outputs, and how many tensors each has."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a thread is at: an op whose backward ops are wanted, a gradient function, a backward pass."""
+"""The state of a thread: an op whose backward ops are wanted, a gradient function, a backward pass."""
 
 from __future__ import annotations
 

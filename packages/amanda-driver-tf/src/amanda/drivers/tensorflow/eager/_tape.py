@@ -22,7 +22,7 @@ _OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
 
 
 class Tape:
-    """What the driver puts around the tapes while it is attached."""
+    """Changes that the driver makes around tapes while it is attached."""
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
@@ -52,8 +52,6 @@ class Tape:
         ):
             if hasattr(module, name):
                 register(getattr(module, name))
-
-    # ---- what TensorFlow calls ----
 
     def _followed_pass(self) -> Callable[..., Any]:
         original = imperative_grad.imperative_grad
@@ -148,8 +146,6 @@ class Tape:
             result = call()
         under_way.returned(_listed(result), mark.inputs, mark)
         return result
-
-    # ---- backward ops ----
 
     def run(self, state: State, call: EagerCall) -> Any:
         """Run a call within a backward pass: as a backward op of the op whose gradient it computes."""

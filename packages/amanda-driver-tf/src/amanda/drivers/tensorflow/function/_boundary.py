@@ -1,4 +1,4 @@
-"""Where a function is called eagerly, the call of its instrumented copy."""
+"""Eager calls of functions, which become calls of their instrumented copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INT64 = dtypes.int64.as_datatype_enum
 
 
 class Trace:
-    """What the call of a forward function leaves for that of its backward function.
+    """The record that the call of a forward function leaves for that of its backward function.
 
     outside: the state in which the backward function runs once the scopes are closed.
     """

@@ -9,14 +9,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.backend import GuardedCopies, Namespace, State
+from amanda.backend import GraphAnalysis, GuardedCopies, Namespace, State
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
 from .._layers import handles_of, kinds_of_layers
 from ..graph import (
     Function,
-    Place,
+    GraphTensors,
+    Location,
     Rewriting,
     TensorFlowReads,
     body_of,
@@ -59,9 +60,9 @@ class Copy:
         self.depths = rewriting.depths
         self.reports = list(rewriting.reports)
         self.backward: weakref.WeakKeyDictionary[Any, dict[Any, KeptCopies]] = weakref.WeakKeyDictionary()
-        self.ids: weakref.WeakKeyDictionary[Any, dict[int, Place]] = weakref.WeakKeyDictionary()
+        self.ids: weakref.WeakKeyDictionary[Any, dict[int, Location]] = weakref.WeakKeyDictionary()
         for op, known in rewriting.ids.items():
-            self.ids[op] = {op_id: Place(facts.scope, facts.aliases) for op_id, facts in known.items()}
+            self.ids[op] = {op_id: Location(facts.scope, facts.aliases) for op_id, facts in known.items()}
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
@@ -81,7 +82,7 @@ class Copy:
             self.name = name
 
     def in_vanilla_terms(self, error: Any) -> None:
-        """Let an error of an operation name the function that the user knows."""
+        """Name, in an operation's error, the function that the user knows."""
         if self.name is not None:
             error._message = error._message.replace(self.name.decode(), self._vanilla)
 
@@ -138,7 +139,10 @@ class Copies:
         kept: KeptCopies,
     ) -> Copy:
         function = function_of(atomic)
-        rewriting = Rewriting(state, self._namespace, layer, self._budget(), history=kept.history)
+        rewriting = Rewriting(
+            analysis=GraphAnalysis(state, GraphTensors(), layer), namespace=self._namespace,
+            budget=self._budget(), history=kept.history,
+        )  # fmt: skip
         rewriting.analysis.closed = _closed(state, layer, trace)
         rewriting.differentiated = parts(function.name)[0] != "inference"
         rewriting.layers.know(_variables(function.graph))
@@ -198,7 +202,7 @@ class Copies:
 
 
 def _closed(state: State, layer: Any, trace: Trace | None) -> bool:
-    """Whether the tools of a forward call are applied no more."""
+    """Return True if the tools of a forward call are applied no more."""
     return trace is not None and not any(state.is_open(tool) for tool in layer.applied)
 
 

@@ -14,7 +14,7 @@ _DEFAULT = rewriter_config_pb2.RewriterConfig()
 
 
 def is_torn(definitions: Sequence[Any]) -> bool:
-    """Whether Python stands between nearly all operators of functions, so that none can be fused or folded.
+    """Return True if Python is between nearly all operators of functions, so that none can be fused.
 
     That is, there are as many calls of Python as operators.
     """

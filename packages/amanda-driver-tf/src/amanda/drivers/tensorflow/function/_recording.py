@@ -102,7 +102,7 @@ def _follow_tapes(attributes: Attributes) -> None:
 
 
 def _follow_backward_functions(attributes: Attributes) -> None:
-    """What a backward function computes belongs to the operation that made the outputs.
+    """Return what a backward function computes belongs to the operation that made the outputs.
 
     So it is with custom gradients (an IdentityN), and with called functions on a forward accumulator.
     """

@@ -31,7 +31,7 @@ from ._flow import enters
 from ._function_body import body_of
 from ._functions import Function, function_named, function_of
 from ._generators import callees, draws
-from ._places import Place, Places
+from ._locations import Location, Locations
 from ._reads import TensorFlowReads
 from ._rewrite import rewrite
 from ._slots import calling
@@ -50,8 +50,8 @@ __all__ = [
     "FunctionSyntax",
     "GraphSyntax",
     "GraphTensors",
-    "Place",
-    "Places",
+    "Location",
+    "Locations",
     "Rewriting",
     "Rewritten",
     "TensorFlowReads",

@@ -1,4 +1,4 @@
-"""Which forward operation a gradient operation belongs to: by records, else by names."""
+"""The forward operation that a gradient operation belongs to: by records, else by names."""
 
 import re
 import weakref
@@ -27,7 +27,7 @@ class _Records:
         self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     def note(self, op: tf.Operation, forward: tf.Operation) -> None:
-        """Hear that `op` was made to compute a gradient of `forward`."""
+        """Note that `op` was made to compute a gradient of `forward`."""
         if op is not forward and op not in self._forward:
             self._forward[op] = weakref.ref(forward)
 
@@ -93,7 +93,7 @@ class ForwardMap:
 
     @staticmethod
     def _recorded(op: tf.Operation, own: Mapping[str, tf.Operation]) -> tf.Operation | None:
-        """What was noted; in a copy that TensorFlow made of a graph, the copy's operation of that name."""
+        """Return what was noted; in TensorFlow's copy of a graph, the copy's operation of that name."""
         found = records.get(op)
         if found is None or found.graph is op.graph:
             return found

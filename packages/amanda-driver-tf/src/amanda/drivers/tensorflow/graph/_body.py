@@ -1,4 +1,4 @@
-"""What a mode hands to the engine, and what it gets back."""
+"""The data that a mode hands to the engine, and what it gets back."""
 
 from __future__ import annotations
 
@@ -8,25 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from amanda.backend import (
-    Action,
-    GraphAnalysis,
-    History,
-    Inlining,
-    Inserted,
-    Layer,
-    Namespace,
-    Reads,
-    State,
-    Table,
-    digest,
-)
+from amanda import backend
+from amanda.backend import History, digest
 from tensorflow.python.framework import tensor_util
 
-from ._places import Layers, Place
+from ._locations import Layers, Location
 from ._reads import TensorFlowReads
 from ._taping import Readers
-from ._values import GraphTensors
 
 if TYPE_CHECKING:
     from amanda.backend import OpFacts
@@ -90,7 +78,7 @@ class Body:
     variable_of: Callable[[Any], Any] = lambda tensor: None
     depth_at: Callable[[tf.Operation], int] | None = None
     end_of: Callable[[str, str], str | None] | None = None
-    place_of: Callable[[tf.Operation], Place] = Place.outside
+    place_of: Callable[[tf.Operation], Location] = Location.outside
     forward_identity: int | None = None
 
     def forward_id(self, op: tf.Operation) -> int | None:
@@ -103,7 +91,7 @@ class Body:
         return None if identity is None else digest(identity, op.name)
 
     def depth_of(self, op: tf.Operation) -> int:
-        """How many loops are around an operation, whose rounds the number tells."""
+        """Return how many loops are around an operation, whose rounds the number tells."""
         return self.depth if self.depth_at is None else self.depth_at(op)
 
 
@@ -149,11 +137,11 @@ class Taped:
     maker: int | None = None
 
 
-@dataclass
-class Rewriting:
-    """One rewrite of a graph with the functions it calls: analysis, slots, functions made.
+@dataclass(kw_only=True)
+class Rewriting(backend.Rewriting):
+    """One rewrite of a graph with the functions it calls: functions made, and what the backward pass needs.
 
-    table: what runs at which slot: for an `Execution`.
+    budget: how many bytes observers may hold that run together.
     library: FunctionDefs that the copy calls.
     differentiated: whether gradients are computed, here or in a graph that is rewritten later: then
     routines keep what the backward pass needs.
@@ -168,23 +156,16 @@ class Rewriting:
     at several places an operation has several.
     origin: op id and facts of a forward operation of another graph, which was rewritten before, by the id
     that it has if that is known; None of others.
-    inlining: where routines are written into a file for good: none may run as Python.
     find: a function by its name, where it is not one of the runtime; None where it is out of reach.
-    history: of what traceable routines have read for earlier copies.  reads: what they read for this one.
     several_devices: whether resources may be on several devices.
     layers: those whose names the scopes of the graph tell.
-    traced: these routines, with the tensors that they hold.
     """
 
-    state: State
-    namespace: Namespace
-    layer: Layer | None = None
     budget: int = DEFAULT_BUDGET
-    table: Table = field(default_factory=Table)
+    history: History = field(default_factory=lambda: History(TensorFlowReads))
     library: list[Any] = field(default_factory=list)
     ids: dict[tf.Operation, dict[int, OpFacts]] = field(default_factory=dict)
     callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
-    reports: list[tuple[str, str]] = field(default_factory=list)
     differentiated: bool = False
     kept: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
     shared: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
@@ -192,27 +173,9 @@ class Rewriting:
     readers: dict[Hashable, Readers] = field(default_factory=lambda: defaultdict(Readers))
     depths: dict[int, int] = field(default_factory=dict)
     origin: Callable[[tf.Operation, int | None], Any] = lambda op, op_id: None
-    inlining: Inlining | None = None
     find: Callable[[str], Any] | None = None
-    history: History = field(default_factory=lambda: History(TensorFlowReads))
-    reads: Reads = field(default_factory=TensorFlowReads)
     several_devices: bool = False
     layers: Layers = field(default_factory=Layers)
-    traced: list[tuple[Action, list[Any]]] = field(default_factory=list)
-    _restless: dict[Action, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        tensors = GraphTensors()
-        if self.inlining is None:
-            self.analysis = GraphAnalysis(self.state, tensors, self.layer)
-        else:
-            self.analysis = self.inlining.analysis(tensors)
-
-    def add(self, inserted: Inserted | Any) -> int:
-        """The slot of routines."""
-        slot = len(self.table)
-        self.table[slot] = inserted
-        return slot
 
     def known(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:
         """Op id and facts of a forward operation that was analysed; None of others.
@@ -228,24 +191,6 @@ class Rewriting:
                 self.ids.setdefault(op, {})[found[0]] = found[1]
                 return found
         return next(reversed(own.items()), None)
-
-    def report(self, what: str, reason: str) -> None:
-        """Note what could not be instrumented, to be told at every execution."""
-        if self.inlining is not None:
-            self.inlining.leave(what, reason)
-        elif (what, reason) not in self.reports:
-            self.reports.append((what, reason))
-
-    def restless(self, action: Action) -> str:
-        """The name of what a routine reads that changes often, so that it is not traced; "" if none does."""
-        if action not in self._restless:
-            self._restless[action] = self.history.restless(action)
-        return self._restless[action]
-
-    def tell_unfollowed(self) -> None:
-        """Note what traceable routines read that the copy does not follow."""
-        for what, reason in self.reads.unfollowed(self.traced):
-            self.report(what, reason)
 
 
 def op_id(body: Body, name: str) -> int:

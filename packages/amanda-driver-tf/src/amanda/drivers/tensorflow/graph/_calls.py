@@ -81,7 +81,7 @@ def rewrite_calls(
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
         identity = digest(op_id(body, op.name), place)
-        told = None if rewriting.inlining is not None else rewriting
+        told = None if rewriting.written else rewriting
         inner = body_of(
             function, identity, read_argument, told, rewriting.differentiated,
             rewriting.callees.get(forward, {}).get(place), forward,
@@ -94,7 +94,7 @@ def rewrite_calls(
     if not any(rewritten.changed for *_, rewritten in found):
         return None
     backward = any(rewritten.backward for *_, rewritten in found)
-    if rewriting.inlining is not None:
+    if rewriting.written:
         for _, reference, function, _, rewritten in found:
             copy = edited(function.definition, rewritten)
             rewriting.library.append(copy)
@@ -132,7 +132,7 @@ def _callees(node: Any) -> list[tuple[str, Any]]:
 
 
 def _let_take_number(node: Any, kind: str, depth: int) -> None:
-    """Let a call take the number as its last argument, and be one that TensorFlow leaves in place.
+    """Make a call take the number as its last argument, and be one that TensorFlow leaves in place.
 
     depth: how many loops are around what a loop calls.
     """

@@ -47,7 +47,7 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0, co
 
 
 def _let_results_wait(copy: Any, nodes: Iterable[str]) -> None:
-    """Let each result of a function come after these nodes."""
+    """Make each result of a function come after these nodes."""
     waits = [f"^{one}" for one in nodes]
     for argument in copy.signature.output_arg if waits else ():
         node = node_def_pb2.NodeDef(name=f"amanda/waiting/{argument.name}", op="EnsureShape")

@@ -1,4 +1,4 @@
-"""What tools are told of an operation of a graph."""
+"""Facts of an operation of a graph, for tools."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from amanda.backend import Namespace, OpFacts
 from tensorflow.python.framework import dtypes, tensor_util
 
 from .._operation import Operation
+from ._locations import Location
 from ._original import original
-from ._places import Place
 from ._syntax import input_sizes, op_def, output_sizes
 from ._values import PASSING, VARIABLES
 
@@ -36,7 +36,7 @@ def facts_of(
     node: Any = None,
     graph: Hashable = None,
     variable_of: Callable[[Any], Any] = lambda tensor: None,
-    place: Place | None = None,
+    place: Location | None = None,
 ) -> tuple[OpFacts, list[Any]]:
     """Facts of an operation with its symbolic inputs, and its outputs.
 
@@ -45,7 +45,7 @@ def facts_of(
     functions that it differentiates.
     place: the layer that the operation lies in; its name scope by default.
     """
-    place = place or Place.outside(op)
+    place = place or Location.outside(op)
     node = op.node_def if node is None else node
     layout = input_sizes(node)
     facts = OpFacts(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ._side import Side, enum, is_plain
+from ._side import enum, is_plain
 
 if TYPE_CHECKING:
     import tensorflow as tf
-    from amanda.backend import Action, BackwardPlan, Combined, OpFacts
+    from amanda.backend import Action, Actions, OpFacts, Plan, Side
 
     from ._insertions import Insertions
 
@@ -40,7 +40,7 @@ def enters(merge: tf.Operation) -> dict[int, tf.Operation]:
 
 
 def at_flow(
-    insertions: Insertions, op: tf.Operation, plan: Combined | BackwardPlan, inputs: Side, outputs: Side,
+    insertions: Insertions, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side,
     facts: OpFacts, read: Callable[[tf.Operation, int], str],
     redirect: Callable[[tf.Operation, int, str], None],
 ) -> None:  # fmt: skip
@@ -53,8 +53,8 @@ def at_flow(
     if op.type in PASSING:
         insertions.insert_all(op, [*plan.before, *plan.after], inputs, facts, "before")
     elif op.type in MERGES:
-        once = [i for i, tensor in enumerate(inputs.tensors) if tensor.op.type not in PASSING[2:]]
-        entering = {i: inputs.tensors[i].op for i in once if inputs.tensors[i].op in enters(op).values()}
+        once = [i for i, tensor in enumerate(inputs.symbols) if tensor.op.type not in PASSING[2:]]
+        entering = {i: inputs.symbols[i].op for i in once if inputs.symbols[i].op in enters(op).values()}
         refs = [read(entering[i], 0) if i in entering else ref for i, ref in enumerate(inputs.refs)]
         for i, ref in _each(insertions, op, plan.before, inputs, facts, refs, once).items():
             if i in entering:  # a Merge is left out with its loop only where it reads what enters this itself
@@ -86,10 +86,10 @@ def _each(
     selected = side.selected([action.select for action in actions]) if actions else ()
     values = {i: value for value in selected for i in side.flat([value]) if i in positions}
     for i, value in values.items():
-        gives = [value] if is_plain(side.tensors[i]) else []
+        gives = [value] if is_plain(side.symbols[i]) else []
         inserted = insertions.node(actions, facts, side.count, [value], [None], gives)
-        inserted.dtypes = [side.tensors[i].dtype.base_dtype for _ in gives]
-        kind = enum(side.tensors[i])
+        inserted.dtypes = [side.symbols[i].dtype.base_dtype for _ in gives]
+        kind = enum(side.symbols[i])
         name = insertions.add(
             op, inserted, [refs[i]], [kind], [kind for _ in gives], ahead=True, instead=True, waits=()
         )

@@ -12,8 +12,8 @@ from ._backward import ForwardMap
 from ._body import Body, Rewriting
 from ._edited import NUMBER
 from ._functions import Function, executed, function_named
+from ._locations import Layers, Locations
 from ._original import original
-from ._places import Layers, Places
 from ._rounds import captured_by
 from ._syntax import FunctionSyntax
 from ._values import variable_of
@@ -82,13 +82,13 @@ def body_of(
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
         order_of=forward.order, guessed=bool(forward.guessed),
-        variable_of=holding, place_of=Places(layers or Layers(), graph, holding, within),
+        variable_of=holding, place_of=Locations(layers or Layers(), graph, holding, within),
         forward_identity=forward_identity,
     )  # fmt: skip
 
 
 def _has_custom_gradient(op: tf.Operation) -> bool:
-    """Whether an operation is the IdentityN that `tf.custom_gradient` puts behind a function."""
+    """Return True if an operation is the IdentityN that `tf.custom_gradient` puts behind a function."""
     if op.type != "IdentityN":
         return False
     kind: bytes = op.node_def.attr["_gradient_op_type"].s
@@ -107,7 +107,7 @@ def _captured(graph: Any, branch: Any, outer: Captured) -> Captured:
     held_by = captured_by(graph)
 
     def of_branch(tensor: Any) -> Any:
-        """What the branch gives that a symbol stands for; another graph's where it gives none."""
+        """Return what the branch gives that a symbol stands for; another graph's where it gives none."""
         given = held_by(tensor)
         at = given
         while branch is not None and at is not None:
@@ -176,7 +176,7 @@ class _Reading:
 
 
 class _Holding:
-    """What holds the variables that a function's symbols were read of."""
+    """Return what holds the variables that a function's symbols were read of."""
 
     def __init__(self, graph: Any, argument_variable: Callable[[int], Any]) -> None:
         self._argument_variable = argument_variable

@@ -77,7 +77,7 @@ def function_named(name: str, graph: Any) -> Function | None:
 
 
 def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
-    """What a definition calls the operations of its graph; None where it is not of this graph.
+    """Return what a definition calls the operations of its graph; None where it is not of this graph.
 
     Operations that are named like an argument or a result got another name, and those that were made
     since then come last.

@@ -101,7 +101,7 @@ class GradientEdges:
         return found
 
     def read_as(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
-        """Which of several inputs of the forward operation, all of one tensor, a backward operation reads.
+        """Return which of several inputs of the forward operation, all one tensor, a backward one reads.
 
         One that reads the tensor as often reads them in order; one that computes the gradient by one of
         them reads another.
@@ -172,12 +172,12 @@ class GradientEdges:
 
 
 def key(tensor: Any) -> tuple[tf.Operation, int]:
-    """What tells a symbolic tensor from others."""
+    """Return what tells a symbolic tensor from others."""
     return tensor.op, tensor.value_index
 
 
 def _is_given(op: tf.Operation) -> bool:
-    """Whether an operation is how `tf.gradients` takes a gradient it is given, as in branches of a cond."""
+    """Return True for an operation by which `tf.gradients` takes a gradient, as in branches of a cond."""
     return op.type == "Identity" and str(op.name).rpartition("/")[2].startswith("grad_ys_")
 
 
@@ -186,6 +186,6 @@ def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
 
 
 def is_differentiable(tensor: Any) -> bool:
-    """Whether a tensor may be a gradient."""
+    """Return True if a tensor may be a gradient."""
     kind = tensor.dtype.base_dtype
     return bool(kind.is_floating or kind.is_complex or kind == tf.variant)

@@ -8,13 +8,13 @@ from itertools import count, groupby
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from amanda.backend import Action, OpFacts
+from amanda.backend import Action, OpFacts, Side
 from tensorflow.core.framework import node_def_pb2
 
 from ._body import Body, Rewriting, Taped
 from ._handles import RESOURCE, Lent
 from ._original import original
-from ._side import Side, enum, is_plain, nbytes
+from ._side import enum, is_plain, nbytes
 from ._slots import INT64, Node, Packed, py_func
 from ._traced import Traced, tell_python, traced
 from ._waits import Waits
@@ -59,7 +59,7 @@ class Insertions:
         self._flushed: list[str] = []
 
     def node(self, actions: Sequence[Action], facts: OpFacts, *layout: Any) -> Node:
-        """Routines at an operation; layout: what `Inserted` takes besides."""
+        """Routines at an operation; layout: what `Insertion` takes besides."""
         node = Node(actions, facts, *layout)
         node.dtypes, node.keeps, node.taped, node.borrows = (), None, False, ()
         node.depth = self.rewriting.depths.get(facts.op_id, 0)
@@ -80,12 +80,12 @@ class Insertions:
 
     def _kind(self, action: Action) -> tuple[bool, bool, bool, str, int]:
         # Written into a file each tool's are a function of their own, so that it is told which fails.
-        tool = id(action.tool) if self.rewriting.inlining is not None else 0
+        tool = id(action.tool) if self.rewriting.written else 0
         restless = self.rewriting.restless(action) if action.traceable else ""
         return action.observer, self.takes_part(action), action.traceable, restless, tool
 
     def takes_part(self, action: Action) -> bool:
-        """Whether a routine takes part in autodiff."""
+        """Return True if a routine takes part in autodiff."""
         return action.differentiable or self.rewriting.state.autodiff
 
     def _insert(
@@ -95,22 +95,22 @@ class Insertions:
         if side.count == 0 and facts.backward_op is not None:
             self._tell_no_gradient(op, where)
             return
-        gives = side.changeable(positions)
+        gives = side.where(positions, is_plain)
         given, out = side.flat(positions), side.flat(gives)
         node = self.node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], gives)
-        node.dtypes = [side.tensors[i].dtype.base_dtype for i in out]
+        node.dtypes = [side.symbols[i].dtype.base_dtype for i in out]
         self._let_keep(node, facts, where, given, out, self.takes_part(actions[0]))
         refs = [side.refs[i] for i in given]
-        types = [enum(side.tensors[i]) for i in given]
-        gives_types = [enum(side.tensors[i]) for i in out]
+        types = [enum(side.symbols[i]) for i in given]
+        gives_types = [enum(side.symbols[i]) for i in out]
         inline = None
         if node.keeps is not None:
             self._tell_kept(node)
         elif gives_types:
-            inline = traced(node, [side.tensors[i] for i in given], self.rewriting)
+            inline = traced(node, [side.symbols[i] for i in given], self.rewriting)
         if inline is not None:
             name = self._inline(op, inline, refs, gives_types, where == "before")
-        elif self.rewriting.inlining is not None:
+        elif self.rewriting.written:
             for action in actions if not gives_types else ():
                 tell_python(action, facts, "it is given nothing that it can change", self.rewriting)
             return
@@ -189,18 +189,18 @@ class Insertions:
     def _observe(
         self, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts, where: str
     ) -> None:
-        """Let routines see values without a part in what computes them."""
+        """Make routines see values without a part in what computes them."""
         positions = side.selected([action.select for action in actions])
         if side.count == 0 and facts.backward_op is not None:
             self._tell_no_gradient(op, where)
             return
         flat = side.flat(positions)
         node = self.node(actions, facts, side.count, positions, [side.sizes[i] for i in positions], ())
-        refs, types = [side.refs[i] for i in flat], [enum(side.tensors[i]) for i in flat]
+        refs, types = [side.refs[i] for i in flat], [enum(side.symbols[i]) for i in flat]
         if self.body.alone(op):
             self.add(op, node, refs, types, (), where == "before")
             return
-        size = sum(nbytes(side.tensors[i]) for i in flat)
+        size = sum(nbytes(side.symbols[i]) for i in flat)
         if self._pack and self._packed_bytes + size > self.rewriting.budget:
             self.flush()
         self._pack.append((node, refs, types, self.body.node_name(op)))
@@ -227,29 +227,29 @@ class Insertions:
     def replace(
         self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts, reads: Reads
     ) -> str | None:
-        """Let a routine compute what the operation would have; the node's name, None where it cannot."""
-        if not all(is_plain(tensor) for tensor in outputs.tensors):
+        """Replace the operation by a routine; return the new node's name, None where that cannot be."""
+        if not all(is_plain(tensor) for tensor in outputs.symbols):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return None
-        if self.rewriting.inlining is None:
+        if not self.rewriting.written:
             tell_python(action, facts, f"it replaces {op.type}", self.rewriting)
         positions = inputs.selected([action.select if action.reads else None])
         flat = inputs.flat(positions)
         sizes = [inputs.sizes[i] for i in positions]
         node = self.node([action], facts, inputs.count, positions, sizes, range(outputs.count))
         node.reads = len(reads)
-        node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.tensors]
+        node.dtypes = [tensor.dtype.base_dtype for tensor in outputs.symbols]
         node.original = original(op) if action.takes_original else None
         given = [*flat, *[-1] * len(reads)]
         self._let_keep(node, facts, "instead", given, list(range(len(outputs.refs))), True)
         if node.keeps is not None:
             self._lead_past(facts, reads, len(flat))
         refs = [*(inputs.refs[i] for i in flat), *(one.ref for one in reads)]
-        types = [*(enum(inputs.tensors[i]) for i in flat), *(enum(one.tensor) for one in reads)]
+        types = [*(enum(inputs.symbols[i]) for i in flat), *(enum(one.tensor) for one in reads)]
         waits = [text for text in self.body.nodes[self.body.node_name(op)].input if text.startswith("^")]
-        gives = [enum(tensor) for tensor in outputs.tensors]
-        if self.rewriting.inlining is not None:
-            symbols = [*(inputs.tensors[i] for i in flat), *(one.tensor for one in reads)]
+        gives = [enum(tensor) for tensor in outputs.symbols]
+        if self.rewriting.written:
+            symbols = [*(inputs.symbols[i] for i in flat), *(one.tensor for one in reads)]
             inline = traced(node, symbols, self.rewriting)
             if inline is None:
                 return None
@@ -263,7 +263,7 @@ class Insertions:
         return name
 
     def _lead_past(self, facts: OpFacts, reads: Reads, own: int) -> None:
-        """Let gradients of what a replacement reads of other operations arrive there."""
+        """Lead gradients of what a replacement reads of other operations to these."""
         taped = self.rewriting.taped[facts.op_id][-1]
         for reader in dict.fromkeys(one.op_id for one in reads):
             given = [one.position if one.op_id == reader else -1 for one in reads]
@@ -273,14 +273,14 @@ class Insertions:
     def replace_gradients(
         self, op: tf.Operation, action: Action, entering: Side, leaving: Side, facts: OpFacts
     ) -> None:
-        """Let a routine compute the gradients that leave a backward operation."""
+        """Replace the gradients that leave a backward operation by what a routine computes."""
         tell_python(action, facts, f"it replaces {op.type}", self.rewriting)
-        gives = [i for i, tensor in enumerate(leaving.tensors) if is_plain(tensor)]
+        gives = [i for i, tensor in enumerate(leaving.symbols) if is_plain(tensor)]
         positions = range(entering.count)
         node = self.node([action], facts, entering.count, positions, entering.sizes, gives, gives)
-        node.dtypes = [leaving.tensors[i].dtype for i in gives]
-        types = [enum(tensor) for tensor in entering.tensors]
-        name = self.add(op, node, entering.refs, types, [enum(leaving.tensors[i]) for i in gives], False)
+        node.dtypes = [leaving.symbols[i].dtype for i in gives]
+        types = [enum(tensor) for tensor in entering.symbols]
+        name = self.add(op, node, entering.refs, types, [enum(leaving.symbols[i]) for i in gives], False)
         for k, i in enumerate(gives):
             leaving.refs[i] = self.output_of(name, k)
 
@@ -336,13 +336,13 @@ class Insertions:
         return node
 
     def output_of(self, name: str, index: int) -> str:
-        """How an output of an inserted node is written as an input."""
+        """Return an output of an inserted node as it is written as an input."""
         if self.body.syntax.dead_values:
             return f"{name}:{index}" if index else name
         return f"{name}:output:{index}"
 
     def _after_forward(self, name: str, number: str) -> list[str]:
-        """What routines at a gradient operation wait for: those of its forward operation hand on `run`."""
+        """Return what routines at a gradient operation wait for: its forward one's, which hand on `run`."""
         return self.waits.after(self.inserted.get(self.forward.get(name, ""), ()), number)
 
     def _waits(self, name: str, refs: Sequence[str]) -> list[str]:
@@ -356,7 +356,7 @@ class Insertions:
 
 
 def _decides(op: tf.Operation) -> bool:
-    """Whether a loop may end on an operation.
+    """Return True if a loop may end on an operation.
 
     TensorFlow's loop optimizer fails where such an operation waits for others, or reads a later output.
     """

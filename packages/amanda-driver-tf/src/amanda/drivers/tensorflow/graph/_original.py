@@ -1,4 +1,4 @@
-"""What computes a graph's operation eagerly, for a routine that stands in its place."""
+"""Eager computation of a graph's operation, for a routine that stands in its place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def original(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
 
 
 def _renamed(function: Callable[..., Any], names: Sequence[str]) -> dict[str, str]:
-    """What Python calls arguments that have another name in TensorFlow's definition of the op."""
+    """Return what Python calls arguments that have another name in TensorFlow's definition of the op."""
     parameters = [name for name in inspect.signature(function).parameters if name != "name"]
     ours = [name for name in names if name not in parameters]
     theirs = [name for name in parameters if name not in names]

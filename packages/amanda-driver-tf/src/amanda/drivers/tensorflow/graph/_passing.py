@@ -54,7 +54,7 @@ class Passing:
         return [i for i in positions if i not in computed and is_differentiable(op.inputs[i])]
 
     def follow(self, op: tf.Operation, value: Any, gradient: Any, ref: str, vanilla: str) -> None:
-        """Let those read `ref` that read a gradient as that of a forward value, past what it passes.
+        """Make those read `ref` that read a gradient as that of a forward value, past what it passes.
 
         op: the backward operation that is being edited.  vanilla: what they read so far.
         """

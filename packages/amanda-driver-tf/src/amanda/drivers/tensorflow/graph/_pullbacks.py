@@ -33,7 +33,7 @@ class Pullbacks:
     def at_outputs(
         self, op: tf.Operation, forward: tf.Operation, forward_id: int, read: Read
     ) -> dict[int, str]:
-        """What a backward operation reads instead of the gradients of its forward operation's outputs."""
+        """Return what a backward operation reads in place of the gradients of its forward one's outputs."""
         taped = self._rewriting.taped.get(forward_id)
         self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
         changed: dict[int, str] = {}

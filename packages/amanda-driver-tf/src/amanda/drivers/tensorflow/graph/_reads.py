@@ -1,4 +1,4 @@
-"""What traceable routines read of TensorFlow's values, and of Keras's."""
+"""Values of TensorFlow, and of Keras, that traceable routines read."""
 
 from typing import Any, ClassVar
 
@@ -16,5 +16,5 @@ class TensorFlowReads(Reads):
     called: ClassVar = (*Reads.called, "call")
 
     def look_into(self, value: Any) -> bool:
-        """Whether a value has attributes that routines read; what is of a framework has, if it is a layer."""
+        """Return True if a value has attributes that routines read; of a framework's objects, layers have."""
         return super().look_into(value) or hasattr(type(value), "call")

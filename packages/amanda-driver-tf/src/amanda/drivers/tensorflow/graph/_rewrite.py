@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, OpFacts, digest
+from amanda.backend import Action, OpFacts, Side, digest
 from amanda.errors import RoutineError
 
 from .._operation import Operation
@@ -18,7 +19,7 @@ from ._handles import on_several_devices
 from ._insertions import Insertions, Read
 from ._passing import Passing
 from ._pullbacks import Pullbacks
-from ._side import Side, enum
+from ._side import enum
 from ._slots import Recalled
 from ._syntax import Edge, input_sizes, output_sizes, references
 
@@ -56,7 +57,7 @@ class _Rewriter:
         self.removed: dict[str, str] = {}
         self.called: dict[str, str] = {}
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
-        if self.forward and rewriting.inlining is None:
+        if self.forward and not rewriting.written:
             rewriting.differentiated = True
         self.gradients = GradientEdges(body, self.forward)
         self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
@@ -88,7 +89,7 @@ class _Rewriter:
         backward = self.body.backward or bool(self.forward)
         for op in self.body.ops:
             forward = self.forward.get(op)
-            if forward is not None and self.rewriting.inlining is not None:
+            if forward is not None and self.rewriting.written:
                 self.rewriting.report(
                     f"the backward ops of {forward.name}", "only forward ops are, of a file"
                 )
@@ -125,7 +126,7 @@ class _Rewriter:
         )  # fmt: skip
 
     def _wait_for_calls(self, op: tf.Operation, number: str) -> None:
-        """Let a call of gradients come after the calls before it, which keep what they need.
+        """Make a call of gradients come after the calls before it, which keep what they need.
 
         It waits for the last call of gradients, which has waited for others, and those since.  Behind control
         flow of version 1, which may leave some out, it waits for its forward operation and what it reads.
@@ -146,8 +147,6 @@ class _Rewriter:
             ahead = self.insertions.ahead.setdefault(name, [])
             ahead += [self.removed.get(text[1:], text[1:]) for text in texts]
 
-    # ---- operations ----
-
     def _at_forward(self, op: tf.Operation) -> None:
         node = self.body.nodes[self.body.node_name(op)]
         identity = op_id(self.body, op.name)
@@ -162,44 +161,44 @@ class _Rewriter:
             body.variable_of,
             body.place_of(op),
         )
-        if self.rewriting.inlining is not None:
+        if self.rewriting.written:
             facts.source = ""  # the line that reads the file
-        combined = self.rewriting.analysis.forward(facts, outputs)
+        plan = self.rewriting.analysis.forward(facts, outputs)
         self.rewriting.ids.setdefault(op, {})[identity] = facts
         self._by_id[identity] = op
         depth = self.body.depth_of(op)
         if depth:
             self.rewriting.depths[identity] = depth
-        if not combined.forward:
+        if not plan:
             return
         inputs, side = self._input_side(op, node), self._output_side(op, node)
         flow = self.body.syntax.dead_values and op.type in FLOW
         if flow:
-            at_flow(self.insertions, op, combined, inputs, side, facts, self._read_at, self._redirect)
+            at_flow(self.insertions, op, plan, inputs, side, facts, self._read_at, self._redirect)
         else:
-            self.insertions.insert_all(op, combined.before, inputs, facts, "before")
+            self.insertions.insert_all(op, plan.before, inputs, facts, "before")
         edges = self._edges(node)
         for i in inputs.changed():
             self.edges[node.name, i] = inputs.refs[i]
-            self._let_own_read(op, identity, edges[i], inputs.tensors[i], inputs.refs[i])
+            self._let_own_read(op, identity, edges[i], inputs.symbols[i], inputs.refs[i])
             if edges.count(edges[i]) > 1:
                 self._share(op, identity, edges, inputs, edges[i])
         first = list(side.before)
         if not flow:
-            if combined.replace is not None:
-                instead = self._replace(op, combined.replace, inputs, side, facts)
+            if plan.replace is not None:
+                instead = self._replace(op, plan.replace, inputs, side, facts)
                 self.removed |= {} if instead is None else {node.name: instead}
                 first = list(side.refs)
-            self.insertions.insert_all(op, combined.after, side, facts, "after")
+            self.insertions.insert_all(op, plan.after, side, facts, "after")
         for i in side.changed():
             edge = Edge(node.name, i)
             self.tensors[edge] = side.refs[i]
-            self._let_own_read(op, identity, edge, side.tensors[i], first[i])
+            self._let_own_read(op, identity, edge, side.symbols[i], first[i])
             if op.type == "Identity":
-                self._let_readers_keep(op, side.tensors[i], side.refs[i])
+                self._let_readers_keep(op, side.symbols[i], side.refs[i])
 
     def _let_readers_keep(self, op: tf.Operation, tensor: Any, ref: str) -> None:
-        """Let gradients of those behind an Identity read what it gives: loops keep what it is given."""
+        """Make gradients of those behind an Identity read what it gives: loops keep what it is given."""
         source = self.insertions.sources.get(ref)
         if source is None or source[0] is None:
             return
@@ -223,7 +222,7 @@ class _Rewriter:
         return self.insertions.replace(op, action, inputs, outputs, facts, self._reads(action, facts))
 
     def _reads(self, action: Action, facts: OpFacts) -> list[Read]:
-        """What a replacement reads of other operations."""
+        """Return what a replacement reads of other operations."""
         found = []
         for identity, position in action.reads:
             op = self._by_id.get(identity)
@@ -233,7 +232,7 @@ class _Rewriter:
                     f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
                 )
             side = self._input_side(op, self.body.nodes[self.body.node_name(op)])
-            found += [Read(identity, i, side.refs[i], side.tensors[i]) for i in side.flat([position])]
+            found += [Read(identity, i, side.refs[i], side.symbols[i]) for i in side.flat([position])]
         return found
 
     def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
@@ -242,14 +241,14 @@ class _Rewriter:
         changed = inputs.changed()
         sources = self.insertions.sources
         self.shared[self.body.node_name(op), edge] = {i: inputs.refs[i] for i in positions}
-        tensor = inputs.tensors[positions[0]]
+        tensor = inputs.symbols[positions[0]]
         kept = {i: sources.get(inputs.refs[i]) if i in changed else None for i in positions}
         self.rewriting.shared[identity, tensor.op.name, tensor.value_index] = {
             i: source if source is not None and source[0] is not None else None for i, source in kept.items()
         }
 
     def _let_own_read(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
-        """Let the gradient operations of an operation read something else instead of a tensor."""
+        """Make the gradient operations of an operation read something else instead of a tensor."""
         self.own.setdefault((self.body.node_name(op), edge), ref)
         source = self.insertions.sources.get(ref)
         if source is None or source[0] is None:
@@ -337,7 +336,7 @@ class _Rewriter:
         return identity, facts
 
     def _recall(self, op: tf.Operation, node: Any, forward_id: int, entering: list[int]) -> None:
-        """Let an operation read what its forward operation has, where that is in another graph."""
+        """Make an operation read what its forward operation has, where that is in another graph."""
         for i, tensor in enumerate(inputs_of(op, node)):
             held = None if i in entering else self.body.captured(tensor)
             if held is None:
@@ -360,8 +359,6 @@ class _Rewriter:
                 self._recalled[place] = self.insertions.output_of(name, 0)
             self.edges[node.name, i] = self._recalled[place]
 
-    # ---- edges ----
-
     def _edges(self, node: Any) -> list[Edge]:
         known = self._inputs.get(node.name)
         if known is None:
@@ -375,15 +372,15 @@ class _Rewriter:
 
     def _input_side(self, op: tf.Operation, node: Any) -> Side:
         refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
-        return Side(refs, inputs_of(op, node), [size for _, size in input_sizes(node)], references(node))
+        return _side(refs, inputs_of(op, node), input_sizes(node), references(node))
 
     def _output_side(self, op: tf.Operation, node: Any) -> Side:
         outputs = outputs_of(op, node)
         refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
-        return Side(refs, outputs, [size for _, size in output_sizes(node)], references(node, outputs=True))
+        return _side(refs, outputs, output_sizes(node), references(node, outputs=True))
 
     def _read(self, name: str, index: int, edge: Edge) -> str:
-        """What an input reads now."""
+        """Return what an input reads now."""
         found = self.edges.get((name, index))
         if found is not None:
             return found
@@ -407,7 +404,7 @@ class _Rewriter:
         return self._read_output(self._edge(tensor))
 
     def _connect(self) -> None:
-        """Let every input read what it shall, and wait for what was put ahead of its node."""
+        """Make every input read what it shall, and wait for what was put ahead of its node."""
         for name, node in self.body.nodes.items():
             if name in self.removed:
                 continue
@@ -427,3 +424,21 @@ class _Rewriter:
 
     def _behind(self, name: str) -> list[str]:
         return [self.removed.get(name, name), *self.insertions.behind.get(name, ())]
+
+
+def _side(
+    refs: Sequence[str],
+    tensors: Sequence[Any],
+    layout: Sequence[tuple[str, int | None]],
+    held: Sequence[bool],
+) -> Side:
+    """One side of an operation.
+
+    layout: name and size of each value.  held: which are references, to variables that may have no value.
+    """
+    sizes = [size for _, size in layout]
+    lengths = [1 if size is None else size for size in sizes]
+    if sum(lengths) != len(tensors):
+        return Side(refs, tensors, [None] * len(tensors))
+    flags = [flag for flag, length in zip(held, lengths, strict=False) for _ in range(length)]
+    return Side(refs, tensors, sizes, [i for i, flag in enumerate(flags) if flag])

@@ -30,7 +30,7 @@ _INT32, _INT64 = 3, 9
 def enter(
     body: Body, op: tf.Operation, number: str, read: Callable[[tf.Operation, int], str], made: list[Any]
 ) -> tuple[str, int]:
-    """What a loop takes as the number, and how that changes with each round; `made` gets the nodes."""
+    """Return what a loop takes as the number, and how that changes with each round; `made` gets the nodes."""
     name = f"amanda/rounds{len(made)}"
     dead = body.syntax.dead_values
     waits = [f"^{number.partition(':')[0]}"] if dead else []  # they run in the same frame
@@ -77,7 +77,7 @@ def _written(node: Any, output: str, dead_values: bool) -> str:
 
 
 def _descends(op: tf.Operation, captured: Callable[[Any], Any]) -> bool:
-    """Whether a loop goes through the rounds of another one in reverse, as that of its gradients does."""
+    """Return True if a loop goes through another one's rounds in reverse, as that of its gradients does."""
     if len(op.inputs) <= _TIMES:
         return False
     held = captured(op.inputs[_TIMES])

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Execution, Inserted, Rounds
+from amanda.backend import Execution, Insertion, Rounds
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
@@ -67,7 +67,7 @@ class _Slots:
         self._lock = threading.Lock()
 
     def token(self, index: int) -> bytes:
-        """What an EagerPyFunc node names a slot by."""
+        """Return what an EagerPyFunc node names a slot by."""
         with self._lock:
             while len(self._slots) <= index:
                 slot = Slot(len(self._slots))
@@ -78,7 +78,7 @@ class _Slots:
 _slots = _Slots()
 
 
-class Node(Inserted):
+class Node(Insertion):
     """Routines at one place, whose results have the types that the graph has there.
 
     keeps: under what name it keeps its values for a backward pass; None where it does not.
@@ -125,7 +125,7 @@ class Recalled:
         self.depth = depth
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
-        """That tensor."""
+        """Return the tensor."""
         kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
         tensor: Any = kept.taken()[self.side][self.index]
         return [tensor]
@@ -154,7 +154,7 @@ class Packed:
 
     borrows: Sequence[int] = ()
 
-    def __init__(self, members: Sequence[tuple[Inserted, int]]) -> None:
+    def __init__(self, members: Sequence[tuple[Insertion, int]]) -> None:
         self.members = tuple(members)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:

@@ -1,4 +1,4 @@
-"""How a tensor is written as an input: in a GraphDef ("name:1") and in a FunctionDef ("name:output:1")."""
+"""Spelling of a tensor as an input: in a GraphDef ("name:1") and in a FunctionDef ("name:output:1")."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ def input_sizes(node: Any) -> list[tuple[str, int | None]]:
 
 
 def references(node: Any, outputs: bool = False) -> list[bool]:
-    """Which of a node's inputs, or outputs, its op takes or gives by reference."""
+    """Return which of a node's inputs, or outputs, its op takes or gives by reference."""
     definition = op_def(node.op)
     if definition is None:
         return []
@@ -98,7 +98,7 @@ class FunctionSyntax:
         raise IndexError(f"{edge.node} has no output {edge.index}")
 
     def forget(self, name: str) -> None:
-        """Hear that a node's outputs have changed."""
+        """Note that a node's outputs have changed."""
         self._offsets.pop(name, None)
 
     def _of(self, name: str) -> list[tuple[str, int, int]]:

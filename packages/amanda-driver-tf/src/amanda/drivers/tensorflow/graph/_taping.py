@@ -1,4 +1,4 @@
-"""What routines that take part in autodiff record, and gradients through them.
+"""Tapes of routines that take part in autodiff, and gradients through them.
 
 A hot path: `tf.GradientTape` takes ten times as long for what it does besides.
 """
@@ -15,7 +15,7 @@ from tensorflow.python.eager import imperative_grad
 from tensorflow.python.eager import tape as tapes
 
 Values = tuple[Sequence[Any], list[Any], Any]
-"""What routines were given and gave, and the tape that leads from one to the other.
+"""Values that routines were given and gave, and the tape that leads from one to the other.
 
 None instead of a tape where all that they gave is something that they were given.
 """
@@ -23,7 +23,7 @@ None instead of a tape where all that they gave is something that they were give
 
 @dataclass
 class Readers:
-    """How many nodes read what a place keeps; told: whether each of them does so once in an execution."""
+    """The number of nodes that read what a place keeps; told: whether each does so once in an execution."""
 
     count: int = 0
     told: bool = True

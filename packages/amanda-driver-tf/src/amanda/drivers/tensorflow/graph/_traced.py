@@ -97,8 +97,8 @@ def traced(node: Node, tensors: Sequence[Any], rewriting: Rewriting) -> Traced |
 
 def tell_python(action: Action, facts: OpFacts, why: str, rewriting: Rewriting) -> None:
     """Report that a traceable routine runs as Python; where none may, it is refused."""
-    if rewriting.inlining is not None:
-        rewriting.inlining.refuse(action, facts, why)
+    if rewriting.written:
+        rewriting.refuse([action], facts, why)
     elif action.traceable:
         rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 

@@ -15,7 +15,7 @@ class GraphTensors(TensorOps):
     """Tensor primitives for graphs, where routines run outside of every tape."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is a tensor, symbolic or not."""
+        """Return True if a value is a tensor, symbolic or not."""
         return isinstance(value, tf.Tensor)
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
@@ -72,7 +72,7 @@ VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
 
 def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder: None) -> Any:
-    """What holds the variable that a symbol was read of: its handle, or the variable's own tensor; or None.
+    """Return what holds the variable that a symbol was read of: its handle, or its own tensor; or None.
 
     argument: the same of what is given for a placeholder.
     """

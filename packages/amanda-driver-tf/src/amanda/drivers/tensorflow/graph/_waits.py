@@ -1,4 +1,4 @@
-"""What nodes wait for where no value leads from one to the other."""
+"""Waits of nodes for others where no value leads from one to the other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Waits:
         return self._body.number_at(op, ahead) if self._body.number_at else self._body.number
 
     def note(self, node: str, name: str, number: str) -> None:
-        """Let others wait for a node that reads the number, and runs where an operation of that name does."""
+        """Make others wait for a node that reads the number, and runs where one of that name does."""
         self.numbers[node] = number
         if name in self.in_flow:
             self._unsure.add(node)

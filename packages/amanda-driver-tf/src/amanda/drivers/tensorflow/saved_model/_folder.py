@@ -14,7 +14,7 @@ from amanda.errors import ArtefactError
 from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
 
 from .._requirements import check
-from ..graph import Rewriting, body_of, edited, rewrite
+from ..graph import GraphTensors, Rewriting, body_of, edited, rewrite
 from ._library import Library
 from ._variables import Bound
 
@@ -23,7 +23,7 @@ ABOUT = Path("assets.extra", "amanda.json")
 
 
 class SavedModelFolder(Artefact):
-    """What `tf.saved_model.save` or a Keras model's `export` has written.
+    """A folder that `tf.saved_model.save` or a Keras model's `export` has written.
 
     The functions of its signatures and objects take the place of those that they were made of, under their
     names. Variables, assets, signatures and the graph of objects are kept.
@@ -67,15 +67,16 @@ class SavedModelFolder(Artefact):
         function = self._library.find(name)
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
+        tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
         rewriting = Rewriting(
-            inlining.state, Namespace(f"tensorflow/{tf.__version__}/function/static"), inlining=inlining,
-            find=self._library.find,
-        )  # fmt: skip
+            analysis=inlining.analysis(GraphTensors()), namespace=tags, written=True, find=self._library.find
+        )
         held = self._bound.to(name)
         first = len(function.arguments) - len(held)
         body = body_of(function, digest("saved_model", name), _argument(held, first))
         rewritten = rewrite(body, rewriting)
         rewriting.analysis.finish()
+        inlining.take_over(rewriting)
         if rewritten.changed:
             self._changed[name] = edited(function.definition, rewritten)
             self._added.update({one.signature.name: one for one in rewriting.library})
@@ -134,7 +135,7 @@ def _argument(held: Sequence[Any], first: int) -> Callable[[int], Any]:
 
 
 def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
-    """Let calls of a copy that is equal to a function of the SavedModel be calls of that."""
+    """Make calls of a copy that is equal to a function of the SavedModel be calls of that."""
     known = {_content(one): name for name, one in changed.items()}
     same = {name: known[key] for name, one in added.items() if (key := _content(one)) in known}
     for name in same:

@@ -1,4 +1,4 @@
-"""What the functions of a SavedModel are bound to: variables with their values, tables, constants."""
+"""Captures of a SavedModel's functions: variables with their values, tables, constants."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class Bound:
             )  # fmt: skip
 
     def to(self, function: str) -> list[Any]:
-        """What a function is given behind its own arguments: handles, or other tensors."""
+        """Return what a function is given behind its own arguments: handles, or other tensors."""
         return list(self._loader._concrete_functions[function].captured_inputs)

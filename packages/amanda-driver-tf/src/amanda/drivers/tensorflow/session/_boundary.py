@@ -1,4 +1,4 @@
-"""Where runs of sessions begin: every way that leads from Python into the runtime."""
+"""Runs of sessions: every way that leads from Python into the runtime."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Boundary:
         self._attributes.restore()
 
     def prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
-        """What stands for a run; None where nothing is instrumented."""
+        """Return what stands for a run; None where nothing is instrumented."""
         prepared = self._prepare(session, request, state)
         if prepared is not None:
             session._extend_graph()
@@ -106,8 +106,6 @@ class Boundary:
         finally:
             self._local.called, self._local.own = outer, None
         raise own  # the session would have made another of it
-
-    # ---- partial runs ----
 
     def _set_up(
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any

@@ -1,4 +1,4 @@
-"""What a session run executes: the ops that its fetches and targets need, in topological order."""
+"""The cone of a session's run: the ops that its fetches and targets need, in topological order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Endpoint = tuple[str, int]
 
 
 class Request(NamedTuple):
-    """What a run asks for; one request, one instrumented copy.
+    """A request of a run; one request, one instrumented copy.
 
     fetches: tensors whose values are returned.  targets: names of ops that are run besides.
     feeds: tensors whose values are given.

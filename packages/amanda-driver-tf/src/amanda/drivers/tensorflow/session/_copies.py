@@ -1,35 +1,31 @@
-"""Instrumented copies of what sessions run: one for each request, layer of tools, and graph."""
+"""Instrumented copies of what sessions run, put beside the user's nodes."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import ref
 
 from amanda import interceptor
-from amanda.backend import Execution, GuardedCopies, Namespace, State, bind_to_subjects, digest
+from amanda.backend import GraphAnalysis, History, Namespace, Uninstrumented, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
-from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
 
 from ..graph import (
     Body,
     Edge,
     GraphSyntax,
-    GraphTensors,
-    Places,
+    Locations,
     Rewriting,
     Rewritten,
-    TensorFlowReads,
     draws,
     function_named,
     rewrite,
     variable_of,
 )
 from ._cone import Endpoint, Request, after_forward, cone
-from ._draws import Draw, SessionExecution, can_draw, drawing
+from ._draws import Draw, can_draw, drawing
 from ._frames import Frames
 from ._gradients import ForwardOps
 from ._hidden import HiddenNodes
@@ -41,115 +37,81 @@ from ._values import Reading
 NUMBER = "amanda/number"
 
 
-class Copy:
-    """What runs for one request: its route, and the routines that are called back.
+class Asked(NamedTuple):
+    """A request that a session is to run."""
 
-    route: None where nothing is inserted.
+    session: Any
+    request: Request
+
+
+@dataclass(kw_only=True)
+class SessionRewriting(Rewriting):
+    """One rewrite of what a session runs.
+
+    own: the nodes as the user's graph has them, by name.  rewritten: what came of them.
     """
 
-    def __init__(self, route: Route | None, table: Mapping[int, Any], reports: Sequence[Any]) -> None:
-        self.route = route
-        self.table = table
-        self.reports = tuple(reports)
+    own: Mapping[str, Any] = field(init=False)
+    rewritten: Rewritten = field(init=False)
+    frames: Frames = field(init=False)
 
 
-class Copies:
-    """Makes copies of what is run, and keeps them with the layer that they are for."""
+def rewritten(
+    asked: Asked, analysis: GraphAnalysis, namespace: Namespace, history: History
+) -> SessionRewriting:
+    """The rewrite of the part of a session's graph that a request runs."""
+    session, request = asked
+    rewriting = SessionRewriting(analysis=analysis, namespace=namespace, history=history)
+    ops = cone(session.graph, request)
+    body, forward, rewriting.frames = _body(session, ops, request, rewriting)
+    rewriting.own = {name: _copied(node) for name, node in body.nodes.items()}
+    rewriting.rewritten = rewrite(body, rewriting)
+    rewriting.changed = rewriting.rewritten.changed
+    if forward.by_name:
+        rewriting.report(
+            "gradients of an imported graph",
+            "their forward ops are told by names: TensorFlow's own record is not in a GraphDef",
+        )
+    return rewriting
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
-        self._lock = threading.RLock()
 
-    def prepare(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
-        """The copy that stands for a run, and the execution that it calls back to."""
-        assert state.layer is not None
-        if session._target:
-            state.report("a session of a server", "routines cannot be called in its process")
-            return None
-        graph = session.graph
-        copies = state.layer.rewrites.setdefault(graph, {}) if state.cache else {}
-        key = request, state.autodiff
-        kept = copies.get(key)
-        copy = None if kept is None else kept.find()
-        if copy is None:
-            with self._lock:
-                kept = copies.setdefault(key, GuardedCopies(TensorFlowReads))
-                copy = kept.find() or self._made(session, request, state, kept)
-        for what, reason in copy.reports:
-            state.report(what, reason)
-        if copy.route is None:
-            return None
-        execution = SessionExecution(state, GraphTensors(), copy.table)
-        execution.session = ref(session)
-        return copy.route, execution
+def route(asked: Asked, rewriting: SessionRewriting) -> Route:
+    """Put the copy beside the user's nodes; the way through it.
 
-    def _made(self, session: Any, request: Request, state: State, kept: GuardedCopies[Copy]) -> Copy:
-        graph = session.graph
-        rewriting = Rewriting(state, self._namespace, history=kept.history)
-        with interceptor.Suspension(), context.eager_mode():
-            ops = cone(graph, request)
-            try:
-                body, forward, frames = _body(session, ops, request, rewriting)
-                own = {name: _copied(node) for name, node in body.nodes.items()}
-                rewritten = rewrite(body, rewriting)
-            except BaseException:
-                rewriting.analysis.forget()
-                raise
-            rewriting.analysis.finish()
-            for op_id in chain.from_iterable(rewriting.ids.values()):
-                bind_to_subjects(op_id, [graph])
-            if forward.by_name:
-                rewriting.report(
-                    "gradients of an imported graph",
-                    "their forward ops are told by names: TensorFlow's own record is not in a GraphDef",
-                )
-            try:
-                route = self._placed(session, request, own, rewritten, rewriting, frames)
-            except errors_impl.OpError as error:
-                rewriting.report("a run of a session", f"TensorFlow refuses the copy: {error.message}")
-                route = None
-        rewriting.tell_unfollowed()
-        copy = Copy(route, rewriting.table, rewriting.reports)
-        kept.add(copy, rewriting.reads)
-        return copy
-
-    def _placed(
-        self,
-        session: Any,
-        request: Request,
-        own: Mapping[str, Any],
-        rewritten: Rewritten,
-        rewriting: Rewriting,
-        frames: Frames,
-    ) -> Route | None:
-        """Put the copy beside the user's nodes, where it differs."""
-        if not rewritten.changed:
-            return None
-        graph = session.graph
-        number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
-        number.attr["dtype"].type = types_pb2.DT_INT64
-        number.attr["shape"].shape.SetInParent()
-        nodes = [*rewritten.nodes, number, *frames.carriers(rewritten)]
-        copied = _with_draws(graph, partition(own, nodes), rewriting, frames)
-        feeds = _Feeds(graph, request.feeds)
-        copied = [*feeds.redirected(copied), *feeds.placeholders]
-        names = {node.name for node in copied}
-        endpoints: dict[Endpoint, Endpoint] = {}
-        wanted = [one for one in request.fetches if one not in request.feeds]
-        for one, text in zip(wanted, rewritten.outputs, strict=True):
-            edge = GraphSyntax().parse(text)
-            if edge.node in names:
-                endpoints[one] = (edge.node, edge.index)
-        targets = {
-            name: other for name in request.targets if (other := rewritten.removed.get(name, name)) in names
-        }
-        also = list(dict.fromkeys(one for group in rewritten.inserted.values() for one in group))
-        hidden = HiddenNodes.of(graph).put(
-            session, copied, rewriting.library,
-            sorted({NUMBER, *also, *targets.values(), *feeds.names.values(),
-                    *(name for name, _ in endpoints.values())}),
-        )  # fmt: skip
-        return Route(hidden, endpoints, targets, feeds.names, also, NUMBER)
+    Raises Uninstrumented where TensorFlow refuses it.
+    """
+    session, request = asked
+    rewritten, graph = rewriting.rewritten, session.graph
+    number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
+    number.attr["dtype"].type = types_pb2.DT_INT64
+    number.attr["shape"].shape.SetInParent()
+    nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
+    copied = _with_draws(graph, partition(rewriting.own, nodes), rewriting, rewriting.frames)
+    feeds = _Feeds(graph, request.feeds)
+    copied = [*feeds.redirected(copied), *feeds.placeholders]
+    names = {node.name for node in copied}
+    endpoints: dict[Endpoint, Endpoint] = {}
+    wanted = [one for one in request.fetches if one not in request.feeds]
+    for one, text in zip(wanted, rewritten.outputs, strict=True):
+        edge = GraphSyntax().parse(text)
+        if edge.node in names:
+            endpoints[one] = (edge.node, edge.index)
+    targets = {
+        name: other for name in request.targets if (other := rewritten.removed.get(name, name)) in names
+    }
+    also = list(dict.fromkeys(one for group in rewritten.inserted.values() for one in group))
+    ends = {
+        NUMBER,
+        *also,
+        *targets.values(),
+        *feeds.names.values(),
+        *(name for name, _ in endpoints.values()),
+    }
+    try:
+        hidden = HiddenNodes.of(graph).put(session, copied, rewriting.library, sorted(ends))
+    except errors_impl.OpError as error:
+        raise Uninstrumented("a run of a session", f"TensorFlow refuses the copy: {error.message}") from error
+    return Route(hidden, endpoints, targets, feeds.names, also, NUMBER)
 
 
 def _body(
@@ -177,7 +139,7 @@ def _body(
         order_of=lambda op: 2 if op.name in forward.second else 1,
         depth_at=frames.depth_at,
         end_of=frames.end_of,
-        place_of=Places(rewriting.layers, graph, variable_of),
+        place_of=Locations(rewriting.layers, graph, variable_of),
         captured=stacks.captured,
         stacked=stacks.read,
     )

@@ -46,7 +46,7 @@ class Draw:
 
 
 def can_draw(op: Any) -> bool:
-    """Whether an operation can be run apart, on values for all its inputs."""
+    """Return True if an operation can be run apart, on values for all its inputs."""
     plain = all(
         tensor.dtype not in (tf.resource, tf.variant) and not tensor.dtype._is_ref_dtype
         for tensor in (*op.inputs, *op.outputs)

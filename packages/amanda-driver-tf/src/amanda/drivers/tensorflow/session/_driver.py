@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import ref
+
 import tensorflow as tf
-from amanda.backend import DRIVER_API, Driver, Namespace
+from amanda import backend
+from amanda.backend import DRIVER_API, Execution, GraphAnalysis, History, Namespace, State
+from tensorflow.python.eager import context
 
 from .._requirements import check
+from ..graph import GraphTensors, TensorFlowReads
 from ._boundary import Boundary
-from ._copies import Copies
+from ._cone import Request
+from ._copies import Asked, SessionRewriting, rewritten, route
+from ._draws import SessionExecution
+from ._run import Route
 
 
-class GraphDriver(Driver):
+class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     """TensorFlow's sessions: what they run is analysed, and a copy beside the user's graph runs instead."""
 
     api = DRIVER_API
     framework = "tensorflow"
     modes = ("graph",)
+    tensors = GraphTensors()
+    reads = TensorFlowReads
 
     def __init__(self) -> None:
-        self._boundary: Boundary | None = None
+        super().__init__()
+        self._boundary = Boundary(self._prepared)
 
     @property
     def namespace(self) -> Namespace:
@@ -28,11 +42,37 @@ class GraphDriver(Driver):
     def attach(self) -> None:
         """Stand where runs of sessions begin."""
         check("graph")
-        if self._boundary is None:
-            self._boundary = Boundary(Copies(self.namespace).prepare)
         self._boundary.attach()
 
     def detach(self) -> None:
         """Leave the sessions as they were found."""
-        if self._boundary is not None:
-            self._boundary.detach()
+        self._boundary.detach()
+
+    def rewriting(self) -> AbstractContextManager[Any]:
+        """Eager mode: routines that are traced are no part of the user's graph."""
+        eager: AbstractContextManager[Any] = context.eager_mode()
+        return eager
+
+    def execution(self, state: State, table: Mapping[int, Any]) -> SessionExecution:
+        """One run of a copy."""
+        return SessionExecution(state, self.tensors, table)
+
+    def rewrite(self, graph: Asked, analysis: GraphAnalysis, history: History) -> SessionRewriting:
+        """Rewrite the part of a session's graph that a request runs."""
+        return rewritten(graph, analysis, self.namespace, history)
+
+    def runnable(self, graph: Asked, rewriting: SessionRewriting) -> Route:
+        """Put the copy beside the user's nodes."""
+        return route(graph, rewriting)
+
+    def _prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
+        if session._target:
+            state.report("a session of a server", "routines cannot be called in its process")
+            return None
+        prepared = self.prepare(Asked(session, request), state, request, owner=session.graph)
+        if prepared is None:
+            return None
+        found, execution = prepared
+        assert isinstance(execution, SessionExecution)
+        execution.session = ref(session)
+        return found, execution

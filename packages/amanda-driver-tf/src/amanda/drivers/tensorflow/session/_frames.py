@@ -72,12 +72,12 @@ class Frames:
                 self._guards[op.name, i] = guards | {(predicate, i)}
 
     def alone(self, op: Any) -> bool:
-        """Whether an operation runs in a loop or a branch, so that it may run often or not at all."""
+        """Return True if an operation runs in a loop or a branch, so that it may run often or not at all."""
         branches = op.type in ("Exit", "RefExit", "Switch", "RefSwitch", "Merge", "RefMerge")
         return branches or bool(self._frame[op.name] or self._guards.get((op.name, 0)))
 
     def depth_at(self, op: Any) -> int:
-        """How many loops are around an operation, as far as the number there tells their rounds."""
+        """Return how many loops are around an operation, as far as the number there tells their rounds."""
         frame = self._frame[op.name]
         return self._depth(frame[:-1] if op.type in ("Enter", "RefEnter") else frame)
 
@@ -96,7 +96,7 @@ class Frames:
         return self._carrier(frame)
 
     def end_of(self, inner: str, outer: str) -> str | None:
-        """What a node around a loop waits for instead of one in it: the end of the loop, and of its routines.
+        """Return what a node around a loop waits for instead of one in it: its end, and that of its routines.
 
         inner, outer: the numbers that the nodes read.  None where there is no loop between them.
         """

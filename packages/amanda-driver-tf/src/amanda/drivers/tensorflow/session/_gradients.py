@@ -1,4 +1,4 @@
-"""Which forward operation a gradient operation of a session graph belongs to."""
+"""The forward operation of a gradient operation in a session's graph."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _is_accumulation(op: Any) -> bool:
 
 
 def _recorded(op: Any) -> Any:
-    """What TensorFlow noted when it made the gradient; a gradient's gradient belongs to the first op."""
+    """Return what TensorFlow noted when it made the gradient; a gradient's gradient is of the first op."""
     forward = op._original_op
     while forward is not None and forward._original_op is not None:
         forward = forward._original_op
@@ -107,7 +107,7 @@ def _named(graph: Any, name: str) -> Any:
 
 
 def _ends(name: str) -> Iterator[int]:
-    """Where what comes before "_grad/" ends, the last first."""
+    """Return where what comes before "_grad/" ends, the last first."""
     end = name.rfind(_SUFFIX)
     while end >= 0:
         yield end
@@ -121,7 +121,7 @@ def _scope(name: str, forward: Any) -> str | None:
 
 
 def _is_in(name: str, scopes: set[str]) -> bool:
-    """Whether a name lies in one of the scopes, which all end in "/"."""
+    """Return True if a name lies in one of the scopes, which all end in "/"."""
     end = name.rfind("/") + 1
     while end:
         if name[:end] in scopes:

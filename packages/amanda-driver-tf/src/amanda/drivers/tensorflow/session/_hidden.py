@@ -35,7 +35,7 @@ class Hidden:
 
 
 class HiddenNodes:
-    """What was put beside one graph's own nodes; equal nodes are put there once."""
+    """Nodes that were put beside one graph's own; equal nodes are put there once."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[Any, HiddenNodes]] = weakref.WeakKeyDictionary()
 
@@ -182,7 +182,7 @@ def _renamed(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int
 
 
 def _keep_places(copy: Any, node: Any, own: Collection[str], prefix: str) -> None:
-    """Let a copy be placed with what its original is placed with, and find the resource that it names."""
+    """Make a copy be placed with what its original is placed with, and find the resource that it names."""
     if "_class" in node.attr:
         classes = copy.attr["_class"].list.s
         for position, place in enumerate(node.attr["_class"].list.s):

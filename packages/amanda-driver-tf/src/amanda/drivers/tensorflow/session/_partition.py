@@ -1,4 +1,4 @@
-"""Which nodes of a rewritten graph run as hidden copies, and which stay the user's own.
+"""The division of a rewritten graph: nodes that run as hidden copies, and the user's own.
 
 A run's copy stands by itself: state that goes by a name (variables) is found under that name.
 What a kernel holds (generators, iterators, queues, tables) cannot be copied: such nodes, and all that they
@@ -44,7 +44,7 @@ def source(read: str) -> str:
 
 
 def holds_state(node: Any) -> bool:
-    """Whether a node's kernel holds state that no other kernel finds by a name."""
+    """Return True if a node's kernel holds state that no other kernel finds by a name."""
     kind = _kind(node.op)
     return kind == "kernel" or (kind == "named" and not node.attr["shared_name"].s)
 
@@ -54,7 +54,7 @@ _BY_NODE_NAME = ("Variable", "VariableV2")
 
 @cache
 def _kind(type: str) -> str:
-    """Where an op keeps state between runs: in its "kernel", under what "shared_name" says, or neither."""
+    """Return where an op keeps state between runs: "kernel", what "shared_name" says, or neither."""
     definition = op_def_registry.get(type)
     if definition is None or not definition.is_stateful or type in _BY_NODE_NAME:
         return ""

@@ -19,7 +19,7 @@ def endpoint(output: Any) -> Endpoint:
 
 
 def request_of(feeds: Iterable[Any], fetches: Iterable[Any], targets: Iterable[Any]) -> Request:
-    """What a run asks for, from what the C API is given."""
+    """Return what a run asks for, from what the C API is given."""
     return Request(
         tuple([endpoint(output) for output in fetches]),
         tuple([c_api.TF_OperationName(operation) for operation in targets]),
@@ -28,7 +28,7 @@ def request_of(feeds: Iterable[Any], fetches: Iterable[Any], targets: Iterable[A
 
 
 class Route:
-    """Where the fetches and targets of a request are found among hidden nodes.
+    """The places of a request's fetches and targets among hidden nodes.
 
     endpoints: the hidden tensor that stands for a fetched one.  targets: likewise for operations.
     feeds: the hidden placeholder that a fed tensor's readers read.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Stacks:
-    """What is pushed on the stacks of some operations.
+    """Tensors that are pushed on the stacks of some operations.
 
     read: names of the operations whose gradients read their own inputs or outputs off stacks. One stack
     serves all who want a tensor, so where routines change that, each keeps what its gradients need.
@@ -24,7 +24,7 @@ class Stacks:
         }  # fmt: skip
 
     def captured(self, tensor: Any) -> Any:
-        """What a tensor was when it was pushed, if it is taken off a stack; else None."""
+        """Return what a tensor was when it was pushed, if it is taken off a stack; else None."""
         if not self._pushed or tensor.op.type != "StackPopV2":
             return None
         return self._pushed.get(self._stack(tensor.op.inputs[0]))

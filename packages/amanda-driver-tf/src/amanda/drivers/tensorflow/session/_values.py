@@ -29,7 +29,7 @@ class Reading:
 
 
 def _is_state(op: Any) -> bool:
-    """Whether an operation's value is a constant's or a variable's."""
+    """Return True if an operation's value is a constant's or a variable's."""
     if op.type in _PASSING:
         return all(_is_state(tensor.op) for tensor in op.inputs)
     return op.type in _SOURCES

@@ -17,12 +17,12 @@ PREFIX = "amanda_hidden_"
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a node of this name was put beside the user's."""
+    """Return True if a node of this name was put beside the user's."""
     return name.startswith(PREFIX)
 
 
 def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
-    """Let a graph show no node that is hidden, nor these functions, which hidden nodes call."""
+    """Hide nodes of a graph, and these functions, which hidden nodes call, from those who list them."""
     known = getattr(graph._as_graph_def, "functions", None)
     if known is not None:
         known.update(functions)

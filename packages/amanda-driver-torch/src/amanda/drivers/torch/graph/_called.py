@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from amanda.backend import (
     Action,
-    Inserted,
+    Insertion,
     OpFacts,
     explained,
     run_replacement,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value of an op is a tensor or a list of tensors, so that a graph hands it over."""
+    """Return True if a value of an op is a tensor or a list of tensors, so that a graph hands it over."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(one, torch.Tensor) for one in value)
     return isinstance(value, torch.Tensor)
@@ -67,7 +67,7 @@ class Values:
 
     @property
     def pattern(self) -> Hashable:
-        """Which of the values are tensors."""
+        """Return which of the values are tensors."""
         return tuple(self.given), tuple(self.sizes), len(self.floats)
 
     def with_tensors(self, flat: Sequence[torch.Tensor]) -> list[Any]:
@@ -88,7 +88,7 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-class Called(Inserted):
+class Called(Insertion):
     """One routine at a place.
 
     others: the values that are no tensors.  numbers: those of a run, of which the last ones are floats.
@@ -122,7 +122,7 @@ class Called(Inserted):
         """Call the routine; RoutineError where it changes what the graph does not take from it."""
         before = list(values)
         for action in actions:
-            values = run_routine(ops, action, values, self.facts, run, state)
+            values = run_routine(ops, action, values, self.facts, run, state.autodiff)
             for position in self.others:
                 if _differ(values[position], before[position]):
                     changed = f"value {position}, {before[position]!r}, to {values[position]!r}"
@@ -134,7 +134,7 @@ class Called(Inserted):
         return spread(values[position] for position in self.gives)
 
     def made(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What it gives, without data, where that is not like values that it is given."""
+        """Return what it gives, without data, where that is not like values that it is given."""
         raise NotImplementedError
 
 
@@ -170,7 +170,7 @@ class CalledInstead(Called):
         return cloned(super().values(flat), self.targets)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """What the routine gives; the op's own outputs where it leaves the op to itself."""
+        """Return what the routine gives; the op's own outputs where it leaves the op to itself."""
         (action,) = self.actions
         values = self.values(flat)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})

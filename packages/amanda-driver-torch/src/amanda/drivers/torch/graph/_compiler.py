@@ -42,7 +42,7 @@ LIMIT = 1 << 16
 
 
 class Generation:
-    """What was compiled for a layer of tools, until its plans are forgotten.
+    """Graphs that were compiled for a layer of tools, until its plans are forgotten.
 
     converters: by dynamo's callback.  It is a region of dynamo's own: what is compiled here does not count
     against the limit that the user's own graphs have.
@@ -61,7 +61,7 @@ class Generation:
 
 
 def chosen(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """What dynamo is to call for frames of a compiled callable, whose own callback this is."""
+    """Return what dynamo is to call for frames of a compiled callable, whose own callback this is."""
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
     if not asks_for_graphs(state) or isinstance(callback, Converter):
@@ -93,7 +93,7 @@ def _converter(state: State, callback: Any) -> Converter:
 
 
 def _has_compiled(backend: Any, function: Any) -> bool:
-    """Whether the user's backend has compiled a callable before."""
+    """Return True if the user's backend has compiled a callable before."""
     entries = [entry for code in _codes(function) for entry in eval_frame._debug_get_cache_entry_list(code)]
     return any(_serves(entry.backend, backend) for entry in entries)
 
@@ -130,7 +130,7 @@ def underlying(backend: Any) -> Any:
 
 
 class _Frame(threading.local):
-    """What is known of the frame that dynamo converts on this thread."""
+    """The frame that dynamo converts on this thread."""
 
     code: CodeType | None = None
     prefix = ""
@@ -294,7 +294,7 @@ def _altered(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
 
 
 def _guard_by_identity(places: Sequence[Any]) -> None:
-    """Let another model's parameters have graphs of their own."""
+    """Compile graphs of their own for another model's parameters."""
     for node in places:
         source = node._dynamo_source
         if source is not None:
@@ -322,7 +322,7 @@ def _guard_by_reads(program: Program, history: History) -> None:
 
 
 def _compiled(program: Program, instrumented: Any, own: Any) -> Callable[..., Any]:
-    """What a graph was compiled to: with routines in scopes, without outside of them."""
+    """Return what a graph was compiled to: with routines in scopes, without outside of them."""
 
     def run(*args: Any) -> Any:
         state = instrumenting()

@@ -1,4 +1,4 @@
-"""What an exported program computes of its weights and of constants alone, stored instead."""
+"""Values that an exported program computes of weights and constants alone, stored instead."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Storing:
         self.made[node] = sources
 
     def _store(self, node: Node, ends: Collection[Node]) -> None:
-        """Let what reads a node read a weight, or a new constant, that holds its value."""
+        """Replace a node, for all that reads it, by a weight or a new constant that holds its value."""
         free = [place for place in self.made[node] if self._takes(place, node, ends)]
         if not free:
             return
@@ -93,7 +93,7 @@ class _Storing:
         node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.made)
 
     def _takes(self, place: Node, node: Node, ends: Collection[Node]) -> bool:
-        """Whether a held tensor can be what a node gives: nothing else reads it, or what is equal to that."""
+        """Return True if a held tensor can be a node's value: nothing else reads it, or what equals that."""
         value, held = self.values[node], self.values[place]
         if place in self.fresh:
             return place not in self.taken and all(user in self.made for user in place.users)

@@ -17,6 +17,7 @@ from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, undo, when
 from .._asked import OP_BY_OP, asks_for_graphs, has_stances
 from .._modules import plain_module_calls
 from .._op_by_op import tell
+from .._requirements import missing_for_graphs
 from .._surroundings import Surroundings
 
 FOLLOWED_NATIVELY = "compiled callables run op by op in scopes; `python -m amanda` says why there is none"
@@ -69,7 +70,7 @@ class GraphDriver(Driver):
         self._attributes.set(module, "_callback_from_stance", callback_from_stance)
 
     def _run_compiled_code_as_one(self) -> None:
-        """Let ops of compiled code, and of a compiler that a backward pass calls, be none of eager mode's."""
+        """Keep ops of compiled code, and of a compiler that a backward pass calls, from eager mode."""
         module = sys.modules[_RUNTIME]
         for holder, name in (
             (module, "call_func_at_runtime_with_args"),
@@ -81,7 +82,7 @@ class GraphDriver(Driver):
 
 
 def _compiler(state: Any) -> ModuleType | None:
-    """What compiles instrumented graphs; None where no scope asked for them, or the means are lacking."""
+    """Return the compiler of instrumented graphs; None where no scope asked for them, or means lack."""
     if not interceptor.NATIVE:
         if asks_for_graphs(state):
             state.report("graphs of torch.compile without the native interceptor", FOLLOWED_NATIVELY)
@@ -89,15 +90,20 @@ def _compiler(state: Any) -> ModuleType | None:
     name = f"{__package__}._compiler"
     if sys.modules.get(name) is None and not asks_for_graphs(state):
         return None
-    try:
-        return importlib.import_module(name)
-    except (ImportError, AttributeError) as error:
-        state.report(f"graphs of torch.compile with torch {torch.__version__}", f"{OP_BY_OP} ({error})")
-        return None
+    lacking = missing_for_graphs()
+    if not lacking:
+        try:
+            return importlib.import_module(name)
+        except (ImportError, AttributeError) as error:
+            lacking = (str(error),)
+    if asks_for_graphs(state):
+        what = f"graphs of torch.compile with torch {torch.__version__}"
+        state.report(what, f"{OP_BY_OP} ({', '.join(lacking)})")
+    return None
 
 
 def _is_outside(stance: Any) -> bool:
-    """Whether no scope is in force here, or its tools are disabled, so that compiled code runs as it is.
+    """Return True if no scope is in force here, or its tools are disabled: compiled code runs as it is.
 
     Without the native interceptor dynamo would see stand-ins for torch's functions, so it does not.
     """

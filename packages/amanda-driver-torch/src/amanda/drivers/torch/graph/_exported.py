@@ -12,7 +12,7 @@ from zipfile import is_zipfile
 
 import torch
 from amanda import apply
-from amanda.backend import DRIVER_API, Action, Artefact, Combined, Inlining, Namespace, OpFacts
+from amanda.backend import DRIVER_API, Action, Artefact, Inlining, Namespace, OpFacts, Plan
 from amanda.errors import AmandaError, ArtefactError
 from torch.utils._pytree import tree_unflatten
 
@@ -93,7 +93,7 @@ class ExportedFile(Artefact):
 
 
 def _sizes(program: ExportedProgram, module: Any) -> Any:
-    """Which sizes of what a program is called with may change, as `torch.export.export` takes it."""
+    """Return which sizes of what a program is called with may change, as `torch.export.export` takes it."""
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     values = values[len(values) - len(program.graph_signature.user_inputs) :]
     dims: dict[str, Any] = {}
@@ -130,9 +130,9 @@ def _bound(value: Any) -> int | None:
     return int(value) if isinstance(value, int) or getattr(value, "is_Integer", False) else None
 
 
-def _of_weights(combined: Combined, facts: OpFacts) -> Iterator[Action]:
+def _of_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
     """The actions at an op whose routines are given weights alone."""
-    for action in combined.before:
+    for action in plan.before:
         values = [(facts.inputs or [])[i] for i in action.select or ()]
         if values and all(_is_known(value, facts) for value in values):
             yield action

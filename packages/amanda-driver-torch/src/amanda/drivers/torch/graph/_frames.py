@@ -1,4 +1,4 @@
-"""Which frames dynamo leaves to Python: Amanda at ops that run on their own, and the routines of tools."""
+"""Frames that dynamo leaves to Python: Amanda at ops that run on their own, and the routines of tools."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PLAINLY = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 """Without dynamo, and so is all that is called in turn."""
 
 ONCE = ConvertFrameReturn(_PLAINLY, apply_to_code=False)
-"""What dynamo is told of a frame that this call alone runs without it."""
+"""The word to dynamo for a frame that this call alone runs without it."""
 
 
 def left_to_python(frame: Any) -> ConvertFrameReturn | None:
-    """What dynamo is told of a frame that it shall not convert; None for others.
+    """Return what dynamo is told of a frame that it shall not convert; None for others.
 
     It is told for good of Amanda's own code, and of others once: a routine may be called elsewhere too.
     """

@@ -1,4 +1,4 @@
-"""What stands in a rewritten graph for a node: its native ops, with the routines of tools around them.
+"""The stand-in of a node in a rewritten graph: its native ops, with the routines of tools around them.
 
 It is called wherever the graph runs: by a backend that traces the graph into another, which makes
 traceable routines part of that, and by one that runs the graph as it is.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from amanda.backend import BackwardPlan, Combined, OpFacts
+from amanda.backend import Actions, OpFacts, Plan
 from torch.utils._pytree import tree_flatten
 
 from ._held import Held
@@ -20,25 +20,25 @@ from ._routines import Routines
 
 
 class BackwardSite(NamedTuple):
-    """What tools do at one backward op: its facts, and its plan."""
+    """A backward op with its facts and its actions."""
 
     facts: OpFacts
-    plan: BackwardPlan
+    plan: Actions
 
 
 class Step:
-    """What tools do at one native op.
+    """A native op with its facts and its plan.
 
     backward: by the backward op's place among those of the op.
     """
 
-    def __init__(self, facts: OpFacts, combined: Combined) -> None:
+    def __init__(self, facts: OpFacts, plan: Plan) -> None:
         self.facts = facts
-        self.combined = combined
+        self.plan = plan
         self.backward: dict[int, BackwardSite] = {}
 
     def __bool__(self) -> bool:
-        return self.combined.forward or bool(self.backward)
+        return bool(self.plan or self.backward)
 
 
 class Inlet:
@@ -89,15 +89,15 @@ class Instrumented(Inlet):
 
 
 def _run(step: Step, call: Any, routines: Routines) -> Any:
-    combined, facts = step.combined, step.facts
-    inputs = routines.in_turn(combined.before, call.inputs, facts, call.mutable)
+    plan, facts = step.plan, step.facts
+    inputs = routines.in_turn(plan.before, call.inputs, facts, call.mutable)
     target = inputs[0] if _is_changed_in_place(step, call, inputs) else None
     if target is not None:  # what the op saves for its backward op is not written once more
         inputs = [target.clone(), *inputs[1:]]
     start = sequence()
     outputs = NotImplemented
-    if combined.replace is not None:
-        outputs = routines.replace(combined.replace, call, inputs, facts)
+    if plan.replace is not None:
+        outputs = routines.replace(plan.replace, call, inputs, facts)
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
     values, rebuild = TENSORS.flatten(outputs)
@@ -108,17 +108,17 @@ def _run(step: Step, call: Any, routines: Routines) -> Any:
             if place in step.backward:
                 routines.hook(node, *step.backward[place])
     if target is not None:
-        (changed,) = routines.in_turn(combined.after, values, facts)
+        (changed,) = routines.in_turn(plan.after, values, facts)
         return target.copy_(changed)
     mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
-    changed = routines.in_turn(combined.after, values, facts, mutable)
+    changed = routines.in_turn(plan.after, values, facts, mutable)
     return outputs if changed is values else rebuild(changed)
 
 
 def _is_changed_in_place(step: Step, call: Any, inputs: Sequence[Any]) -> bool:
-    """Whether routines may change what an op has written into the tensor that it is called on."""
+    """Return True if routines may change what an op has written into the tensor that it is called on."""
     in_place = call.targets == (0,) and isinstance(inputs[0], torch.Tensor)
-    return in_place and any(action.select != () and not action.observer for action in step.combined.after)
+    return in_place and any(action.select != () and not action.observer for action in step.plan.after)
 
 
 class Leaf(Inlet):

@@ -57,7 +57,7 @@ class Making:
         self._module.graph.erase_node(twin)
 
     def read_through(self, node: Node, inlet: Inlet) -> None:
-        """Let all that reads a node's value read what something makes of that."""
+        """Replace a node's value, for all that reads it, by what something makes of it."""
         twin = self._twins[node]
         readers = list(twin.users)
         with self._module.graph.inserting_before(self._first if twin.op == "placeholder" else twin.next):

@@ -55,7 +55,7 @@ def _changed_views(
 ) -> Iterator[tuple[Node, Step, int]]:
     for node, each in steps.items():
         for call, step in zip(ran[node].calls, each, strict=True):
-            if any(action.select != () and not action.observer for action in step.combined.actions):
+            if any(action.select != () and not action.observer for action in step.plan.inserted):
                 yield from ((node, step, memory) for memory in _views(call))
 
 

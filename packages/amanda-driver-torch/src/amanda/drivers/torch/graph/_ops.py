@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, Execution, Inserted, OpFacts, State, Table, current_state
+from amanda.backend import Action, Execution, Insertion, OpFacts, State, Table, current_state
 from amanda.errors import AmandaError
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
@@ -54,7 +54,7 @@ _TOKEN = "amanda_execution"
 
 
 class Program:
-    """What a graph with routines in it shares: what is at which slot, and whose tools they are.
+    """The routines of a graph by slot, and whose tools they are.
 
     state: in force when it was made.  every: whether routines are called outside of the tools' scopes too.
     traced: traceable routines, with the tensors that they hold.  reads: what else they read.
@@ -76,7 +76,7 @@ class Program:
         self.reports: list[tuple[str, str, str]] = []
         self.living[self.number] = self
 
-    def slot(self, key: Hashable, make: Callable[[], Inserted]) -> int:
+    def slot(self, key: Hashable, make: Callable[[], Insertion]) -> int:
         """The slot of what is called at a place, made when it is first asked for."""
         if key not in self._slots:
             slot = self._slots[key] = len(self.table)
@@ -119,7 +119,7 @@ class GraphExecution(Execution):
         return found
 
     def runs_action(self, action: Any) -> bool:
-        """Whether a scope with the action's tool is open."""
+        """Return True if a scope with the action's tool is open."""
         if action.opening:
             return False
         if self.program.every:
@@ -130,14 +130,14 @@ class GraphExecution(Execution):
         return state.is_open(action.tool)
 
     def call_at(self, slot: int, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-        """What the routine at a slot gives; its exceptions as they are."""
+        """Return what the routine at a slot gives; its exceptions as they are."""
         called: Any = self.table[slot]
         with interceptor.Suspension():
             return called.run(self, called.handed(values, numbers))  # type: ignore[no-any-return]
 
 
 class Kept(NamedTuple):
-    """What a routine that takes part in autodiff leaves for the backward pass."""
+    """The record that a routine which takes part in autodiff leaves for the backward pass."""
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]

@@ -1,4 +1,4 @@
-"""Where in the user's program a node of an FX graph comes from."""
+"""The place in the user's program that a node of an FX graph comes from."""
 
 from __future__ import annotations
 

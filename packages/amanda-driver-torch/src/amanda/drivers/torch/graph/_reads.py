@@ -1,4 +1,4 @@
-"""What traceable routines read of PyTorch's values."""
+"""Values of PyTorch that traceable routines read."""
 
 from __future__ import annotations
 

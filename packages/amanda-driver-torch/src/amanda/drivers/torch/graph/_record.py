@@ -1,4 +1,4 @@
-"""Which native ops the nodes of an FX graph come to: the graph is run once on tensors without data."""
+"""The native ops of an FX graph's nodes: the graph is run once on tensors without data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NativeCall:
 
 
 class Replay:
-    """What a node computes, as the native ops that it comes to.
+    """The native ops that a node comes to.
 
     bind: the eager driver's view of a native call.  calls: in order.  result: template of what it gives.
     """
@@ -60,7 +60,7 @@ class Replay:
         self.result = result
 
     def forget_symbols(self) -> None:
-        """Let go of the tensors that the graph was run on."""
+        """Drop the tensors that the graph was run on."""
         for call in self.calls:
             call.call = call.outputs = None
             call.nodes, call.leaves = [], []
@@ -102,7 +102,7 @@ def uninstrumented() -> AbstractContextManager[None]:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Let native calls come to a recorder."""
+    """Record native calls."""
     recorder = Recorder()
     with in_force(interceptor.Activation(None, recorder, True, False)):
         yield recorder
@@ -256,7 +256,7 @@ def _ran(node: Node, module: GraphModule, ran: Mapping[Node, Ran]) -> Ran:
 
 
 def _reads_number(node: Node, args: Sequence[Any]) -> bool:
-    """Whether a node reads a number that dynamo hands over as a tensor: in the user's program it is no op."""
+    """Return True for a node that reads a number, which dynamo hands over as a tensor: it is no op."""
     if node.target != "item" or node.all_input_nodes[0].op != "placeholder":
         return False
     number = getattr(args[0], "item_memo", None)
@@ -264,7 +264,7 @@ def _reads_number(node: Node, args: Sequence[Any]) -> bool:
 
 
 def called(node: Node, module: GraphModule) -> Callable[..., Any]:
-    """What a node calls."""
+    """Return what a node calls."""
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]
     if node.op == "call_module":

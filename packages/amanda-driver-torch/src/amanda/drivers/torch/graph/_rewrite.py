@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from amanda.backend import BackwardPlan, GraphAnalysis, Namespace, OpFacts, backward_id, digest, explained
+from amanda.backend import Actions, GraphAnalysis, Namespace, OpFacts, backward_id, digest, explained
 from amanda.errors import ActionError
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
@@ -88,8 +88,6 @@ class Rewriting:
         finally:
             self._analysis.finish()
 
-    # ---- analysis ----
-
     def _analyse(self, one: Ran) -> None:
         node = one.node
         if one.obstacle:
@@ -102,14 +100,14 @@ class Rewriting:
             facts = self._facts(node, call)
             values, _ = TENSORS.flatten(call.outputs)
             facts.inputs = list(call.call.inputs)
-            combined = self._analysis.forward(facts, values)
-            if combined.replace is not None and combined.replace.reads:
-                with explained(facts, combined.replace.tool, str(combined.replace)):
+            plan = self._analysis.forward(facts, values)
+            if plan.replace is not None and plan.replace.reads:
+                with explained(facts, plan.replace.tool, str(plan.replace)):
                     raise ActionError(
-                        f"{combined.replace} of {facts.name} is to read inputs of other ops, which graphs of "
+                        f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "
                         "PyTorch do not hand on: replace one op alone, or run op by op"
                     )
-            self._steps[node].append(Step(facts, combined))
+            self._steps[node].append(Step(facts, plan))
 
     def _facts(self, node: Node, call: NativeCall) -> OpFacts:
         scope, source = scope_of(node, self._prefix), source_of(node)
@@ -131,7 +129,7 @@ class Rewriting:
         )  # fmt: skip
 
     def _read(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
-        """Which parameter an op reads, and which part of it, where another graph may read another."""
+        """Return which parameter an op reads, and which part of it, where another graph may read another."""
         if value._base is None or value.numel() == variable.numel():
             return self.symbols.ordinal(variable), ""
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
@@ -163,13 +161,11 @@ class Rewriting:
 
     def _plan(
         self, forward: OpFacts, kind: type, place: int, entering: list[Any], leaving: list[Any]
-    ) -> tuple[BackwardPlan, OpFacts]:
+    ) -> tuple[Actions, OpFacts]:
         identity = backward_id(forward.op_id, kind.__name__, place)
         facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
         facts.grad_outputs = entering
         return self._analysis.backward(facts, leaving), facts
-
-    # ---- making ----
 
     def _made(self, ran: dict[Node, Ran], changed: dict[Node, list[Step]]) -> GraphModule:
         inlets: dict[Node, Inlet] = {}
@@ -198,9 +194,8 @@ class Rewriting:
     def _calls_python(self, changed: Iterable[Sequence[Step]]) -> bool:
         steps = [step for each in changed for step in each]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
-        actions = [action for site in sites for action in site.plan.actions]
-        actions += [action for step in steps for action in step.combined.actions]
-        actions += [step.combined.replace for step in steps if step.combined.replace is not None]
+        actions = [action for site in sites for action in site.plan.all]
+        actions += [action for step in steps for action in step.plan.all]
         return not all(self._routines.inlines(action) for action in actions)
 
 

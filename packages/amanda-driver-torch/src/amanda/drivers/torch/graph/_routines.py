@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from amanda.action import differentiable
-from amanda.backend import Action, BackwardPlan, OpFacts, run_replacement, run_routine
+from amanda.backend import Action, Actions, OpFacts, run_replacement, run_routine
 
 from ._called import Called, CalledForGradients, CalledInstead, Values, cloned, gradients_of
 from ._ops import Program, custom_ops, tensors
@@ -39,7 +39,7 @@ class Routines:
             yield
 
     def inlines(self, action: Action) -> bool:
-        """Whether a routine becomes part of the graph."""
+        """Return True if a routine becomes part of the graph."""
         return action.traceable and not action.takes_run and action not in self.program.called_as_python
 
     def run(
@@ -54,7 +54,7 @@ class Routines:
             return values
         if not self.inlines(action):
             action = self._as_call(action, facts)
-        return run_routine(tensors(), action, values, facts, {}, self.program.state, mutable)
+        return run_routine(tensors(), action, values, facts, {}, self.program.state.autodiff, mutable)
 
     def in_turn(
         self, actions: Iterable[Action], values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
@@ -65,7 +65,7 @@ class Routines:
         return values
 
     def replace(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
-        """What a routine gives instead of an op; NotImplemented: the op shall run."""
+        """Return what a routine gives instead of an op; NotImplemented: the op shall run."""
         if self.inlines(action):
             result = run_replacement(tensors(), action, inputs, facts, {}, call.targets, call.computation())
             return result if result is NotImplemented else call.formed(result)
@@ -82,8 +82,8 @@ class Routines:
             return written[0] if len(written) == 1 else tuple(written)
         return call.formed(tuple(results)) if len(results) != 1 else results[0]
 
-    def hook(self, node: Any, facts: OpFacts, plan: BackwardPlan) -> None:
-        """Let routines run around a backward op of autograd's graph."""
+    def hook(self, node: Any, facts: OpFacts, plan: Actions) -> None:
+        """Put routines around a backward op of autograd's graph."""
         entered: list[Any] = []
 
         def before(gradients: Sequence[Any]) -> Any:

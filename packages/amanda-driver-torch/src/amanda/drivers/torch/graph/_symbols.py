@@ -94,7 +94,7 @@ class Symbols:
         return self._attributes[target]
 
     def learn(self, ran: Mapping[Node, Ran]) -> None:
-        """Hear how the values are made."""
+        """Record how the values are made."""
         self._ran = ran
         for node, one in ran.items():
             if isinstance(one.value, torch.Tensor):
@@ -111,7 +111,7 @@ class Symbols:
         return found if isinstance(found, torch.nn.Parameter) else None
 
     def is_leaf(self, value: torch.Tensor) -> bool:
-        """Whether a value is given to the graph and its gradient is stored."""
+        """Return True if a value is given to the graph and its gradient is stored."""
         return id(value) in self._leaves
 
     @staticmethod

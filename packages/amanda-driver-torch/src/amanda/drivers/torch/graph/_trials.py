@@ -36,12 +36,12 @@ class Trials:
     def forward(self, inlet: Instrumented, ran: Ran, steps: Sequence[Step]) -> None:
         """Try the routines at a node's ops and at their backward ops."""
         for call, step in zip(ran.calls, steps, strict=True):
-            combined, facts = step.combined, step.facts
-            inputs = self._in_turn(combined.before, list(call.call.inputs), facts, inlet.held)
-            if combined.replace is not None:
-                self._try(combined.replace, inputs, facts, inlet.held)
+            plan, facts = step.plan, step.facts
+            inputs = self._in_turn(plan.before, list(call.call.inputs), facts, inlet.held)
+            if plan.replace is not None:
+                self._try(plan.replace, inputs, facts, inlet.held)
             outputs, _ = TENSORS.flatten(call.outputs)
-            self._in_turn(combined.after, outputs, facts, inlet.held)
+            self._in_turn(plan.after, outputs, facts, inlet.held)
             for site in step.backward.values():
                 self.backward(inlet, site)
 
@@ -95,4 +95,4 @@ class Trials:
         if action.type.is_replacement:
             run_replacement(TENSORS, action, values, facts, {})
             return values
-        return run_routine(TENSORS, action, values, facts, {}, self._routines.program.state)
+        return run_routine(TENSORS, action, values, facts, {}, self._routines.program.state.autodiff)

@@ -1,0 +1,238 @@
+"""One backward op in one backward pass: its analysis the first time, its routines every time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from amanda import interceptor
+from amanda.eager.program import program_on_values
+from amanda.errors import RoutineError
+from amanda.interceptor.opid import digest, mix
+from amanda.plan.action import Action, InstrumentationPoint, in_turn
+from amanda.plan.analysis import Draft
+from amanda.plan.context import OpContext
+from amanda.plan.notes import explained
+from amanda.plan.plan import Actions, Plan, only_replacement
+from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
+from amanda.scope.state import State
+
+if TYPE_CHECKING:
+    from amanda.eager.execution import EagerExecution
+    from amanda.eager.trace import Trace
+    from amanda.plan.facts import OpFacts
+    from amanda.plan.layer import Layer
+
+
+def backward_id(op_id: int, name: str, place: int) -> int:
+    """Id of a backward op: its forward op's, its name, and its place among that op's backward ops."""
+    return mix(mix(op_id, digest(name)), place) or 1
+
+
+def settles(state: State) -> bool:
+    """Return True if what was done at backward ops is done again, for traces of the state's own layer."""
+    return state.cache and not state.autodiff
+
+
+def settled_step(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
+    """Return what is done at a backward op where it is the same in each pass; else a `BackwardStep` is due.
+
+    Where the state `settles`, and the trace is of its layer.
+    """
+    known = trace.plan.backward.steps.get((op, place))
+    if known is None:
+        known = _settled(ops, trace, op, place)
+        if known is not None:
+            trace.plan.backward.steps[op, place] = known
+    return known
+
+
+def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
+    if ops.reader is None or trace.facts is None:
+        return None
+    if not trace.plan.is_complete(trace.gradients):
+        return None
+    id = backward_id(trace.op_id, op.__name__, place)
+    if any(id not in plan.backward.actions for plan in trace.plan.watching):
+        return None
+    several = [plan.backward.actions[id] for plan in trace.plan.watching]
+    if any(actions.replace for actions in several):
+        return None
+    facts = trace.facts.at_backward(op, id, True)
+    facts.drop_values()
+    whole = Actions.merged(several)
+    if any(action.takes_run for action in whole.all):
+        return None
+    rest = _Rest(ops, facts)
+    hooks: list[interceptor.Hook | None] = []
+    for actions in (whole.before, whole.after):
+        program = program_on_values(actions, facts) if actions else None
+        if actions and program is None:
+            return None
+        hooks.append(None if program is None else program.hook(ops.reader, rest, actions))
+    return SettledStep(*hooks)
+
+
+class SettledStep(NamedTuple):
+    """The actions at a backward op that has been analysed; native code calls their routines.
+
+    before, after: called with the gradients that enter the op, and with those that leave it; they give
+    gradients that shall do so instead, or None. None themselves where there is no routine.
+    """
+
+    before: interceptor.Hook | None
+    after: interceptor.Hook | None
+
+
+class _Rest:
+    """Goes on in Python where native code has stopped."""
+
+    __slots__ = ("_facts", "_ops")
+
+    def __init__(self, ops: EagerExecution, facts: OpFacts) -> None:
+        self._ops = ops
+        self._facts = facts
+
+    def __call__(self, actions: list[Action], grads: tuple[Any, ...], done: Any) -> tuple[Any, ...] | None:
+        step, returned = (-1, None) if done is NotImplemented else done
+        given = values = list(grads)
+        with interceptor.Suspension():
+            for i, action in enumerate(actions):
+                if i >= step:
+                    result = returned if i == step else NOT_CALLED
+                    values = run_routine(self._ops, action, values, self._facts, {}, False, (), result)
+        return None if values is given else tuple(values)
+
+
+class BackwardStep:
+    """The actions of the open scopes' tools at one backward op."""
+
+    def __init__(
+        self, ops: EagerExecution, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
+        order: int = 1,
+    ) -> None:  # fmt: skip
+        assert trace.facts is not None
+        self._ops = ops
+        self._trace = trace
+        self._state = state
+        self.id = backward_id(trace.op_id, op.__name__, place)
+        self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
+        self._fresh: list[tuple[Plan, Draft[Actions]]] = []
+        self._known: list[Actions] = []
+        self._missing: list[Plan] = []
+        self._complete = True  # no layer has routines for it whose scope is closed
+        for plan in trace.plan.watching:
+            known = plan.backward.actions.get(self.id)
+            if known is not None and not self._is_analysed_anew(plan.layer):
+                self._known.append(known)
+            elif trace.gradients in plan.backward.complete:
+                self._reopen(plan)
+            elif not trace.facts.dropped:
+                trace.pending.add(self.id)
+                if all(map(state.is_open, plan.layer.tools)):
+                    self._missing.append(plan)
+                else:
+                    self._complete = False
+
+    def _is_analysed_anew(self, layer: Layer) -> bool:
+        """Without the cache each pass is analysed, unless the forward pass had it: its values are gone."""
+        if self._state.cache or not all(map(self._state.is_open, layer.tools)):
+            return False
+        if not self._trace.facts.dropped:  # type: ignore[union-attr]
+            return True
+        self._state.report(
+            f"the analysis of a backward op of {self._facts.op_type} without the cache",
+            "its forward op ran with the cache, so what it read is gone: it does what was analysed before",
+            self._facts.source,
+        )
+        return False
+
+    def _reopen(self, plan: Plan) -> None:
+        """Note that the op made another backward op than those that were analysed, as for other shapes."""
+        plan.backward.complete.discard(self._trace.gradients)
+        self._trace.pending.add(self.id)
+        self._trace.layer.relearn(self._trace.op_id)
+        self._state.report(
+            f"the first pass through a backward op that {self._facts.op_type} makes for some inputs alone",
+            "it came after passes without one; it is seen from the next on", self._facts.source,
+        )  # fmt: skip
+
+    @property
+    def wanted(self) -> bool:
+        """Return True if there is anything to do: hooks go nowhere else."""
+        return bool(self._missing or any(self._open(actions) for actions in self._known))
+
+    def _open(self, actions: Actions) -> list[Action]:
+        return [action for action in actions.all if self._state.is_open(action.tool)]
+
+    def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
+        """Gradients that shall enter the op instead of these."""
+        grads = list(grad_outputs)
+        self._facts.grad_outputs = list(grads)
+        self._known += [self._analysed(plan) for plan in self._missing]  # no map, which ends on StopIteration
+        self._missing = []  # another pass through the op, within this one, analyses nothing anew
+        for action in in_turn((one for actions in self._known for one in actions.before), False):
+            grads = self._run(action, grads)
+        # A framework may keep a gradient as it is, not a copy, if nobody else holds it while the op runs.
+        self._facts.grad_outputs = None
+        return grads
+
+    def _analysed(self, plan: Plan) -> Actions:
+        """Return what a layer's plan has for this op by now, or all that is recorded before the op runs."""
+
+        known = plan.backward.actions
+
+        def begin() -> Draft[Actions]:
+            return Draft(Actions(), OpContext(self._facts, plan.layer.analyse, plan.context))
+
+        draft: Draft[Actions] | Actions = begin()
+        if self._state.cache:
+            draft = plan.layer.drafts.share((plan, self.id), lambda: known.get(self.id), begin)
+        if isinstance(draft, Actions):
+            return draft
+        draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)
+        self._fresh.append((plan, draft))
+        return draft.plan
+
+    def after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
+        """Gradients that shall leave the op instead of these."""
+        grads = list(grad_inputs)
+        replacement = only_replacement(actions.replace for actions in self._known)
+        if replacement is not None and self._state.is_open(replacement.tool):
+            grads = self._replaced(replacement, grads, list(grad_outputs))
+        self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
+        for plan, draft in self._fresh:
+            draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
+            plan.backward.actions[self.id] = draft.plan
+            if self._state.cache and not plan.layer.has(self._trace.op_id, plan):  # its model died meanwhile
+                plan.layer.bury(self._trace.op_id)
+        self._fresh = []
+        for action in in_turn((one for actions in self._known for one in actions.after), True):
+            grads = self._run(action, grads)
+        self._facts.drop_values()
+        if self._complete:
+            self._trace.pending.discard(self.id)
+        return grads
+
+    def _run(self, action: Action, grads: list[Any]) -> list[Any]:
+        if not self._state.is_open(action.tool):
+            return grads
+        return run_routine(self._ops, action, grads, self._facts, self._trace.run, self._state.autodiff)
+
+    def _replaced(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
+        result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)
+        if result is NotImplemented:
+            return grads
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        wanted = [i for i, grad in enumerate(grads) if grad is not None]
+        if len(results) == len(grads):
+            return [None if grad is None else new for grad, new in zip(grads, results, strict=True)]
+        if len(results) == len(wanted):
+            for position, value in zip(wanted, results, strict=True):
+                grads[position] = value
+            return grads
+        with explained(self._facts, action.tool, str(action)):
+            raise RoutineError(
+                f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
+                f"which {len(wanted)} are wanted (positions {wanted})"
+            )

@@ -1,0 +1,212 @@
+"""Calls of an eager framework, and the backward ops that they make, as a driver describes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from amanda.plan.tensors import TensorOps, spread
+
+if TYPE_CHECKING:
+    from amanda import interceptor
+    from amanda.eager.trace import Trace
+    from amanda.eager.views import Views
+
+
+class Call(ABC):
+    """One call of an op: its inputs in schema order, and how to make the call with others.
+
+    mutable: positions of the inputs that the op writes into.
+    targets: positions of those that it returns: `self` of an in-place op, `out=`.
+    """
+
+    __slots__ = ("inputs", "mutable", "names", "op", "targets")
+
+    op: Any
+    inputs: list[Any]
+    names: Sequence[str]
+    mutable: Sequence[int]
+    targets: Sequence[int]
+
+    @abstractmethod
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the op itself on these inputs."""
+
+    def fitted(self, inputs: list[Any]) -> list[Any]:
+        """Return changed inputs in the memory that the op needs; one may read beyond its tensor."""
+        return inputs
+
+    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+        """Runs the op itself on inputs like this call's, none of which it holds; None where nothing can."""
+        return None
+
+    def compute(self, inputs: Sequence[Any]) -> Any:
+        """Run it for a replacement, which is given a single output as itself."""
+        return self.invoke(list(inputs))
+
+    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Those of the user's tensors that the op has written and gives back."""
+        return spread(inputs[i] for i in self.targets)
+
+    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""
+        return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
+
+    def may_write(self) -> bool:
+        """Return whether the op may write into its inputs; some ops do so without a schema that says it."""
+        return True
+
+    def formed(self, result: Any) -> Any:
+        """A replacement's result in the form that the op's own has."""
+        return result
+
+    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
+        """Return which argument each input is, positional ones and then those by keyword; -1: a default.
+
+        A pair for the one input that is the tuple of the arguments from its first to before its second.
+        None where that cannot be said.
+        """
+        return None
+
+    def attributes(self) -> dict[str, Any]:
+        """The non-tensor arguments by name."""
+        return {}
+
+    def parameters(self) -> Sequence[int]:
+        """Positions of the inputs that were read of a variable, where the input itself does not tell."""
+        return ()
+
+    def op_type(self) -> str:
+        """The framework's own name for what the op computes, one for all its spellings."""
+        return str(getattr(self.op, "__name__", self.op))
+
+
+class Saved:
+    """Tensors that the backward ops of an op save, which may share memory with what is written later."""
+
+    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+        """Run an op and see what it saves."""
+        return call.invoke(inputs)
+
+    def keep(self) -> None:
+        """Copy what was saved of the values, since they are written now."""
+
+
+class EagerOps(TensorOps):
+    """Calls of a framework, beside its tensors; a driver implements it.
+
+    identity_types: types of the values that tell ops apart.
+    reader: how native code reads tensors; None where it does not.
+    views: which values stand for views; None where tensors never share memory.
+    """
+
+    identity_types: tuple[type, ...] = ()
+    reader: interceptor.Reader | None = None
+    views: Views | None = None
+
+    @property
+    @abstractmethod
+    def namespace(self) -> Any:
+        """Tags of the ops."""
+
+    @abstractmethod
+    def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call as the tools see it."""
+
+    @abstractmethod
+    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An op's result as a list of outputs, and how to put such a list back into its form."""
+
+    def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """The same for the result of this call, where its form is not all that counts."""
+        return self.flatten(outputs)
+
+    @abstractmethod
+    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+        """Return which of the inputs need a gradient; None where autodiff records nothing."""
+
+    def written_later(self, values: Sequence[Any]) -> Saved | None:
+        """Return the context to run an op in, after which these values may be written once more.
+
+        None where `saved_of` finds all that it will have saved.
+        """
+        return None
+
+    def saves_out_of_reach(self, value: Any) -> bool:
+        """Return True if `saved_of` could not find what an op that writes this value will save of it."""
+        return True
+
+    def saved_of(self, values: Sequence[Any]) -> Saved:
+        """Return what the backward ops of the op that has just written these values have saved of them."""
+        return Saved()
+
+    def known_to_autodiff(
+        self, own: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], given: list[Any]
+    ) -> list[Any]:
+        """Return the values that routines gave as outputs, with the place in autodiff that the op's have.
+
+        So a leaf that the op makes stays a leaf, and a tensor that it hands through keeps its gradient.
+        own: the op's inputs.  inputs: those that it ran with.
+        """
+        return given
+
+    def variable_of(self, value: Any) -> Any:
+        """Return what holds an input's value from one execution to the next; None where nothing does."""
+        return None
+
+    def part_of(self, value: Any, variable: Any) -> str:
+        """Name the part of a variable that an input is a view of; "" for all of it, in any form."""
+        return ""
+
+    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+        """Return what gives the path of a variable in the outermost of the enclosing calls' objects.
+
+        It keeps none of them alive.
+        """
+        return _nowhere
+
+    def scope_name(self, subjects: Sequence[Any]) -> str:
+        """Path of the innermost enclosing call's object within the outermost's."""
+        return ""
+
+    def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
+        """Other paths of that object, such as those of the names that a framework gives its layers."""
+        return ()
+
+    def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
+        """Return what keeps a call from being instrumented at this moment, and why; None if nothing does."""
+        return None
+
+    @abstractmethod
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Context around the op that finds the backward ops which it makes; made before its routines run."""
+
+    def begin(self, made: Any, inputs: Sequence[Any]) -> None:
+        """Called with the inputs of the op, or of its replacement, before the context `made` is entered.
+
+        What routines returned is among it: backward ops that these values come from are not of the op.
+        """
+
+    @abstractmethod
+    def attach_trace(self, trace: Trace, made: Any, values: list[Any]) -> None:
+        """Leave the trace with the backward ops that the context `made` has found.
+
+        values: the op's outputs, and those of its inputs that it wrote.
+        """
+
+    def made_between(self, begin: int, start: int, end: int) -> Any:
+        """Return what `tracing` would have found, by readings of the clock of the driver's `reader`."""
+        raise NotImplementedError
+
+    def leaving(self, trace: Trace, writes: bool) -> Any:
+        """Return what makes a `Program` leave this trace with the backward ops of each execution.
+
+        writes: whether the op writes into a tensor that it is given.
+        """
+        raise NotImplementedError
+
+
+def _nowhere(variable: Any) -> str | None:
+    return None

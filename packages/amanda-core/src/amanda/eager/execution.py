@@ -1,0 +1,266 @@
+"""Analysis and execution of an eager op, in terms of the primitives of a driver."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda.eager.call import Call, EagerOps, Saved
+from amanda.eager.program import learn
+from amanda.eager.trace import Trace
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.analysis import Analysis
+from amanda.plan.facts import OpFacts
+from amanda.plan.lifetime import bind_to_subjects
+from amanda.plan.plan import Plan
+from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
+from amanda.plan.source import user_source
+from amanda.plan.tensors import spread
+
+if TYPE_CHECKING:
+    from amanda.eager.views import Views
+    from amanda.plan.action import Action
+    from amanda.plan.layer import Layer
+    from amanda.scope.state import State
+
+
+class EagerExecution(EagerOps):
+    """Analyses an op the first time that it executes, and runs its plan every time."""
+
+    def handle(
+        self,
+        state: State,
+        memo: interceptor.Memo | None,
+        op_id: int,
+        site: interceptor.Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: int = 0,
+        done: tuple[Plan, int, Any, Any] | None = None,
+    ) -> Any:
+        """Run an op that has, or may have, a plan with actions; the interceptor calls it."""
+        layer = state.layer
+        assert layer is not None
+        if done is not None:
+            return self._resume(self.bind(site, args, kwargs), state, op_id, *done)
+        watched = self._watches(layer, op_id)
+        if memo is not None and len(memo.plans) == 1 and not (layer.guards or kwargs or watched):
+            (plan,) = memo.plans.values()
+            if not plan and not plan.wants_backward(self.gradients(args)):
+                memo.learn(key, None)
+                return site.invoke(args, kwargs)
+        obstacle = self.obstacle(site)
+        if obstacle is not None:
+            state.report(*obstacle)
+            return site.invoke(args, kwargs)
+        call = self.bind(site, args, kwargs)
+        signature = layer.key(self, call.inputs)
+        if memo is None or signature not in memo.plans:
+            return self._first(call, state, op_id, signature)
+        plan = memo.plans[signature]
+        if key and not layer.by_callables and not watched:
+            learn(self, memo, key, plan, call)
+        return self._execute(plan, call, state, op_id)
+
+    def _first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
+        layer = state.layer
+        assert layer is not None
+        subjects = interceptor.subjects()
+        facts = OpFacts(
+            call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
+            scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
+            parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
+            part_of=self.part_of,
+            compute=call.computation(), aliases=self.scope_aliases(subjects),
+        )  # fmt: skip
+        analysis = Analysis(facts, self, layer, key, state.cache)
+        result = self._execute(analysis.plan, call, state, op_id, analysis)
+        if state.cache:
+            analysis.keep()
+            if call.mutable:
+                layer.writers.add(op_id)
+            self._keep(layer, op_id, key, analysis.plan)
+            bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
+        facts.drop_values()
+        return result
+
+    def _execute(
+        self,
+        plan: Plan,
+        call: Call,
+        state: State,
+        op_id: int,
+        analysis: Analysis | None = None,
+        called: tuple[int, Any] = (-1, None),
+    ) -> Any:
+        run: dict[str, Any] = {}
+        told = plan.chain[0].context._facts if analysis is None else analysis.facts
+        inputs = call.inputs
+        tracing = self.tracing() if plan.watches else None
+        step, returned = called
+        for i, action in enumerate(plan.before):
+            if i >= step:
+                result = returned if i == step else NOT_CALLED
+                inputs = run_routine(self, action, inputs, told, run, state.autodiff, call.mutable, result)
+        if inputs is not call.inputs:
+            inputs = call.fitted(inputs)
+        gradients = self.gradients(inputs) if plan.watches else None
+        traced = plan.wants_backward(gradients)
+        trace = Trace(op_id, gradients, plan, run, not state.cache) if traced else None
+        saved = None
+        if call.targets and _acts_later(plan, analysis):
+            saved = self.written_later([inputs[i] for i in call.targets])
+        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
+        if trace is None or tracing is None:
+            outputs = self._compute(plan, call, inputs, told, run, saved)
+        else:
+            self.begin(tracing, inputs)
+            with tracing as made:
+                outputs = self._compute(plan, call, inputs, told, run, saved)
+        values, rebuild = self.results(call, outputs)
+        if versions is not None and self.versions(inputs) != versions:
+            values, inputs = self._written_back(call, inputs, versions, values)
+            outputs = rebuild(values)
+        if analysis is not None:
+            told.inputs, told.outputs = list(inputs), list(values)
+            plan = analysis.after()
+        if trace is not None:
+            trace.keep(self, told, inputs, values)
+            self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
+        written = call.written(inputs, values)
+        if written and saved is None and plan.gives_outputs:
+            saved = self.saved_of(written)
+        changed = self._run_after(plan.after, values, written, told, run, state, saved=saved)
+        if self.views is not None:
+            changed = self._tied(self.views, call, inputs, values, changed, told)
+        return outputs if changed is values else rebuild(changed)
+
+    def _written_back(
+        self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Copy what the op wrote into routines' values to its own inputs; use these from then on.
+
+        So does an autograd.Function that marks an input dirty, which no schema tells before it runs.
+        """
+        own: dict[int, Any] = {}
+        for original, given, version in zip(call.inputs, inputs, versions, strict=True):
+            if given is not original and self.is_tensor(given) and self.version(given) != version:
+                self.write(original, given, isolated=False)
+                own[id(given)] = original
+        return [own.get(id(one), one) for one in values], [own.get(id(one), one) for one in inputs]
+
+    def _tied(
+        self,
+        views: Views,
+        call: Call,
+        inputs: list[Any],
+        values: list[Any],
+        changed: list[Any],
+        told: OpFacts,
+    ) -> list[Any]:
+        """Tie the values that routines gave to the views whose place they took; return the outputs to use."""
+        if inputs is not call.inputs or changed is not values:
+            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
+        if inputs is not call.inputs:
+
+            def again() -> list[Any]:
+                with self.isolated():
+                    return self.results(call, call.invoke(call.inputs))[0]
+
+            views.given_before(call.inputs, inputs, values, again, (told.name, told.source))
+        if changed is not values:
+            changed = views.given_after(inputs, values, changed, (told.name, told.source))
+        if views and call.mutable:
+            views.wrote(call.writes(inputs, values))
+        return changed
+
+    def _run_after(
+        self,
+        actions: Sequence[Action],
+        values: list[Any],
+        written: Sequence[Any],
+        told: OpFacts,
+        run: dict[str, Any],
+        state: State,
+        returned: Any = NOT_CALLED,
+        saved: Saved | None = None,
+    ) -> list[Any]:
+        """written: the user's tensors among the values.  returned: what the first routine did, if called."""
+        keep = None if saved is None else saved.keep
+        for action in actions:
+            mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
+            values = run_routine(self, action, values, told, run, state.autodiff, mutable, returned, keep)
+            returned = NOT_CALLED
+        return values
+
+    def _resume(
+        self, call: Call, state: State, op_id: int, plan: Plan, step: int, returned: Any, outputs: Any
+    ) -> Any:
+        """Go on where native code stopped: after a routine that returned a value, or at what it cannot do.
+
+        By the plan that it had: the op may have changed what the call looks like.
+        """
+        if outputs is NotImplemented:
+            return self._execute(plan, call, state, op_id, called=(step, returned))
+        told = plan.chain[0].context._facts
+        values, rebuild = self.flatten(outputs)
+        first = step - len(plan.before)
+        if first < 0:
+            first, returned = 0, NOT_CALLED
+        written = call.written(call.inputs, values)
+        saved = self.saved_of(written) if written else None
+        changed = self._run_after(plan.after[first:], values, written, told, {}, state, returned, saved)
+        if self.views is not None:
+            changed = self._tied(self.views, call, call.inputs, values, changed, told)
+        return outputs if changed is values else rebuild(changed)
+
+    def _compute(
+        self,
+        plan: Plan,
+        call: Call,
+        inputs: list[Any],
+        told: OpFacts,
+        run: dict[str, Any],
+        saved: Saved | None,
+    ) -> Any:
+        if plan.replace is not None:
+            result = run_replacement(self, plan.replace, inputs, told, run, call.targets, call.compute)
+            if result is not NotImplemented:
+                return call.formed(result)
+        if saved is not None:
+            return saved.seeing(call, inputs)
+        return call.invoke(inputs)
+
+    def identities(self, call: Call) -> list[Any]:
+        """Return the values that tell the call's op apart; its plan dies with any of them."""
+        return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
+
+    def _keep(self, layer: Layer, op_id: int, key: Hashable, plan: Plan) -> None:
+        known = layer.table.get(op_id)
+        if isinstance(known, interceptor.Memo):
+            known.plans[key] = plan
+            known.forget()
+        elif plan or plan.watches or layer.guards or self._watches(layer, op_id):
+            layer.table.set(op_id, interceptor.Memo({key: plan}, layer.by_extents))
+        else:
+            layer.table.set(op_id, None)
+
+    def _watches(self, layer: Layer, op_id: int) -> bool:
+        """Return whether the writes of an op have to be seen."""
+        return self.views is not None and self.views.watching and op_id in layer.writers
+
+    def finish(self, trace: Trace, again: bool = True) -> None:
+        """Mark the backward ops of an execution as analysed.
+
+        again: whether the framework lets another pass come through them.
+        """
+        trace.finish(again)
+
+
+def _acts_later(plan: Plan, analysis: Analysis | None) -> bool:
+    """Return True if routines after the op are given values, or analyses may bring such routines."""
+    if plan.gives_outputs:
+        return True
+    point = InstrumentationPoint.AFTER_FORWARD_OP
+    return analysis is not None and any(draft.plan.layer.routines[point] for _, draft in analysis.fresh)

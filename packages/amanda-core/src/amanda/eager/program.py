@@ -1,0 +1,139 @@
+"""Plans as programs of the native interceptor, which runs routines without Python in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda.eager.trace import Trace
+from amanda.plan.notes import add_note, describe
+from amanda.plan.routine import mutation
+
+if TYPE_CHECKING:
+    from amanda.eager.call import Call, EagerOps
+    from amanda.plan.action import Action
+    from amanda.plan.facts import OpFacts
+    from amanda.plan.plan import Plan
+
+
+def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call) -> None:
+    """Teach native code what calls like this one come to, if it can do that.
+
+    key: under which the memo learns of them.
+    """
+    gradients = ops.gradients(call.inputs)
+    traced = plan.watches and plan.wants_backward(gradients)
+    if not (plan or traced):
+        memo.learn(key, None)
+        return
+    facts = plan.chain[0].context._facts
+    trace = _tracer(ops, memo, plan, call, gradients, facts) if traced else None
+    if traced and trace is None:
+        return
+    refuse = None
+    if call.targets and gradients is not None and plan.gives_outputs:
+        if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
+            return
+        refuse = ops.saves_out_of_reach
+    program = _program_of(plan, call, facts, trace, refuse)
+    if program is not None:
+        memo.learn(key, program)
+
+
+def _tracer(
+    ops: EagerOps,
+    memo: interceptor.Memo,
+    plan: Plan,
+    call: Call,
+    gradients: Hashable,
+    facts: OpFacts,
+) -> Callable[[int, int, int, Any, list[Any]], None] | None:
+    """Leaves the traces of executions; None where it takes more."""
+    written = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
+    if written or any(action.differentiable for action in plan.inserted):
+        return None
+    if plan.is_complete(gradients) and not plan.takes_run:
+        settled = Trace(facts.op_id, gradients, plan, {})
+        settled.keep(ops, facts, [], [])
+        leaving: Callable[..., None] = ops.leaving(settled, bool(call.targets))
+        return leaving
+
+    mutable = tuple(call.mutable)
+
+    def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
+        trace = Trace(facts.op_id, gradients, plan, {})
+        values = ops.flatten(outputs)[0]
+        trace.keep(ops, facts, inputs, values)
+        if plan.is_complete(gradients):
+            memo.forget()  # less is left to do
+        made = ops.made_between(begin, start, end)
+        ops.attach_trace(trace, made, [*values, *(inputs[i] for i in mutable)])
+
+    return leave_trace
+
+
+def _program_of(
+    plan: Plan,
+    call: Call,
+    facts: OpFacts,
+    trace: Callable[..., None] | None,
+    refuse: Callable[[Any], bool] | None,
+) -> interceptor.Program | None:
+    """Return what native code shall do at calls like this one; None where it cannot.
+
+    trace: hears of the backward ops that the op made, if they are wanted.
+    refuse: whether a call with this first argument is for Python, if that differs among calls like these.
+
+    It hands values to routines and sees that they are left alone; a routine that returns another
+    value is where Python goes on.
+    """
+    sources = call.sources()
+    if sources is None or plan.replace or any(action.takes_run for action in plan.inserted):
+        return None
+    if call.mutable and any(action.differentiable for action in plan.inserted):
+        return None
+    constants = tuple(
+        value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
+    )
+    return _program(plan.before, plan.after, facts, sources, constants, plan, trace, refuse)
+
+
+def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:
+    """The same for routines on values that are there already, such as gradients; none takes `run`."""
+    return _program(actions, (), facts)
+
+
+def _program(
+    before: Sequence[Action], after: Sequence[Action], facts: OpFacts, *form: Any
+) -> interceptor.Program | None:
+    told = _FailureNotes((*before, *after), facts)
+    steps = [tuple(map(_step, actions)) for actions in (before, after)]
+    try:
+        return interceptor.Program(*steps, told, *form)
+    except ValueError:  # more values than native code has room for
+        return None
+
+
+def _step(action: Action) -> tuple[Any, ...]:
+    lock = action.tool._amanda.lock
+    return action.func, action.select, dict(action.kwargs), lock, not action.differentiable
+
+
+class _FailureNotes:
+    """Says in Python what went wrong in native code."""
+
+    __slots__ = ("_actions", "_facts")
+
+    def __init__(self, actions: Sequence[Action], facts: OpFacts) -> None:
+        self._actions = actions
+        self._facts = facts
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Note on a routine's exception where it comes from."""
+        action = self._actions[step]
+        add_note(error, describe(self._facts, action.tool, str(action)))
+
+    def mutated(self, step: int, index: int) -> None:
+        """Raise for a routine that wrote into a value that it was given."""
+        raise mutation(self._actions[step], index)

@@ -1,0 +1,72 @@
+"""The record that one execution of an op leaves for its backward ops."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from amanda.plan.facts import OpFacts
+    from amanda.plan.layer import Layer
+    from amanda.plan.plan import Plan
+    from amanda.plan.tensors import TensorOps
+
+
+class Trace:
+    """The record that an execution leaves for its backward ops; it lives as long as their graph.
+
+    gradients: which inputs needed a gradient.
+    plan: of the scope that it was made in.
+    anew: whether its backward ops are analysed in each pass, as without the cache.
+    """
+
+    __slots__ = (
+        "__weakref__", "anew", "facts", "gradients", "op_id", "pending", "plan", "run"
+    )  # fmt: skip
+
+    def __init__(
+        self, op_id: int, gradients: Hashable, plan: Plan, run: dict[str, Any], anew: bool = False
+    ) -> None:
+        self.op_id = op_id
+        self.anew = anew
+        self.gradients = gradients
+        self.plan = plan
+        self.run = run
+        self.facts: OpFacts | None = None
+        self.pending: set[int] = set()
+
+    @property
+    def layer(self) -> Layer:
+        """The tools of the scope that it was made in."""
+        return self.plan.layer
+
+    def again(self) -> Trace:
+        """A trace for the backward ops of this execution's backward ops."""
+        trace = copy(self)
+        trace.pending = set()
+        return trace
+
+    def keep(self, ops: TensorOps, told: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
+        """Keep what the contexts of backward ops shall know: the values too, if some are to be analysed."""
+        facts = told.at_backward(None, 0, True)
+        if self.plan.is_complete(self.gradients):
+            facts.drop_values()
+        else:
+            facts.inputs = [ops.kept(value) for value in inputs]
+            facts.outputs = [ops.kept(value) for value in outputs]
+            facts.dropped = False
+        self.facts = facts
+
+    def finish(self, again: bool = True) -> None:
+        """Note that every backward op of the execution has been analysed.
+
+        again: whether another pass may come through them.
+        """
+        if again and self.anew:
+            return
+        if not self.plan.is_complete(self.gradients):
+            for plan in self.plan.chain:
+                plan.backward.complete.add(self.gradients)
+        if self.facts is not None:
+            self.facts.drop_values()

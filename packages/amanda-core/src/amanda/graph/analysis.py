@@ -1,0 +1,104 @@
+"""The analysis of the ops of a graph, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.analysis import Analysis
+from amanda.plan.context import OpContext
+from amanda.plan.lifetime import bind_to_subjects
+from amanda.plan.plan import Actions, Plan
+
+if TYPE_CHECKING:
+    from amanda.plan.facts import OpFacts
+    from amanda.plan.layer import Layer
+    from amanda.plan.tensors import TensorOps
+    from amanda.scope.state import State
+
+
+class GraphAnalysis:
+    """The analysis of the ops of one graph, and of graphs that belong to it, by the layers of a state.
+
+    plans: those of the op ids that have been met.
+    closed: whether the tools' scopes are closed, so that backward ops have no plans.
+    """
+
+    def __init__(self, state: State, ops: TensorOps, layer: Layer | None = None) -> None:
+        chosen = layer or state.layer
+        assert chosen is not None
+        self.state = state
+        self.layer = chosen
+        self.ops = ops
+        self.plans: dict[int, Plan] = {}
+        self.closed = False
+        self._facts: list[OpFacts] = []
+
+    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+        """Bring an op whose outputs are known beforehand, as symbols."""
+        key = self.layer.key(self.ops, facts.inputs or ())
+        analysis = Analysis(facts, self.ops, self.layer, key, self.state.cache)
+        facts.outputs = list(outputs)
+        plan = analysis.after()
+        if self.state.cache:
+            analysis.keep()
+        self.plans[facts.op_id] = plan
+        self._facts.append(facts)
+        return plan
+
+    def absent(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
+        """Bring an op that does not run itself, though backward ops of it do: no forward analysis."""
+        facts.outputs = list(outputs)
+        plan: Plan | None = None
+        for one in self.layer.chain:
+            plan = Plan(one, OpContext(facts, one.analyse), plan)
+        assert plan is not None
+        self.plans[facts.op_id] = plan
+        self._facts.append(facts)
+
+    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+        """Bring a backward op of an op that was brought before; `facts` are those `at_backward`."""
+        backward_id = facts.backward_op_id
+        assert backward_id is not None
+        several: list[Actions] = []
+        fresh: list[tuple[Actions, OpContext]] = []
+        plan = self.plans.get(facts.op_id)
+        for one in () if plan is None or self.closed else plan.watching:
+            known = one.backward.actions.get(backward_id)
+            if known is None:
+                known = one.backward.actions[backward_id] = Actions()
+                context = OpContext(facts, one.layer.analyse, one.context)
+                known.add(context.trigger_callback(InstrumentationPoint.BEFORE_BACKWARD_OP))
+                fresh.append((known, context))
+            several.append(known)
+        facts.grad_inputs = list(grad_inputs)
+        for known, context in fresh:
+            known.add(context.trigger_callback(InstrumentationPoint.AFTER_BACKWARD_OP))
+        self._facts.append(facts)
+        return Actions.merged(several)
+
+    def finish(self, graph: Any = None) -> None:
+        """Drop every symbol that the contexts know, and make the plans die with the graph."""
+        if graph is not None:
+            for facts in self._facts:
+                bind_to_subjects(facts.op_id, [graph])
+        for facts in self._facts:
+            facts.drop_values()
+            facts.read_value, facts.variable_of, facts.read_variables = _itself, _nothing, _nothing
+        self._facts.clear()
+
+    def forget(self) -> None:
+        """Drop the plans made so far, which an exception left incomplete."""
+        for op_id, plan in self.plans.items():
+            for one in plan.chain:
+                one.layer.forget(op_id)
+        self.finish()
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _itself(value: Any) -> Any:
+    return value

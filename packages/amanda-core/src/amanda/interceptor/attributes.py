@@ -1,0 +1,125 @@
+"""Replacing attributes of modules and classes for a while."""
+
+import functools
+import gc
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_MISSING = object()
+
+
+class Attributes:
+    """Attributes set for a while, and what they were before."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any, Any]] = []
+
+    def set(self, holder: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module or class until `restore`.
+
+        Where the program has wrapped an earlier stand-in, in a scope that is closed, that one serves again.
+        """
+        if self.serves_again(holder, name):
+            return
+        before = vars(holder).get(name, _MISSING)
+        self._before.append((holder, name, before, value))
+        with _as_much_a_sequence(holder, name):
+            setattr(holder, name, value)
+        self._before[-1] = (holder, name, before, vars(holder).get(name))  # as the holder keeps it
+
+    @staticmethod
+    def serves_again(holder: Any, name: str) -> bool:
+        """Return whether the program has wrapped a stand-in that was there in an earlier scope."""
+        return _is_held(_outlived.get((holder, name)), vars(holder).get(name))
+
+    def restore(self) -> None:
+        """Undo every `set`, last first; an attribute that the program has set meanwhile is the program's."""
+        while self._before:
+            holder, name, value, ours = self._before[-1]
+            if vars(holder).get(name, _MISSING) is not ours:  # or `set` was interrupted
+                if type(ours) is types.FunctionType:
+                    _outlived[holder, name] = ours
+                self._before.pop()
+                continue
+            with _as_much_a_sequence(holder, name):
+                if value is not _MISSING:
+                    setattr(holder, name, value)
+                else:
+                    delattr(holder, name)
+            self._before.pop()
+
+
+_outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
+"""Stand-ins in whose place the program has put something, by holder and name."""
+
+
+def _is_held(stand_in: Any, value: Any) -> bool:
+    """Return whether a function has a stand-in in its closure, or in what it wraps."""
+    found = [value]
+    for _ in range(_DEPTH if stand_in is not None else 0):
+        found = [one for one in gc.get_referents(*found) if isinstance(one, _WRAPPING)]
+        if any(one is stand_in for one in found):
+            return True
+    return False
+
+
+_DEPTH = 8
+_WRAPPING = (types.FunctionType, types.MethodType, types.CellType, functools.partial, dict, tuple)
+_SEQUENCE_SLOTS = {"__getitem__": 3, "__setitem__": 5}
+"""Places in PySequenceMethods that CPython fills when a class gets such an attribute, and never empties."""
+_HEAP_TYPE = 1 << 9  # a class whose attributes can be set
+
+
+@contextmanager
+def _as_much_a_sequence(holder: Any, name: str) -> Iterator[None]:
+    """Leave a class, and its heirs, as much a sequence as it is: native code asks the slot."""
+    place = _SEQUENCE_SLOTS.get(name)
+    made_in_python = isinstance(holder, type) and holder.__flags__ & _HEAP_TYPE
+    if place is None or not made_in_python or sys.implementation.name != "cpython":
+        yield
+        return
+    function = _sequence_slot(holder, place).value
+    try:
+        yield
+    finally:
+        for heir in _heirs(holder, name):
+            _sequence_slot(heir, place).value = function
+
+
+def _sequence_slot(holder: type, place: int) -> Any:
+    import ctypes
+
+    word = ctypes.sizeof(ctypes.c_void_p)
+    methods = ctypes.c_void_p.from_address(id(holder) + object.__basicsize__ + 11 * word).value or 0
+    return ctypes.c_void_p.from_address(methods + place * word)
+
+
+def _heirs(holder: type, name: str) -> Iterator[type]:
+    """A class and those below it that have no attribute of that name of their own."""
+    yield holder
+    heirs: list[type] = type.__subclasses__(holder)
+    for heir in heirs:
+        if name not in vars(heir):
+            yield from _heirs(heir, name)
+
+
+def replace_references(
+    attributes: Attributes, stand_ins: Iterable[tuple[Any, Any]], holders: Sequence[Any]
+) -> None:
+    """Put the stand-in in the place of every attribute of a holder that is a target.
+
+    stand_ins: pairs of target and stand-in.  holders: modules and classes.
+    """
+    by_target = {id(target): stand_in for target, stand_in in stand_ins}
+    for holder in holders:
+        for name in dir(holder):
+            value = inspect.getattr_static(holder, name, None)
+            if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
+                value = value.__func__
+            if id(value) in by_target:
+                attributes.set(holder, name, by_target[id(value)])

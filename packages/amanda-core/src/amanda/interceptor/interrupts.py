@@ -1,0 +1,91 @@
+"""Signals that arrive while something is under way: handled after it, or told apart from what it raises."""
+
+import _signal as signals  # type: ignore[import-not-found]  # the public module is twenty times as slow
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def uninterrupted(work: Callable[[], None]) -> None:
+    """Call it as a whole; a KeyboardInterrupt, say, is raised when it has come to its end, or before it.
+
+    Python runs the handlers on the main thread alone, so any other thread calls it as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    handlers: dict[int, Handler] = {}
+    arrived: list[tuple[Handler, int, FrameType | None]] = []
+
+    try:
+        _take(handlers, lambda handler, number, frame: arrived.append((handler, number, frame)))
+        work()
+    finally:
+        try:
+            _hand_back(handlers)
+        finally:
+            _hand_back(handlers)  # those that an exception has left
+    for handler, number, frame in arrived:
+        handler(number, frame)
+
+
+def undo(steps: list[Callable[[], object]]) -> None:
+    """Call what undoes each step, last first; one that raises is called again the next time."""
+    while steps:
+        steps[-1]()
+        steps.pop()
+
+
+@contextmanager
+def raised_by_signals() -> Iterator[list[BaseException]]:
+    """Collect what handlers of signals raise meanwhile: the user's KeyboardInterrupt, not the work's own.
+
+    Any other thread than the main one runs no handlers.
+    """
+    handlers: dict[int, Handler] = {}
+    raised: list[BaseException] = []
+
+    def call(handler: Handler, number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            _take(handlers, call)
+        yield raised
+    finally:
+        try:
+            _hand_back(handlers)
+        finally:
+            _hand_back(handlers)
+
+
+def _take(handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]) -> None:
+    """Call `call(handler, number, frame)` in the place of each handler of the program."""
+
+    def instead(number: int, frame: FrameType | None) -> None:
+        call(found[number], number, frame)
+
+    found = {n: one for n in range(1, signal.NSIG) if callable(one := signals.getsignal(n))}
+    for number, handler in found.items():
+        handlers[number] = handler
+        signals.signal(number, instead)
+
+
+def _hand_back(handlers: dict[int, Handler]) -> None:
+    """Put handlers back, all of them also where one is called at once and raises."""
+    if handlers:
+        number = next(iter(handlers))
+        try:
+            signals.signal(number, handlers[number])
+        finally:
+            del handlers[number]
+            _hand_back(handlers)

@@ -1,0 +1,117 @@
+"""The analysis of an op that tools meet for the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
+
+from amanda import interceptor
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.context import OpContext
+from amanda.plan.plan import Actions, Plan
+
+if TYPE_CHECKING:
+    from amanda.plan.facts import OpFacts
+    from amanda.plan.layer import Layer
+    from amanda.plan.tensors import TensorOps
+
+P = TypeVar("P", bound="Actions | Plan")
+
+
+class Draft(Generic[P]):
+    """A plan that is being made: each point of the op is analysed once, by whichever thread comes first."""
+
+    __slots__ = ("__weakref__", "_done", "_lock", "context", "plan")
+
+    def __init__(self, plan: P, context: OpContext) -> None:
+        self.plan = plan
+        self.context = context
+        self._lock = interceptor.Lock()
+        self._done: set[InstrumentationPoint] = set()
+
+    def analyse(self, point: InstrumentationPoint, facts: OpFacts) -> None:
+        """Run the analyses of a point on an execution that is there; they see its values alone."""
+        with self._lock:
+            if point not in self._done:
+                self.context._facts = facts
+                own = self.plan.own if isinstance(self.plan, Plan) else self.plan
+                own.add(self.context.trigger_callback(point))
+                self._done.add(point)
+
+
+class Drafts:
+    """The drafts of threads that execute an op for the first time; each lives as long as one of them."""
+
+    __slots__ = ("_drafts", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = interceptor.Lock()
+        self._drafts: WeakValueDictionary[Hashable, Draft[Any]] = WeakValueDictionary()
+
+    def share(
+        self, key: Hashable, known: Callable[[], P | None], make: Callable[[], Draft[P]]
+    ) -> Draft[P] | P:
+        """Return the plan once it is known, else the draft that another thread has begun, else a new one.
+
+        A thread makes its plan known before it lets go of the draft.
+        """
+        with self._lock:
+            draft = self._drafts.get(key)
+            if draft is not None:
+                return draft
+            plan = known()
+            if plan is not None:
+                return plan
+            draft = self._drafts[key] = make()
+            return draft
+
+
+class Analysis:
+    """The actions that the tools of a layer, and of those around it, record before and after an op.
+
+    plan: that of the layer.
+    fresh: drafts of the plans that are made now, with the key that each is found by later.
+    """
+
+    __slots__ = ("facts", "fresh", "plan")
+
+    def __init__(self, facts: OpFacts, ops: TensorOps, layer: Layer, key: Hashable, cache: bool) -> None:
+        self.facts = facts
+        self.fresh: list[tuple[Hashable, Draft[Plan]]] = []
+        plan: Plan | None = None
+        for one in layer.chain:
+            own = key if one is layer else one.key(ops, facts.inputs or ())
+            plan = self._plan(one, own, plan, cache)
+        assert plan is not None
+        self.plan = plan
+        plan.lay_out()
+
+    def _plan(self, layer: Layer, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
+        """Return a layer's plan: the one it has, or one of which all is recorded that comes before the op."""
+        op_id = self.facts.op_id
+
+        def begin() -> Draft[Plan]:
+            context = OpContext(self.facts, layer.analyse, None if outer is None else outer.context)
+            return Draft(Plan(layer, context, outer), context)
+
+        draft: Draft[Plan] | Plan = begin()
+        if cache:
+            draft = layer.drafts.share((op_id, key), lambda: layer.plans.get(op_id, {}).get(key), begin)
+        if isinstance(draft, Plan):
+            return draft
+        draft.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
+        self.fresh.append((key, draft))
+        return draft.plan
+
+    def after(self) -> Plan:
+        """Run the analyses after the op, whose outputs the facts have; return all that was recorded."""
+        for _, draft in self.fresh:
+            draft.analyse(InstrumentationPoint.AFTER_FORWARD_OP, self.facts)
+        self.plan.lay_out()
+        return self.plan
+
+    def keep(self) -> None:
+        """Keep the plans for when the op is met again."""
+        for key, draft in self.fresh:
+            draft.plan.layer.plans.setdefault(self.facts.op_id, {})[key] = draft.plan

@@ -1,0 +1,82 @@
+"""Checks of an action: may it be recorded at an op, and for which of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from amanda.errors import ActionError, ReplaceConflictError
+from amanda.plan.action import Action, ActionType, InstrumentationPoint
+
+if TYPE_CHECKING:
+    from amanda.plan.facts import OpFacts
+    from amanda.plan.tools import AnyTool
+
+Selection = int | str | Sequence[int | str] | None
+
+
+def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
+    """Raise ActionError for an action that the point at which it is recorded does not allow."""
+    if kind.is_backward != point.is_backward:
+        backward = "backward=True" if kind.is_backward else "backward=False"
+        raise ActionError(
+            f"{kind.value} was called at {point.value} of {facts.name}; call it in a "
+            f"callback registered with add_inst_for_op(callback, {backward})"
+        )
+    if point.is_after and not kind.is_after:
+        raise ActionError(
+            f"{kind.value} was called at {point.value} of {facts.name}, when the op had run; "
+            "call it in a callback registered with require_outputs=False"
+        )
+
+
+def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded: Iterable[Action]) -> None:
+    """Raise where the op cannot be replaced, or is replaced already."""
+    if kind.is_backward and not facts.replaceable:
+        raise ActionError(
+            f"{facts.name} cannot be replaced; change its gradient with insert_before_backward_op"
+        )
+    for action in recorded:
+        if action.type is kind:
+            raise ReplaceConflictError(
+                f"{type(tool).__name__} wants to replace {facts.name}, which "
+                f"{type(action.tool).__name__} replaces already; one op has one replacement: "
+                "apply one of the two, or let one use insert_before_op or insert_after_op"
+            )
+
+
+def selected(facts: OpFacts, kind: ActionType, select: Selection) -> tuple[int, ...] | None:
+    """Positions of the values that an action is for; None for all."""
+    if select is None:
+        return None
+    chosen = (select,) if isinstance(select, (int, str)) else tuple(select)
+    takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
+    inputs = facts.inputs
+    count = len(inputs) if takes_inputs and inputs is not None else None
+    return positions(facts, chosen, kind.value, count)
+
+
+def positions(
+    facts: OpFacts, chosen: tuple[int | str, ...], method: str, count: int | None
+) -> tuple[int, ...]:
+    """Positions of `count` values that were asked for by position or name; of any where the count is open.
+
+    method: who asks, for the ActionError where there is no such value.
+    """
+    names = list(facts.names)
+    found = []
+    for one in chosen:
+        if isinstance(one, str) and one in names and count is not None:
+            one = names.index(one)
+        valid = isinstance(one, int) and not isinstance(one, bool)
+        if not valid or (count is not None and not -count <= int(one) < count):
+            known = ", ".join(names) if names and count is not None else "given by position"
+            near = get_close_matches(str(one), names, n=1) if count is not None else []
+            raise ActionError(
+                f"{method} of {facts.name} was asked for {one!r}; it has "
+                f"{'some' if count is None else count} values ({known})"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        found.append(int(one) + count if count is not None and int(one) < 0 else int(one))
+    return tuple(found)

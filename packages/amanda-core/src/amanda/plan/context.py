@@ -1,0 +1,296 @@
+"""OpContext: what an analysis routine sees of one op, and where it records actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
+from amanda.namespace import Namespace
+from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
+from amanda.plan.checks import Selection, check_point, check_replacement, positions, selected
+from amanda.plan.facts import OpFacts
+from amanda.plan.order import in_order
+
+if TYPE_CHECKING:
+    from amanda.plan.tools import AnyTool
+
+__all__ = ["OpContext", "OpFacts", "Selection"]
+
+
+STANDARD_KEYS = frozenset(
+    {"type", "in_place", "phase", "backward_type", "weight_index", "weight_grad_index", "layout",
+     "weight_layout", "shape", "dtype"}
+)  # fmt: skip
+"""Keys that `amanda.tools.mapping.StandardMapping` writes."""
+
+
+class OpContext(dict[str, Any]):
+    """One op as its tools see it: a dict that they share, and what the driver knows of the op.
+
+    A backward op has a context of its own, which starts as a copy of its forward op's.
+    """
+
+    __slots__ = ("_actions", "_analyse", "_facts", "_point", "_tool")
+
+    def __init__(
+        self,
+        facts: OpFacts,
+        analyse: Callable[[OpContext, InstrumentationPoint], None],
+        inherited: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(inherited or {})
+        self._facts = facts
+        self._analyse = analyse
+        self._actions: list[Action] = []
+        self._point: InstrumentationPoint | None = None
+        self._tool: AnyTool | None = None
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
+
+    def __missing__(self, key: str) -> Any:
+        tool = "a tool" if self._tool is None else type(self._tool).__name__
+        tools = [] if self._tool is None else [type(one).__name__ for one in in_order([self._tool])]
+        if key in STANDARD_KEYS and "StandardMapping" in tools:
+            fix = f"StandardMapping has no rule for {self.namespace}: give it one, StandardMapping(rules)"
+        elif key in STANDARD_KEYS:
+            fix = f"StandardMapping writes it: self.depends_on(StandardMapping()) in {tool}"
+        else:
+            near = did_you_mean(str(key), map(str, self))
+            fix = f"write it before, in a tool that {tool} depends on; {near}"
+        raise MissingKeyError(f"{tool} reads {key!r} of a context that has no such key: {fix}")
+
+    def get_op(self) -> Any:
+        """The forward op: PyTorch's callable, TensorFlow's operation; it has a `__name__`."""
+        return self._facts.op
+
+    def get_op_type(self) -> str:
+        """The framework's own name for what the op computes, one for all its spellings.
+
+        PyTorch: "add" for `a + b`, `torch.add` and `Tensor.__radd__`.  TensorFlow: the operation's type.
+        """
+        return self._facts.op_type
+
+    def get_op_id(self) -> int:
+        """64 bits that name the op's place in the program."""
+        return self._facts.op_id
+
+    def get_inputs(self) -> list[Any]:
+        """The op's inputs in the order of its schema.
+
+        Raises AmandaError when they were dropped: they live until the op's first backward pass.
+        """
+        return self._present(self._facts.inputs, "inputs")
+
+    def get_input_names(self) -> tuple[str, ...]:
+        """Names of the inputs in the order of the op's schema, which may name more than were given."""
+        return tuple(self._facts.names)
+
+    def get_outputs(self) -> list[Any] | None:
+        """The op's outputs; None before it has run."""
+        if self._facts.outputs is None and not self._facts.dropped:
+            return None
+        return self._present(self._facts.outputs, "outputs")
+
+    def get_backward_op(self) -> Any:
+        """The backward op; None in the forward pass."""
+        return self._facts.backward_op
+
+    def get_backward_op_id(self) -> int | None:
+        """64 bits that name the backward op; None in the forward pass."""
+        return self._facts.backward_op_id
+
+    def get_backward_order(self) -> int:
+        """1 for a backward op of the op, 2 for a backward op of that, ...; 0 in the forward pass.
+
+        The name of a backward op does not tell: one of order 2 may have that of one of order 1.
+        """
+        return self._facts.backward_order
+
+    def get_grad_outputs(self) -> list[Any] | None:
+        """Gradients of the forward op's outputs, which enter the backward op."""
+        return self._facts.grad_outputs
+
+    def get_grad_inputs(self) -> list[Any] | None:
+        """Gradients of the forward op's inputs, which leave the backward op; None before it has run."""
+        return self._facts.grad_inputs
+
+    def get_scope(self) -> str:
+        """Path of the module that calls the op ("layer1.0.conv1"), or the graph's name scope."""
+        return self._facts.scope
+
+    def get_scopes(self) -> tuple[str, ...]:
+        """The path that `get_scope` gives, and other paths of that module.
+
+        Of a layer of Keras these are the path of the layers' names, and its ends: "model/block/dense",
+        "block/dense" and "dense".
+        """
+        return tuple(dict.fromkeys((self._facts.scope, *self._facts.aliases)))
+
+    def get_source(self) -> str:
+        """The user's "file:line" that leads to the op."""
+        return self._facts.source
+
+    def get_attrs(self) -> dict[str, Any]:
+        """The op's non-tensor arguments by name."""
+        return dict(self._facts.attributes or {})
+
+    def get_parameters(self) -> tuple[int, ...]:
+        """Positions of the inputs that were read of a variable, where the input itself does not tell.
+
+        TensorFlow's eager mode gives an op the tensor that a variable held; PyTorch gives the parameter.
+        """
+        return tuple(self._facts.parameters)
+
+    def get_computation(self) -> Callable[[Sequence[Any]], Any]:
+        """A function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
+
+        It holds none of the values, and computes values, not symbols, also of a graph's op.  In a routine,
+        where instrumentation is off, its calls are seen by no tool.  Raises AmandaError where there is none.
+        """
+        if self._facts.original is not None:
+            return self._facts.original()
+        if self._facts.compute is None:
+            raise AmandaError(f"{self._facts.name} cannot be called on other inputs in {self.namespace}")
+        return self._facts.compute
+
+    def get_value(self, index: int | str) -> Any:
+        """The present value of an input, also where `get_inputs` is symbolic."""
+        return self._facts.read_value(self._input(index, "get_value"))
+
+    def get_variable(self, index: int | str) -> Any:
+        """Return what holds an input's value from one execution to the next; None where nothing does.
+
+        PyTorch: the parameter, or the leaf, that the input is or is a view of.  TensorFlow: the handle of the
+        variable that it was read of (`variable.handle`), in a session's graph the tensor that makes it.
+        """
+        return self._facts.variable_of(self._input(index, "get_variable"))
+
+    def get_variable_path(self, variable: Any) -> str | None:
+        """Return where in the model a variable lies that `get_variable` gave: "layer1.0.conv1.weight".
+
+        It is told from the outermost module, by the first of several names; None where no module has it, and
+        where the driver does not tell.
+        """
+        return self._facts.path_of(variable)
+
+    def is_forward(self) -> bool:
+        """Return True for the context of a forward op."""
+        return self._facts.backward_op_id is None
+
+    def is_backward(self) -> bool:
+        """Return True for the context of a backward op."""
+        return not self.is_forward()
+
+    def is_eager(self) -> bool:
+        """Return True if the op runs when the program calls it, False for an op of a graph."""
+        return self._facts.namespace[-1] == "eager"
+
+    def is_static(self) -> bool:
+        """Return True for an op of a file that is instrumented: routines have to be `@amanda.traceable`.
+
+        Nothing runs there: what is not in the file, or in the tool, is not known.
+        """
+        return self._facts.namespace[-1] == "static"
+
+    @property
+    def namespace(self) -> Namespace:
+        """Framework, version and mode that the op belongs to; a fourth tag "static" for an op of a file."""
+        return self._facts.namespace
+
+    def insert_before_op(self, func: Routine, inputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` on the op's inputs before each execution; what it returns takes their place.
+
+        inputs: positions or names; None for all.  kwargs: given to every call of `func`.
+        """
+        self._record(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
+
+    def insert_after_op(self, func: Routine, outputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` on the op's outputs after each execution; what it returns takes their place."""
+        self._record(ActionType.INSERT_AFTER_OP, func, outputs, kwargs)
+
+    def insert_before_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` on the gradients that enter the backward op."""
+        self._record(ActionType.INSERT_BEFORE_BACKWARD_OP, func, grad_outputs, kwargs)
+
+    def insert_after_backward_op(self, func: Routine, grad_inputs: Selection = None, **kwargs: Any) -> None:
+        """Call `func` on the gradients that leave the backward op."""
+        self._record(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
+
+    def replace_op(
+        self, func: Routine, inputs: Selection = None, reads: Sequence[tuple[int, int]] = (), **kwargs: Any
+    ) -> None:
+        """Call `func` instead of the op; it takes part in autodiff as the op would have.
+
+        Without `inputs`, `func` is given the op's tensors, and other inputs by name where it has a parameter
+        of that name; all inputs in order where it has as many parameters, or `*inputs`.
+
+        It may return NotImplemented to let the op itself run; in a graph, where there is nothing but
+        the replacement, that is an error.  To a parameter named `original` it is given what computes the op
+        itself, in any mode: `original(*inputs)`, of as many inputs as the op has here.
+
+        reads: in a graph, inputs of other ops that have been analysed before, by op id and position: `func`
+        is given their values as the list `reads`, and gradients go to them, past the ops in between.
+        Graphs of TensorFlow and ONNX Runtime have them, those of PyTorch refuse them.
+        Raises ReplaceConflictError when another tool replaces the op already.
+        """
+        if reads and self._facts.graph is None:
+            raise ActionError(
+                f"replace_op of {self._facts.name} is to read inputs of other ops; that is for graphs, where "
+                "they are known: eagerly, keep what an execution hands on in the tool"
+            )
+        self._record(ActionType.REPLACE_OP, func, inputs, kwargs, tuple(reads))
+
+    def replace_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
+        """Run `func` for the gradients that leave the backward op; the kernel may still run."""
+        self._record(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
+
+    def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
+        """Run the analysis routines of a point; the actions that they recorded."""
+        first = len(self._actions)
+        self._point = i_point
+        self._analyse(self, i_point)
+        self._point = self._tool = None
+        return tuple(self._actions[first:])
+
+    def _input(self, index: int | str, method: str) -> Any:
+        inputs = self.get_inputs()
+        (position,) = positions(self._facts, (index,), method, len(inputs))
+        return inputs[position]
+
+    def _present(self, values: list[Any] | None, what: str) -> list[Any]:
+        if values is None:
+            raise AmandaError(
+                f"the {what} of {self._facts.name} are gone: forward values are kept for the analysis "
+                "of the first execution; keep what you need of them in the context"
+            )
+        return list(values)
+
+    def _record(
+        self,
+        kind: ActionType,
+        func: Routine,
+        select: Selection,
+        kwargs: Mapping[str, Any],
+        reads: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        if not callable(func):
+            raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
+        if self._point is None or self._tool is None:
+            raise ActionError(
+                f"{kind.value} was called outside an analysis routine; actions are recorded while "
+                "the callback given to add_inst_for_op runs"
+            )
+        check_point(self._facts, kind, self._point)
+        if kind.is_replacement:
+            check_replacement(self._facts, kind, self._tool, self._actions)
+        wrapped: Routine | None = func
+        for wrap in self._tool._amanda.wrappers:
+            wrapped = None if wrapped is None else wrap(self, kind, wrapped)
+        if wrapped is None:
+            return
+        chosen = selected(self._facts, kind, select)
+        self._actions.append(Action(kind, wrapped, self._tool, chosen, dict(kwargs) or NO_KWARGS, reads))

@@ -1,0 +1,82 @@
+"""Facts of an op, as a driver brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from amanda.namespace import Namespace
+from amanda.plan.tensors import spread
+
+
+@dataclass(slots=True)
+class OpFacts:
+    """Facts of one execution of an op, as a driver brings them; the contexts of all tools read them.
+
+    graph: what the ops of one graph share; None where there is no graph.  read_variables: names the
+    variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
+    of a graph, which keeps nothing of the graph.  variable_of: what holds an input's value; path_of: where in
+    the model that is; part_of: names the part of a variable that a value is, "" for all of it.
+    aliases: other paths of the module of `scope`.
+    """
+
+    op: Any
+    op_id: int
+    namespace: Namespace
+    names: Sequence[str] = ()
+    inputs: list[Any] | None = None
+    outputs: list[Any] | None = None
+    attributes: Mapping[str, Any] | None = None
+    scope: str = ""
+    source: str = ""
+    backward_op: Any = None
+    backward_op_id: int | None = None
+    grad_outputs: list[Any] | None = None
+    grad_inputs: list[Any] | None = None
+    replaceable: bool = True
+    dropped: bool = False
+    read_value: Callable[[Any], Any] = field(default=lambda value: value)
+    op_type: str = ""
+    parameters: Sequence[int] = ()
+    graph: Hashable = None
+    read_variables: Callable[[], Hashable] = field(default=lambda: None)
+    original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
+    variable_of: Callable[[Any], Any] = field(default=lambda value: None)
+    path_of: Callable[[Any], str | None] = field(default=lambda variable: None)
+    part_of: Callable[[Any, Any], str] = field(default=lambda value, variable: "")
+    compute: Callable[[Sequence[Any]], Any] | None = None
+    backward_order: int = 0
+    aliases: Sequence[str] = ()
+
+    def drop_values(self) -> None:
+        """Drop every tensor; a context that lives on knows the op alone."""
+        self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
+        self.original = None
+        self.dropped = True
+
+    def first_path(self) -> str | None:
+        """Path of the first variable that the op reads and whose place in the model is known."""
+        held = map(self.variable_of, spread(self.inputs or ()))
+        return next((path for path in (self.path_of(one) for one in held if one is not None) if path), None)
+
+    def part_read(self, variable: Any) -> str:
+        """Name the part of a variable that the op reads; "" for all of it, and where it reads several."""
+        read = [one for one in spread(self.inputs or ()) if self.variable_of(one) is variable]
+        return self.part_of(read[0], variable) if len(read) == 1 else ""
+
+    def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
+        """Facts of a backward op of this op."""
+        return OpFacts(
+            self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
+            self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
+            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
+            read_variables=self.read_variables, variable_of=self.variable_of, path_of=self.path_of,
+            part_of=self.part_of, compute=self.compute, backward_order=order, aliases=self.aliases,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """Name of the op that runs, for messages."""
+        op = self.op if self.backward_op is None else self.backward_op
+        return str(getattr(op, "__name__", op))

@@ -1,0 +1,145 @@
+"""Layers: the tools of scopes within each other, with the plans that they have made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.analysis import Drafts
+from amanda.plan.hooks import hooks
+from amanda.plan.lifetime import mortality
+from amanda.plan.notes import add_note, explained
+from amanda.plan.order import routines_at
+
+if TYPE_CHECKING:
+    from amanda.plan.context import OpContext
+    from amanda.plan.plan import Plan
+    from amanda.plan.tensors import TensorOps
+    from amanda.plan.tools import Analysis, AnyTool
+
+LAYERS_PER_TOOL = 16
+
+
+class Layer:
+    """The tools of one scope, in order, above the layers of the scopes around it.
+
+    by_extents, by_callables: whether the guards ask for shapes, and more than that, of what an op is given.
+    writers: ids of the ops that write into tensors that they are given.
+    twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
+    drafts: the plans that threads make at this moment.
+    rewrites: what a driver keeps of graphs rewritten for this layer, by the graph.
+    """
+
+    def __init__(self, tools: Sequence[AnyTool], parent: Layer | None) -> None:
+        self.tools = tuple(tools)
+        self.chain: tuple[Layer, ...] = (*(parent.chain if parent else ()), self)
+        applied = [tool for layer in self.chain for tool in layer.tools]
+        self.applied = tuple(applied)
+        self.routines = {point: routines_at(point, self.tools, applied) for point in InstrumentationPoint}
+        self.guards: list[Analysis] = [*(parent.guards if parent else ())]
+        for routines in self.routines.values():
+            self.guards += [one for one in routines if one.guard is not None]
+        self.by_extents = any(one.guard == "shape" for one in self.guards)
+        self.by_callables = any(callable(one.guard) for one in self.guards)
+        self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
+        self.twice = False
+        self.plans: dict[int, dict[Hashable, Plan]] = {}
+        self.drafts = Drafts()
+        self.writers: set[int] = set()
+        self.table = interceptor.PlanTable()
+        self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        mortality.layers.add(self)
+
+    def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
+        """Run this layer's analysis routines of a point on a context."""
+        for routine in self.routines[point]:
+            context._tool = routine.tool
+            registry = routine.tool._amanda
+            with explained(context._facts, routine.tool, point.value), registry.lock:
+                while registry.gone:
+                    routine.tool.op_gone(registry.gone.popleft())
+                registry.analysed.add(context.get_op_id())
+                if all(admits(context) for admits in registry.admissions):
+                    routine.callback(context)
+        hooks.tell("amanda_op_analysed", context=context)
+
+    def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:
+        """Return the key of a plan: the signature of the op's inputs, and what the guards answer."""
+        if not self.guards:
+            return ops.signature(inputs)
+        answers: list[Hashable] = [ops.signature(inputs)]
+        for tool, _, _, guard, _ in self.guards:
+            try:
+                answers.append(guard(list(inputs)) if callable(guard) else ops.shapes(inputs))
+            except BaseException as error:
+                add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
+                raise
+        return tuple(answers)
+
+    def differentiate_twice(self) -> bool:
+        """Note that backward ops will have backward ops; return True if that was not reckoned with before."""
+        if self.twice:
+            return False
+        settled = False
+        for layer in self.chain:
+            layer.twice = True
+            for plan in [plan for plans in layer.plans.values() for plan in plans.values()]:
+                settled = settled or bool(plan.backward.complete)
+                plan.backward.reopen()
+        if settled:
+            self.table.clear()
+        return settled
+
+    def relearn(self, op_id: int) -> None:
+        """Forget what native code has learned of an op, at which more is left to do."""
+        known = self.table.get(op_id)
+        if isinstance(known, interceptor.Memo):
+            known.forget()
+
+    def watch_writes(self) -> None:
+        """Bring ops that write to Python from now on, also those that native code has learned."""
+        for op_id in self.writers:
+            if self.table.get(op_id) is None:
+                self.table.discard(op_id)
+            else:
+                self.relearn(op_id)
+
+    def has(self, op_id: int, plan: Plan) -> bool:
+        """Return True if a plan of an op is kept."""
+        return any(one is plan for one in self.plans.get(op_id, {}).values())
+
+    def forget(self, op_id: int) -> None:
+        """Drop every plan of an op."""
+        self.plans.pop(op_id, None)
+        self.writers.discard(op_id)
+        self.table.discard(op_id)
+
+    def bury(self, op_id: int) -> None:
+        """Drop every plan of an op that is gone for good, and tell the tools."""
+        self.forget(op_id)
+        for tool in self.applied:
+            tool._amanda.on_death(op_id)
+
+
+def layer_of(tools: Sequence[AnyTool], parent: Layer | None) -> Layer:
+    """The layer of these tools above `parent`, with the plans of earlier scopes like it.
+
+    It lives with the tool that comes last, which is the one that depends on the others.
+    """
+    chain = parent.chain if parent else ()
+    key = tuple(
+        tuple((tool._amanda.number, tool._amanda.version) for tool in group)
+        for group in (*(layer.tools for layer in chain), tuple(tools))
+    )
+    layers = tools[-1]._amanda.layers if tools else {}
+    if key not in layers:
+        layers[key] = Layer(tools, parent)
+    layer: Layer = layers[key]
+    if tools:
+        tools[-1]._amanda.layers.move_to_end(key)
+        while len(layers) > LAYERS_PER_TOOL:
+            tools[-1]._amanda.layers.popitem(last=False)
+    return layer

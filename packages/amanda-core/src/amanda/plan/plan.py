@@ -1,0 +1,162 @@
+"""Plans: what the analysis of an op came to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda.errors import ReplaceConflictError
+from amanda.plan.action import Action, in_turn
+
+if TYPE_CHECKING:
+    from amanda.plan.context import OpContext
+    from amanda.plan.layer import Layer
+
+
+class Actions:
+    """The actions at one op, or at one backward op: before it, instead of it, after it."""
+
+    __slots__ = ("after", "before", "replace")
+
+    def __init__(self) -> None:
+        self.before: Sequence[Action] = ()
+        self.replace: Action | None = None
+        self.after: Sequence[Action] = ()
+
+    def add(self, actions: Iterable[Action]) -> None:
+        """Sort actions into their places."""
+        for action in actions:
+            if action.type.is_replacement:
+                self.replace = action
+            elif action.type.is_after:
+                self.after = (*self.after, action)
+            else:
+                self.before = (*self.before, action)
+
+    @classmethod
+    def merged(cls, several: Sequence[Actions]) -> Actions:
+        """Return the actions of several layers, the outermost first, in the order in which they run.
+
+        Raises ReplaceConflictError when tools of nested scopes replace one op.
+        """
+        whole = cls()
+        whole.before = tuple(in_turn((action for one in several for action in one.before), False))
+        whole.after = tuple(in_turn((action for one in several for action in one.after), True))
+        whole.replace = only_replacement(one.replace for one in several)
+        return whole
+
+    @property
+    def inserted(self) -> tuple[Action, ...]:
+        """Those before and after the op, in order."""
+        return (*self.before, *self.after)
+
+    @property
+    def all(self) -> tuple[Action, ...]:
+        """All of them, in order."""
+        return (*self.before, *([self.replace] if self.replace else []), *self.after)
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.replace or self.after)
+
+
+class BackwardRecord:
+    """Knowledge of the backward ops of a plan's op.
+
+    actions: those of the plan's own layer, by the id of the backward op.
+    complete: needs of gradients for which every backward op has been analysed.
+    quiet: needs of gradients for which no layer wants anything of them.
+    steps: of all layers, in a driver's native form, by the driver's name for the place of a backward op.
+    """
+
+    __slots__ = ("actions", "complete", "quiet", "steps")
+
+    def __init__(self) -> None:
+        self.actions: dict[int, Actions] = {}
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Expect backward ops that have not been analysed."""
+        self.complete: set[Hashable] = set()
+        self.quiet: set[Hashable] = {None}
+        self.steps: dict[Hashable, Any] = {}
+
+
+class Plan(Actions):
+    """The actions at one op of the tools of a layer, and of the layers around it, laid out for execution.
+
+    own: the actions of the layer's own tools.
+    context: what their forward analyses put in; backward contexts start from it.
+    watches: True if a layer has routines for backward ops.
+    backward: what is known of the backward ops.
+    """
+
+    __slots__ = ("_around", "backward", "context", "layer", "own", "watches")
+
+    def __init__(self, layer: Layer, context: OpContext, outer: Plan | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.context = context
+        self.own = Actions()
+        self.backward = BackwardRecord()
+        self._around: tuple[Plan, ...] = () if outer is None else outer.chain
+        self.watches = any(plan.layer.wants_backward for plan in self.chain)
+
+    @property
+    def chain(self) -> tuple[Plan, ...]:
+        """The plan of each layer around, the outermost first, and this one."""
+        return (*self._around, self)  # kept, it would be a circle, and the plan live until a collection
+
+    @property
+    def watching(self) -> list[Plan]:
+        """Those of the chain whose layers have routines for backward ops."""
+        return [plan for plan in self.chain if plan.layer.wants_backward]
+
+    def lay_out(self) -> None:
+        """Take over what the chain's tools have recorded so far."""
+        whole = Actions.merged([plan.own for plan in self.chain])
+        self.before, self.replace, self.after = whole.before, whole.replace, whole.after
+
+    @property
+    def gives_outputs(self) -> bool:
+        """Return True if routines after the op are given values of it, which they may change."""
+        return any(action.select != () for action in self.after)
+
+    @property
+    def takes_run(self) -> bool:
+        """Return True if a routine takes `run`, also one of the backward ops that are known."""
+        known = [one for plan in self.chain for one in (plan.own, *plan.backward.actions.values())]
+        return any(action.takes_run for actions in known for action in actions.all)
+
+    def is_complete(self, gradients: Hashable) -> bool:
+        """Return True if every backward op of executions with this need of gradients has been analysed."""
+        return all(gradients in plan.backward.complete for plan in self.watching)
+
+    def wants_backward(self, gradients: Hashable) -> bool:
+        """Return True if the backward ops of an execution are wanted.
+
+        gradients: which inputs need a gradient; None where autodiff records nothing.
+        """
+        if gradients in self.backward.quiet:
+            return False
+        wanted = any(
+            gradients not in plan.backward.complete or any(plan.backward.actions.values())
+            for plan in self.watching
+        )
+        if not wanted:
+            self.backward.quiet.add(gradients)
+        return wanted
+
+
+def only_replacement(replacements: Iterable[Action | None]) -> Action | None:
+    """Return the one replacement among these, if any.
+
+    Raises ReplaceConflictError when tools of nested scopes replace one op.
+    """
+    found = [one for one in replacements if one is not None]
+    if len(found) > 1:
+        first, second = (type(action.tool).__name__ for action in found[:2])
+        raise ReplaceConflictError(
+            f"{second} wants to replace an op that {first}, of a scope around, replaces already; one op "
+            "has one replacement: apply one of the two, or let one use insert_before_op or insert_after_op"
+        )
+    return found[0] if found else None

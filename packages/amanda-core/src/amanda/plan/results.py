@@ -1,0 +1,99 @@
+"""Results of a routine, put in the place of what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda.errors import RoutineError
+from amanda.plan.tensors import spread
+
+if TYPE_CHECKING:
+    from amanda.plan.action import Action
+    from amanda.plan.tensors import TensorOps
+
+
+def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
+    """The routine's result as one value for each that it was given; None for no change."""
+    if result is None:
+        return None
+    if len(picked) == 1:
+        listed = isinstance(picked[0], (list, tuple))
+        single = isinstance(result, (list, tuple)) and len(result) == 1
+        nested = single and isinstance(result[0], (list, tuple))
+        results: Sequence[Any] = result if single and (nested or not listed) else (result,)
+        plural = isinstance(results[0], (list, tuple)) and not listed and len(results[0]) != 1
+        if plural and picked[0] is not None and hasattr(picked[0], "shape"):
+            raise _wrong_count(action, len(results[0]), 1)
+    elif isinstance(result, (list, tuple)) and len(result) == len(picked):
+        results = result
+    else:
+        count = len(result) if isinstance(result, (list, tuple)) else 1
+        raise _wrong_count(action, count, len(picked))
+    return results
+
+
+def write(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
+    """Copy a routine's result into the user's tensor, or each of a list."""
+    if isinstance(target, (list, tuple)):
+        for own, new in zip(target, _listed(target, result), strict=True):
+            if new is not own:
+                write(ops, own, new, isolated)
+    else:
+        ops.write(target, _checked(ops, target, result), isolated)
+
+
+def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
+    """A routine's result for the op, with the identity as its gradients' way back to the original."""
+    if ops.is_tensor(original):
+        return ops.straight_through(original, _checked(ops, original, result))
+    if isinstance(original, _NUMBERS) and isinstance(result, _NUMBERS):
+        return _number(original, result)
+    if not isinstance(original, (list, tuple)) or not all(ops.is_tensor(one) for one in spread(original)):
+        return result
+    each = [
+        new if new is old else substitute(ops, old, new)
+        for old, new in zip(original, _listed(original, result), strict=True)
+    ]
+    return tuple(each) if isinstance(original, tuple) else each
+
+
+_NUMBERS = (bool, int, float)
+
+
+def _number(original: float, result: float) -> float:
+    """Return a result in the type of the number that was given, such as a bool for one."""
+    number = result if isinstance(original, float) else type(original)(result)
+    if number != result:
+        raise RoutineError(
+            f"a routine returned {result!r} where the {type(original).__name__} {original!r} was given"
+        )
+    return number
+
+
+def _checked(ops: TensorOps, original: Any, result: Any) -> Any:
+    if ops.is_tensor(original) and not ops.is_tensor(result):
+        raise RoutineError(
+            f"a routine returned {type(result).__name__} where a tensor was given; return a tensor of "
+            "that shape, or None for no change"
+        )
+    return result
+
+
+def _listed(original: Sequence[Any], result: Any) -> Sequence[Any]:
+    """The result for a list of tensors: a list of as many."""
+    if isinstance(result, (list, tuple)) and len(result) == len(original):
+        return result
+    count = f"{len(result)} values" if isinstance(result, (list, tuple)) else type(result).__name__
+    raise RoutineError(
+        f"a routine returned {count} where a list of {len(original)} tensors was given; return a list of as "
+        "many, or mark it @amanda.differentiable if it is meant to change how many there are"
+    )
+
+
+def _wrong_count(action: Action, count: int, wanted: int) -> RoutineError:
+    values = "value" if wanted == 1 else "values"
+    return RoutineError(
+        f"{action} returned {count} values; it was given {wanted} {values} and may return None (no "
+        f"change) or {'that one value' if wanted == 1 else f'a sequence of {wanted}'}"
+    )

@@ -1,0 +1,69 @@
+"""Primitives of a framework's tensors, which a driver implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from amanda.plan.action import Routine
+
+
+class TensorOps(ABC):
+    """Primitives of a framework's tensors, which a driver implements."""
+
+    @abstractmethod
+    def is_tensor(self, value: Any) -> bool:
+        """Return True for a tensor of the framework."""
+
+    @abstractmethod
+    def signature(self, inputs: Sequence[Any]) -> Hashable:
+        """dtype, rank and device of every tensor among the inputs."""
+
+    @abstractmethod
+    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+        """Shape of every tensor among the inputs."""
+
+    @abstractmethod
+    def isolated(self) -> AbstractContextManager[Any]:
+        """Context in which autodiff records nothing."""
+
+    @abstractmethod
+    def version(self, value: Any) -> Any:
+        """Return what changes when a value is written into; None where that cannot be told."""
+
+    def versions(self, values: Sequence[Any]) -> list[Any]:
+        """The version of each value."""
+        return [self.version(value) for value in values]
+
+    def call_isolated(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine where autodiff records nothing."""
+        with self.isolated():
+            return func(*values, **kwargs)
+
+    @abstractmethod
+    def straight_through(self, original: Any, value: Any) -> Any:
+        """`value`, with the identity as its gradient's way back to `original`.
+
+        Raises RoutineError where it has another shape or is complex and `original` is not, or the
+        reverse; casts between floating types.
+        """
+
+    @abstractmethod
+    def write(self, target: Any, value: Any, isolated: bool) -> None:
+        """Copy a value into the user's tensor, straight through where isolated."""
+
+    @abstractmethod
+    def kept(self, value: Any) -> Any:
+        """A value for later: what it holds, without the graph that it hangs in."""
+
+    @abstractmethod
+    def copied(self, value: Any) -> Any:
+        """A differentiable copy of a tensor."""
+
+
+def spread(values: Iterable[Any]) -> list[Any]:
+    """Values, each list among them as its elements."""
+    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]

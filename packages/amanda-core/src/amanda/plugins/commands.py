@@ -1,0 +1,163 @@
+"""The core's own commands, in plain text: `info`, `tools`, `doctor`."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePath
+from typing import Any
+
+from amanda.errors import AmandaError, PluginError, did_you_mean, printable
+from amanda.plugins.doctor import findings
+from amanda.plugins.entries import COMMANDS, Plugin, registry
+from amanda.plugins.manager import list_drivers, list_tools, tool_class
+
+Command = Callable[[Sequence[str]], "int | None"]
+
+
+class UsageError(AmandaError):
+    """A command was given what it does not take."""
+
+
+def info(arguments: Sequence[str] = ()) -> int:
+    """Print what is installed, or the options of a tool: `info`, `info --load`, `info TOOL`.
+
+    `--load` imports frameworks, drivers and tools to find out more.
+    """
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    for option in arguments:
+        if option.startswith("-") and option != "--load":
+            raise UsageError(f"no option {option!r}; {did_you_mean(option, ['--load'])}")
+    if len(names) > 1:
+        raise UsageError(f"it takes one tool, not {len(names)}: {', '.join(names)}")
+    if names:
+        return _tool(names[0])
+    load = "--load" in arguments
+    say(f"Amanda {version_of_core()}")
+    say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
+    say(f"Interceptor: {_interceptor()}")
+    say("Drivers:", *_plugins(list_drivers(load), "torch"))
+    say("Tools:", *_plugins(list_tools(load), "tools"))
+    say(f"Commands: {', '.join(sorted(names_of_commands()))}")
+    return 0
+
+
+def tools(arguments: Sequence[str] = ()) -> int:
+    """List the tools, each with the first line of what it says of itself."""
+    _take_nothing(arguments)
+    listed = list_tools(load=True)
+    say(*(table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed]) or _none("tools")))
+    if listed:
+        say("", "`info TOOL` tells a tool's options.")
+    return 0
+
+
+def doctor(arguments: Sequence[str] = ()) -> int:
+    """Look for what is wrong with the installation, and say the fix; the status is 1 if anything is.
+
+    It imports frameworks, drivers and tools.
+    """
+    _take_nothing(arguments)
+    found = list(findings())
+    say(*table([tuple(finding) for finding in found]))
+    wrong = sum(finding.verdict == "wrong" for finding in found)
+    say("", "Nothing is wrong." if not wrong else f"{wrong} of {len(found)} things are wrong.")
+    return int(wrong > 0)
+
+
+OWN: dict[str, Command] = {"doctor": doctor, "info": info, "tools": tools}
+TAKEN = {"info": "[--load] [TOOL]"}
+"""Arguments of commands, for their help."""
+
+
+def names_of_commands() -> set[str]:
+    """The core's commands and those of other distributions."""
+    return {*OWN, *(entry.name for entry in registry.entries(COMMANDS, fresh=False))}
+
+
+def version_of_core() -> str:
+    """The version of the core that is installed."""
+    try:
+        return f"{version('amanda-core')} (amanda-core)"
+    except PackageNotFoundError:
+        return "from a source tree that is not installed"
+
+
+def say(*lines: str) -> None:
+    """Write lines to standard output."""
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with aligned columns; the last may be of any width."""
+    if not rows:
+        return []
+    rows = [[printable(cell, line=True) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+
+
+def _take_nothing(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise UsageError(f"it takes no argument, and was given {arguments[0]!r}")
+
+
+def _tool(name: str) -> int:
+    kind = tool_class(name)
+    say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
+    say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
+    options = _options(kind)
+    say("", *(["Options:", *table(options)] if options else ["It takes no options."]))
+    return 0
+
+
+def _options(kind: type) -> list[tuple[str, str, str]]:
+    """Name, type and default of each option of a tool."""
+    try:
+        hints: dict[str, Any] = typing.get_type_hints(kind.__init__)  # type: ignore[misc]
+    except Exception:  # a name that is there for type checkers alone, say
+        hints = {}
+    return [
+        (
+            one.name,
+            "" if one.annotation is one.empty else _type(hints.get(one.name, one.annotation)),
+            "needed" if one.default is one.empty else _default(one.default),
+        )
+        for one in inspect.signature(kind).parameters.values()
+    ]
+
+
+def _default(value: Any) -> str:
+    return str(value) if isinstance(value, PurePath) else repr(value)
+
+
+def _type(annotation: Any) -> str:
+    if isinstance(annotation, str):
+        return annotation
+    return inspect.formatannotation(annotation).replace("collections.abc.", "").replace("pathlib.", "")
+
+
+def _first_line(name: str) -> str:
+    try:
+        return next(iter((inspect.getdoc(tool_class(name)) or "").splitlines()), "")
+    except PluginError as error:
+        return str(error)
+
+
+def _interceptor() -> str:
+    from amanda.interceptor import NATIVE, REASON
+
+    return "native" if NATIVE else f"pure-Python fallback ({REASON})"
+
+
+def _plugins(plugins: Iterable[Plugin], extra: str) -> list[str]:
+    rows = [(one.name, f"{one.distribution} {one.version}", one.state, one.message) for one in plugins]
+    return table(rows) or _none(extra)
+
+
+def _none(extra: str) -> list[str]:
+    return [f'  none is installed: pip install "amanda-core[{extra}]"']

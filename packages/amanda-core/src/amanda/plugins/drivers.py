@@ -1,0 +1,147 @@
+"""Drivers of installed distributions: which there are, and which can be used.
+
+A driver's entry is named after its framework's import name, or framework/mode, so that nothing is
+imported to find it. Two drivers for one framework may stand side by side if no mode is in both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from amanda.errors import PluginError
+from amanda.interceptor.imports import is_imported
+from amanda.plugins.entries import DRIVERS, Entry, ImportFailure, Plugin, imported, registry, rivalry, upgrade
+
+if TYPE_CHECKING:
+    from amanda.scope.driver import Driver
+
+
+def list_drivers(load: bool = False) -> list[Plugin]:
+    """The drivers that are installed.
+
+    load: import the frameworks and their drivers to find out; otherwise nothing is imported.
+    """
+    return [candidate.plugin for candidate in _candidates(registry.entries(DRIVERS), load)]
+
+
+def loaded_drivers() -> list[type[Driver]]:
+    """The driver classes that can be used now: those whose framework has been imported.
+
+    A faulty driver is logged once and stops no other.
+    """
+    kinds: dict[type[Driver], None] = {}
+    for candidate in _of_imported_frameworks():
+        if candidate.kind is None:
+            registry.complain(candidate.plugin.message)
+        else:
+            kinds[candidate.kind] = None
+    return list(kinds)
+
+
+def faulty_drivers() -> list[Plugin]:
+    """The drivers that cannot be used though their framework has been imported."""
+    return [candidate.plugin for candidate in _of_imported_frameworks() if candidate.kind is None]
+
+
+def absent_frameworks() -> list[str]:
+    """Import names of the frameworks that have a driver and have not been imported."""
+    return [name for name in driven_frameworks() if not is_imported(name)]
+
+
+def driven_frameworks() -> list[str]:
+    """Import names of the frameworks that have a driver."""
+    return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
+
+
+@dataclass
+class _Candidate:
+    """A driver's entry, what is to be said of it, and its class where that can be used."""
+
+    entry: Entry
+    plugin: Plugin
+    kind: type[Driver] | None = None
+
+    def rivals(self, other: _Candidate) -> bool:
+        """Return True if both claim a mode of one framework; before they are loaded only their names tell."""
+        if _framework(self.entry) != _framework(other.entry):
+            return False
+        if self.kind is not None and other.kind is not None:
+            return self.kind is not other.kind and bool({*self.kind.modes} & {*other.kind.modes})
+        both_wait = self.plugin.state == other.plugin.state == "not loaded"
+        return both_wait and self.entry.name == other.entry.name
+
+
+def _of_imported_frameworks() -> list[_Candidate]:
+    entries = registry.entries(DRIVERS, fresh=False)
+    return _candidates([entry for entry in entries if is_imported(_framework(entry))])
+
+
+def _candidates(entries: Sequence[Entry], load: bool = False) -> list[_Candidate]:
+    found = [_candidate(entry, load) for entry in entries]
+    rivals: dict[str, list[_Candidate]] = {}
+    for one, other in combinations(found, 2):
+        if one.rivals(other):
+            group = rivals.setdefault(_framework(one.entry), [])
+            group += [candidate for candidate in (one, other) if candidate not in group]
+    for group in rivals.values():
+        message = rivalry([candidate.entry for candidate in group])
+        for candidate in group:
+            candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
+    return found
+
+
+def _candidate(entry: Entry, load: bool) -> _Candidate:
+    framework = _framework(entry)
+    try:
+        if load and _is_installed(framework):
+            imported(lambda: importlib.import_module(framework))
+        if not _is_installed(framework):
+            plugin = entry.plugin("absent", f"{framework} is not installed: pip install {framework}")
+        elif not is_imported(framework):
+            plugin = entry.plugin("not loaded", f"loads once {framework} is imported")
+        else:
+            return _loaded(entry)
+    except PluginError as error:
+        plugin = entry.plugin("broken import", str(error))
+    except ImportFailure as failed:
+        fault = f"{framework} itself fails to import ({failed})"
+        plugin = entry.plugin("broken import", f"{fault}: pip install --force-reinstall {framework}")
+    return _Candidate(entry, plugin)
+
+
+def _loaded(entry: Entry) -> _Candidate:
+    from amanda.scope.driver import DRIVER_API
+
+    kind = entry.load()
+    api = getattr(kind, "api", None)
+    if api == DRIVER_API:
+        return _Candidate(entry, entry.plugin("ready"), kind)
+    core = f"amanda-core {importlib.metadata.version('amanda-core')}"
+    newer = isinstance(api, int) and api > DRIVER_API
+    return _Candidate(
+        entry,
+        entry.plugin(
+            "wrong API",
+            f"{entry} is written for driver API {api}, {core} speaks {DRIVER_API}: "
+            f"{upgrade('amanda-core' if newer else entry.distribution)}",
+        ),
+    )
+
+
+def _framework(entry: Entry) -> str:
+    return entry.name.partition("/")[0]
+
+
+def _is_installed(framework: str) -> bool:
+    if is_imported(framework):
+        return True
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,147 @@
+"""The entry points that distributions register, found without importing them, each loaded on its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, TypeVar
+
+from amanda.errors import PluginError
+from amanda.interceptor.interrupts import raised_by_signals
+
+logger = logging.getLogger("amanda")
+
+DRIVERS, TOOLS, COMMANDS, HOOKS = "amanda.drivers", "amanda.tools", "amanda.commands", "amanda.plugins"
+ARTEFACTS = "amanda.artefacts"
+
+T = TypeVar("T")
+State = Literal["ready", "not loaded", "absent", "broken import", "wrong API", "duplicate"]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A driver or tool that a distribution registers, and whether it can be used.
+
+    state: "ready"; "not loaded" (nothing asked for it yet); "absent" (its framework is not installed);
+    "broken import"; "wrong API" (written for another `DRIVER_API`); "duplicate".
+    message: what is the matter and what to do about it; empty when ready.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    state: State
+    message: str
+
+
+class Entry:
+    """One entry point, with what came of loading it."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        self.name = point.name
+        self.distribution = point.dist.name if point.dist else "unknown"
+        self.version = point.dist.version if point.dist else "unknown"
+        self._point = point
+
+    @property
+    def was_loaded(self) -> bool:
+        """Return True if it was tried before."""
+        return "_outcome" in vars(self)
+
+    def load(self) -> Any:
+        """The object. Raises PluginError, with the cause and the fix, where it fails to import."""
+        if isinstance(self._outcome, PluginError):  # which is kept, so no frame may hang on it
+            raise PluginError(str(self._outcome)) from self._outcome.__cause__
+        return self._outcome
+
+    @cached_property
+    def _outcome(self) -> object:
+        try:
+            return imported(self._point.load)
+        except ImportFailure as failed:
+            failure = PluginError(
+                f"{self}: {self._point.value} fails to import ({failed}); "
+                f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}"
+            )
+            failure.__cause__ = failed.__cause__
+            return failure
+
+    def plugin(self, state: State, message: str = "") -> Plugin:
+        """This entry as it is told to users."""
+        return Plugin(self.name, self.distribution, self.version, state, message)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.distribution} {self.version}"
+
+
+class ImportFailure(Exception):
+    """An import failed of itself, whatever it raised."""
+
+
+def imported(load: Callable[[], T]) -> T:
+    """Return what `load` imports.
+
+    Raises ImportFailure from whatever the import raises, a KeyboardInterrupt or SystemExit of its own too;
+    what a handler of a signal raises meanwhile, as the user's Ctrl-C does, is raised as it is.
+    """
+    with raised_by_signals() as interrupts:
+        try:
+            return load()
+        except BaseException as error:
+            if interrupts:
+                raise interrupts[0] from None
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise ImportFailure(text) from error.with_traceback(None)
+
+
+class Registry:
+    """The entry points of the distributions on sys.path, and which of their faults were logged."""
+
+    def __init__(self) -> None:
+        self._path: tuple[str, ...] = ()
+        self._entries: dict[tuple[str, ...], Entry] = {}
+        self._logged: set[str] = set()
+
+    def entries(self, group: str, fresh: bool = True) -> list[Entry]:
+        """The entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
+        path = tuple(sys.path)
+        if fresh or self._path != path:
+            self._look()
+            self._path = path
+        return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
+
+    def _look(self) -> None:
+        installed = entry_points()
+        seen: dict[tuple[str, ...], Entry] = {}
+        for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
+            for point in installed.select(group=group):
+                entry = Entry(point)
+                key = (group, entry.name, entry.distribution, entry.version, point.value)
+                seen[key] = self._entries.get(key, entry)
+        self._entries = seen
+
+    def complain(self, message: str) -> None:
+        """Log a plugin's fault, once."""
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning(message)
+
+
+registry = Registry()
+
+
+def rivalry(entries: Sequence[Entry]) -> str:
+    """Say that these entries stand in each other's way, and what to do."""
+    return (
+        f"{' and '.join(map(str, entries))} stand in each other's way and none is used: keep one, "
+        f"pip uninstall {' or '.join(entry.distribution for entry in entries)}"
+    )
+
+
+def upgrade(distribution: str) -> str:
+    """The command that brings a newer version."""
+    return f"pip install --upgrade {distribution}"

@@ -1,0 +1,151 @@
+"""Tools and hooks of installed distributions, and the names that the rest of the core asks for."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import pluggy
+
+from amanda.errors import OptionError, PluginError, UnknownToolError, did_you_mean
+from amanda.plan.hooks import hooks
+from amanda.plugins import drivers, hookspecs
+from amanda.plugins.drivers import (
+    absent_frameworks,
+    driven_frameworks,
+    faulty_drivers,
+    list_drivers,
+    loaded_drivers,
+)
+from amanda.plugins.entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
+from amanda.scope.attachment import attachment
+from amanda.tool import Tool
+
+__all__ = [
+    "Plugin",
+    "absent_frameworks",
+    "driven_frameworks",
+    "faulty_drivers",
+    "list_drivers",
+    "list_tools",
+    "load_tool",
+    "loaded_drivers",
+    "plugin_manager",
+    "tool_class",
+]
+
+
+def list_tools(load: bool = False) -> list[Plugin]:
+    """The tools that are installed.
+
+    load: import the tools to find out; otherwise nothing is imported.
+    """
+    tools = _tools()
+    return [_judged(entry, same, load) for same in tools.values() for entry in same]
+
+
+def tool_class(name: str) -> type[Tool]:
+    """Return the class, or function, that a distribution registers as a tool.
+
+    Raises UnknownToolError, and PluginError where the tool cannot be used.
+    """
+    kind: type[Tool] = _tool(name).load()
+    return kind
+
+
+def load_tool(name: str, /, **options: Any) -> Tool:
+    """Make the tool that a distribution registers under a name, with these options.
+
+    Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and
+    PluginError where the tool cannot be used.
+    """
+    entry = _tool(name)
+    kind = entry.load()
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise OptionError(f"tool {name}: {error}; {_options(signature)}") from None
+    tool = kind(**options)
+    if not isinstance(tool, Tool):
+        raise PluginError(f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade(entry.distribution)}")
+    return tool
+
+
+@cache
+def plugin_manager() -> pluggy.PluginManager:
+    """The hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
+    manager = pluggy.PluginManager("amanda")
+    manager.add_hookspecs(hookspecs)
+    for entry in registry.entries(HOOKS, fresh=False):
+        _register(manager, entry)
+    return manager
+
+
+def _tools() -> dict[str, list[Entry]]:
+    tools: dict[str, list[Entry]] = {}
+    for entry in registry.entries(TOOLS):
+        tools.setdefault(entry.name, []).append(entry)
+    return tools
+
+
+def _tool(name: str) -> Entry:
+    tools = _tools()
+    if name not in tools:
+        hint = did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
+        raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
+    if len(tools[name]) > 1:
+        raise PluginError(rivalry(tools[name]))
+    return tools[name][0]
+
+
+def _judged(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
+    if len(same_name) > 1:
+        return entry.plugin("duplicate", rivalry(same_name))
+    if not load and not entry.was_loaded:
+        return entry.plugin("not loaded", f"loads with amanda.load_tool({entry.name!r})")
+    try:
+        entry.load()
+    except PluginError as error:
+        return entry.plugin("broken import", str(error))
+    return entry.plugin("ready")
+
+
+def _options(signature: inspect.Signature) -> str:
+    described = [_option(parameter) for parameter in signature.parameters.values()]
+    return f"its options are {', '.join(described)}" if described else "it takes no options"
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    text = parameter.name
+    if (kind := parameter.annotation) is not parameter.empty:
+        text += f": {kind if isinstance(kind, str) else inspect.formatannotation(kind)}"
+    if parameter.default is not parameter.empty:
+        text += f" = {parameter.default!r}"
+    return text
+
+
+def _register(manager: pluggy.PluginManager, entry: Entry) -> None:
+    try:
+        plugin = entry.load()
+        manager.register(plugin, name=str(entry))
+    except PluginError as error:
+        registry.complain(str(error))
+        return
+    except Exception as error:
+        registry.complain(f"{entry} cannot be registered ({error}): {upgrade(entry.distribution)}")
+        return
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        manager.unregister(plugin)
+        registry.complain(f"{entry} implements a hook that is none ({error}): {upgrade(entry.distribution)}")
+
+
+def _tell(hook: str, **arguments: Any) -> None:
+    getattr(plugin_manager().hook, hook)(**arguments)
+
+
+hooks.tell = _tell
+attachment.installed = drivers

@@ -1,0 +1,124 @@
+"""Requirements of installed distributions, compared with what is installed.
+
+Of PEP 440 and 508 what distributions use: comparisons of releases, and markers of comparisons.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from itertools import zip_longest
+from typing import NamedTuple
+
+_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;@)]*)\)?[^;]*(?:;(.*))?$")
+_CLAUSE = re.compile(r"(===|~=|==|!=|<=|>=|<|>)\s*([^\s,]+)")
+_MARKER = re.compile(r"""(\w+)\s*(===|~=|==|!=|<=|>=|<|>|not in|in)\s*['"]([^'"]*)['"]""")
+
+
+class Unfit(NamedTuple):
+    """A requirement that what is installed does not meet."""
+
+    name: str
+    asked: str
+    installed: str
+
+
+class _Requirement(NamedTuple):
+    name: str
+    asked: str
+    extra: str
+    installed: str | None
+
+
+def unfit_requirements(one: Distribution) -> Iterator[Unfit]:
+    """Yield what a distribution asks for in another version than is installed, not what is absent.
+
+    What it asks for in an extra counts where all that the extra asks for is installed.
+    """
+    asked = [found for text in one.requires or () if (found := _requirement(text)) is not None]
+    unused = {each.extra for each in asked if each.extra and each.installed is None}
+    for name, versions, extra, installed in asked:
+        if installed is not None and extra not in unused and not fits(installed, versions):
+            yield Unfit(name, versions, installed)
+
+
+def _requirement(text: str) -> _Requirement | None:
+    """Read a requirement; None for one that does not apply here."""
+    parts = _NAME.match(text)
+    if parts is None or not _applies(marker := parts[3] or ""):
+        return None
+    extra = next((value for name, _, value in _MARKER.findall(marker) if name == "extra"), "")
+    try:
+        installed = distribution(parts[1]).version
+    except PackageNotFoundError:
+        installed = None
+    return _Requirement(parts[1], parts[2].replace(" ", ""), extra, installed)
+
+
+def fits(version: str, asked: str) -> bool:
+    """Return whether a version is one that is asked for, as in "<2.14,>=2.4"."""
+    return all(_fits(version, operator, wanted) for operator, wanted in _CLAUSE.findall(asked))
+
+
+def _fits(version: str, operator: str, wanted: str) -> bool:
+    if operator == "===":
+        return version == wanted
+    have, want = _release(version), _release(wanted)
+    if operator == "~=":
+        return _compared(have, want) >= 0 and have[: len(want) - 1] == want[:-1]
+    if wanted.endswith(".*"):
+        return (have[: len(want)] == want) == (operator == "==")
+    order = _compared(have, want)
+    return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
+            "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (2, 13, 0) of "2.13.0rc1+cpu"."""
+    found = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, found[1].split("."))) if found else ()
+
+
+def _compared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    differences = [a - b for a, b in zip_longest(one, other, fillvalue=0)]
+    return next((difference for difference in differences if difference), 0)
+
+
+def _applies(marker: str) -> bool:
+    """Return whether a requirement holds here, in one extra or another."""
+    text = _MARKER.sub(lambda found: "T" if _holds(*found.groups()) else "F", marker).strip()
+    before = None
+    while text != before:
+        before = text
+        text = re.sub(r"\(\s*([TF])\s*\)", r"\1", text)
+        text, ands = re.subn(r"([TF]) and ([TF])", lambda m: "T" if m[1] == m[2] == "T" else "F", text)
+        if not ands:
+            text = re.sub(r"([TF]) or ([TF])", lambda m: "T" if "T" in m.groups() else "F", text)
+    return text != "F"
+
+
+def _holds(name: str, operator: str, value: str) -> bool:
+    if name.endswith("_version"):
+        return fits(_environment()[name], f"{operator}{value}") if name in _environment() else True
+    if name == "extra" or name not in _environment():
+        return True
+    have = _environment()[name]
+    return {"==": have == value, "!=": have != value, "in": have in value,
+            "not in": have not in value}.get(operator, True)  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "python_version": ".".join(map(str, sys.version_info[:2])),
+        "python_full_version": platform.python_version(),
+        "implementation_name": sys.implementation.name,
+        "os_name": os.name,
+        "platform_machine": platform.machine(),
+        "platform_python_implementation": platform.python_implementation(),
+        "platform_system": platform.system(),
+        "sys_platform": sys.platform,
+    }

@@ -1,0 +1,144 @@
+"""Attachment, while any scope is open: of all drivers that have their framework loaded, and to threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from amanda import interceptor
+from amanda.errors import DriverError
+from amanda.interceptor.imports import when_imported
+from amanda.interceptor.interrupts import undo
+from amanda.plan.hooks import hooks
+from amanda.scope.outside import watch
+from amanda.scope.threads import Threads
+
+if TYPE_CHECKING:
+    from amanda.scope.driver import Driver
+    from amanda.scope.scope import Scope
+
+
+class Faulty(Protocol):
+    """A driver that cannot be used."""
+
+    @property
+    def name(self) -> str:
+        """Name of its framework."""
+
+    @property
+    def message(self) -> str:
+        """Say what is the matter, and what to do about it."""
+
+
+class Installed(Protocol):
+    """Finds the drivers of installed distributions."""
+
+    def loaded_drivers(self) -> Iterable[type[Driver]]:
+        """Return the drivers whose frameworks have been imported."""
+
+    def faulty_drivers(self) -> Iterable[Faulty]:
+        """Return those of imported frameworks that cannot be used."""
+
+    def absent_frameworks(self) -> Iterable[str]:
+        """Return the names of frameworks that have a driver and have not been imported."""
+
+
+class Attachment:
+    """Attaches drivers when the first scope of the process opens, detaches them after the last closes.
+
+    installed: finds them; `amanda.plugins` puts itself there.
+    guests: driver classes that are used though no distribution registers them.
+    """
+
+    installed: Installed
+
+    def __init__(self) -> None:
+        self.guests: list[type[Driver]] = []
+        self._lock = threading.RLock()
+        self._scopes: list[Scope] = []
+        self._drivers: dict[type[Driver], Driver] = {}
+        self._attached: list[Driver] = []
+        self._broken: dict[str, str] = {}  # what of, and why
+        self._awaited: list[Callable[[], object]] = []
+        self._threads = Threads()
+
+    def open(self, scope: Scope) -> None:
+        """Count a scope in."""
+        with self._lock:
+            self._scopes.append(scope)
+            if len(self._scopes) == 1:
+                self._threads.attach()
+                self._attach_loaded()
+                self._await_others()
+            watch(self._scopes)
+            for what, reason in self._broken.items():
+                scope.report.add(what, reason)
+
+    def close(self, scope: Scope) -> None:
+        """Count a scope out."""
+        with self._lock:
+            if scope in self._scopes:
+                self._scopes.remove(scope)
+            if not self._scopes:
+                try:
+                    for driver in self._attached:
+                        driver.closing(scope.report)
+                finally:
+                    self._detach_all()
+
+    def abandon(self) -> list[Scope]:
+        """Detach everything in a forked child; return the scopes that were open."""
+        self._lock = threading.RLock()
+        scopes, self._scopes = self._scopes, []
+        self._detach_all()
+        return scopes
+
+    def driver(self, kind: type[Driver]) -> Driver:
+        """The process's one instance of a driver class."""
+        if kind not in self._drivers:
+            self._drivers[kind] = kind()
+        return self._drivers[kind]
+
+    def attach(self, kind: type[Driver]) -> None:
+        """Attach a driver now; one that fails is told of in the scopes' reports."""
+        with self._lock:
+            driver = self.driver(kind)
+            if driver in self._attached or not self._scopes:
+                return
+            self._attached.append(driver)
+            try:
+                driver.attach()
+            except BaseException as error:
+                driver.detach()
+                self._attached.remove(driver)
+                if not isinstance(error, Exception):
+                    raise
+                reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
+                self._broken[kind.__name__] = reason
+                for scope in self._scopes:
+                    scope.report.add(kind.__name__, reason)
+                return
+            hooks.tell("amanda_driver_attached", driver=driver)
+
+    def _attach_loaded(self) -> None:
+        self._broken = {plugin.name: plugin.message for plugin in self.installed.faulty_drivers()}
+        for kind in dict.fromkeys([*self.installed.loaded_drivers(), *self.guests]):
+            self.attach(kind)
+
+    def _await_others(self) -> None:
+        for framework in self.installed.absent_frameworks():
+            self._awaited.append(when_imported(framework, self._attach_loaded))
+
+    def _detach_all(self) -> None:
+        interceptor.watch_outside(None)
+        undo(self._awaited)
+        while self._attached:
+            driver = self._attached[-1]
+            driver.detach()
+            self._attached.pop()
+            hooks.tell("amanda_driver_detached", driver=driver)
+        self._threads.detach()
+
+
+attachment = Attachment()

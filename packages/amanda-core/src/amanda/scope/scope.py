@@ -1,0 +1,231 @@
+"""Scopes: the dynamic extent in which tools are applied."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from weakref import ReferenceType
+
+from amanda import interceptor
+from amanda.errors import ScopeError, ToolError
+from amanda.interceptor.interrupts import uninterrupted
+from amanda.plan.hooks import hooks
+from amanda.plan.layer import layer_of
+from amanda.plan.order import in_order
+from amanda.plan.tools import AnyTool, is_tool
+from amanda.scope.attachment import attachment
+from amanda.scope.generators import stepping, stepping_async
+from amanda.scope.leaving import let_go
+from amanda.scope.options import changed_options
+from amanda.scope.report import Report
+from amanda.scope.state import activated, current_state, restore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Compiled = Literal["eager", "instrument"]
+
+
+class Scope:
+    """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
+
+    It may be entered again after it was left. `report` lists what could not be instrumented.
+    compiled: what becomes of callables that a framework's compiler has made.
+    """
+
+    def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
+        if compiled not in get_args(Compiled):
+            raise ScopeError(
+                f'compiled={compiled!r} is neither "eager", which runs compiled callables op by op, nor '
+                '"instrument", which instruments their graphs'
+            )
+        for tool in tools:
+            if not is_tool(tool):
+                hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
+                raise ToolError(f"apply wants tools, not {tool!r}{hint}")
+        self._tools = tools
+        self.compiled = compiled
+        self._open = False
+        self._token: object = None
+        self._joined: tuple[AnyTool, ...] = ()
+        self._activations: set[ReferenceType[interceptor.Activation]] = set()  # those that some context has
+        self._forked = False
+        self.report = Report()
+        in_order(tools)
+
+    @property
+    def closed(self) -> bool:
+        """Return True if the scope is not open anywhere."""
+        return not self._open
+
+    def __enter__(self) -> Scope:
+        if self._open:
+            raise ScopeError(
+                "this scope is open already; amanda.apply(...) makes another, and a decorated function "
+                "gets one per call"
+            )
+        self._forked = False
+        try:
+            uninterrupted(self._enter)
+            for tool in self._joined:
+                for text in changed_options(tool):
+                    self.report.add(f"options of {type(tool).__name__}", text)
+            hooks.tell("amanda_scope_entered", scope=self)
+        except BaseException:
+            uninterrupted(self._leave)
+            raise
+        return self
+
+    def _enter(self) -> None:
+        outer = current_state()
+        tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
+        self._joined = tuple(tools)
+        layer = layer_of(tools, outer.layer) if tools else outer.layer
+        state = replace(outer, layer=layer, scopes=(*outer.scopes, self))
+        attachment.open(self)
+        activation = state.activation()
+        self._open = True
+        for (
+            scope
+        ) in state.scopes:  # before `set`, which may put it in force and then lack memory for the token
+            scope.hold(activation)
+        self._token = interceptor.ACTIVATION.set(activation)
+        interceptor.reset_root()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._forked:  # the parent has it open; here it was closed when the child began
+            self._forked = False
+            return
+        if not self._open:
+            raise ScopeError("this scope is not open; start() or a with statement opens it")
+        joined, self._joined = self._joined, ()
+        try:
+            uninterrupted(self._leave)
+        except BaseException:  # an interrupt that came before it, perhaps
+            uninterrupted(self._leave)
+            raise
+        finally:
+            for tool in joined:
+                tool.scope_left()
+                for text in tool.unmatched():
+                    self.report.add(f"what was selected for {type(tool).__name__}", text)
+        hooks.tell("amanda_scope_left", scope=self)
+
+    def _leave(self) -> None:
+        """Undo what opening has done so far."""
+        token, self._open = self._token, False
+        inner = self._opened_later()
+        interceptor.keep_failure(None)
+        try:
+            if token is not None and inner:  # generators take turns, say: the inner goes back to before both
+                inner[0]._token = token
+            elif token is not None:
+                restore(interceptor.ACTIVATION, token)
+            self._token = None
+        finally:
+            try:
+                let_go(list(self._activations))
+            finally:
+                attachment.close(self)
+
+    def _opened_later(self) -> list[Scope]:
+        """Return the open scopes within this one, here."""
+        activation = interceptor.ACTIVATION.get(None)
+        scopes: tuple[Scope, ...] = () if activation is None else activation.state.scopes
+        later = scopes[scopes.index(self) + 1 :] if self in scopes else ()
+        return [scope for scope in later if not scope.closed]
+
+    def hold(self, activation: interceptor.Activation) -> None:
+        """Count in an activation that this scope is a part of, while a context has it."""
+        reference = ReferenceType(activation, self._activations.discard)
+        self._activations.add(reference)
+        if self.closed:  # meanwhile, on another thread
+            let_go([reference])
+
+    def start(self) -> Scope:
+        """Open the scope until `stop`, across the cells of a notebook."""
+        return self.__enter__()
+
+    def stop(self) -> None:
+        """Close a scope that `start` opened."""
+        self.__exit__(None, None, None)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorate a function: each call, or step of a generator, runs in a scope with these tools."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self._again():
+                    return await function(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]
+        if inspect.isgeneratorfunction(function):
+            return stepping(self._again, function)
+        if inspect.isasyncgenfunction(function):
+            return stepping_async(self._again, function)
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._again():
+                return function(*args, **kwargs)
+
+        return called
+
+    def _again(self) -> Scope:
+        scope = Scope(*self._tools, compiled=self.compiled)
+        scope.report = self.report
+        return scope
+
+    def bind(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function`, to be called on another thread with this scope in force there."""
+        state = current_state()
+        if self not in state.scopes:
+            raise ScopeError("bind carries an open scope to another thread; open it first")
+
+        @functools.wraps(function)
+        def bound(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self.closed:
+                return function(*args, **kwargs)
+            with activated(state):
+                return function(*args, **kwargs)
+
+        return bound
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(tool).__name__ for tool in self._tools)
+        return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
+
+
+def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
+    """Apply tools to what runs in a scope: every op of every supported framework, forward and backward.
+
+    Tools that they depend on join by themselves.
+    compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
+    Raises ToolError for what is no tool, DependencyCycleError, and ScopeError for another `compiled`.
+
+    >>> import amanda
+    >>> with amanda.apply(amanda.Tool()) as scope:
+    ...     pass
+    """
+    return Scope(*tools, compiled=compiled)
+
+
+def _forked() -> None:
+    interceptor.forked()
+    scopes = attachment.abandon()
+    for scope in scopes:
+        scope._open = False
+        scope._forked = True
+    for scope in scopes:
+        let_go(list(scope._activations))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

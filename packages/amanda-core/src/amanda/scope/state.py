@@ -1,0 +1,144 @@
+"""The state of an execution context: layers of tools, and the switches of the control API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from amanda import interceptor
+from amanda.errors import ScopeError
+
+if TYPE_CHECKING:
+    from amanda.plan.layer import Layer
+    from amanda.plan.tools import AnyTool
+    from amanda.scope.scope import Scope
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Immutable; a scope or a switch puts another in force for its extent."""
+
+    layer: Layer | None = None
+    scopes: tuple[Scope, ...] = ()
+    enabled: bool = True
+    cache: bool = True
+    autodiff: bool = False
+
+    def is_open(self, tool: AnyTool) -> bool:
+        """Return True if a scope with that tool is open."""
+        return self.layer is not None and any(one is tool for one in self.layer.applied)
+
+    def report(self, what: str, reason: str, where: str = "") -> None:
+        """Tell the open scopes what could not be instrumented and why."""
+        for scope in self.scopes:
+            scope.report.add(what, reason, where)
+
+    def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
+        """Tell the open scopes what a source says, once each; the source is hashable, and held weakly."""
+        if entries:
+            for scope in self.scopes:
+                scope.report.add_all(source, entries)
+
+    def activation(self) -> interceptor.Activation:
+        """Return what the interceptor consults while this state is in force."""
+        table = self.layer.table if self.layer is not None and self.cache else None
+        open_ = self.enabled and self.layer is not None
+        return interceptor.Activation(table, self, open_, not self.autodiff)
+
+
+when_enabled_again: list[Callable[[], None]] = []
+"""Called as a `disabled` context is left."""
+
+_OUTSIDE = State()
+
+
+def current_state() -> State:
+    """The state of this execution context."""
+    activation = interceptor.ACTIVATION.get(None)
+    state: State = _OUTSIDE if activation is None else activation.state
+    gone = state.layer is not None and not state.scopes
+    return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
+
+
+@contextmanager
+def in_force(activation: interceptor.Activation) -> Iterator[None]:
+    """Put an activation in force, also on a thread that the framework started."""
+    token = interceptor.ACTIVATION.set(activation)
+    try:
+        yield
+    finally:
+        restore(interceptor.ACTIVATION, token)
+
+
+def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
+    """Undo a `set`, also where a notebook or an event loop has changed contexts meanwhile."""
+    try:
+        variable.reset(token)  # type: ignore[arg-type]
+    except ValueError:
+        old = token.old_value  # type: ignore[attr-defined]
+        variable.set(old if isinstance(old, interceptor.Activation) else _OUTSIDE.activation())
+    except RuntimeError as error:
+        raise ScopeError("this switch was left already") from error
+
+
+def activated(state: State) -> AbstractContextManager[None]:
+    """Put a state in force until the context is left; of its scopes, each until that closes."""
+    activation = state.activation()
+    for scope in state.scopes:
+        scope.hold(activation)
+    return in_force(activation)
+
+
+@contextmanager
+def _switched(**changes: bool) -> Iterator[None]:
+    with activated(replace(current_state(), **changes)):  # type: ignore[arg-type]
+        yield
+
+
+def enabled() -> AbstractContextManager[None]:
+    """Instrument inside this context, also within `disabled`."""
+    return _switched(enabled=True)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Instrument nothing inside this context."""
+    try:
+        with _switched(enabled=False):
+            yield
+    finally:
+        for settle in when_enabled_again:
+            settle()
+
+
+def cache_enabled() -> AbstractContextManager[None]:
+    """Keep plans: an op's analysis runs once."""
+    return _switched(cache=True)
+
+
+def cache_disabled() -> AbstractContextManager[None]:
+    """Keep no plans: an op's analysis runs at each execution."""
+    return _switched(cache=False)
+
+
+def autodiff_enabled() -> AbstractContextManager[None]:
+    """Make every routine take part in the backward pass, as if marked `@differentiable`."""
+    return _switched(autodiff=True)
+
+
+def autodiff_disabled() -> AbstractContextManager[None]:
+    """Keep routines outside the backward pass, unless they are marked `@differentiable`."""
+    return _switched(autodiff=False)
+
+
+def is_enabled() -> bool:
+    """Return True if scopes instrument here."""
+    return current_state().enabled
+
+
+def is_cache_enabled() -> bool:
+    """Return True if plans are kept here."""
+    return current_state().cache

@@ -1,0 +1,170 @@
+"""Threads that start inside a scope, and tasks that a pool is given inside it, belong to the scope.
+
+Python starts a thread in an empty context, so a thread brings along what is in force where it starts. The
+threads of a pool serve whoever comes: they begin outside of any scope, and each task brings its own along.
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial, wraps
+from typing import Any
+
+from amanda import interceptor
+from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.imports import when_imported
+from amanda.interceptor.interrupts import undo
+from amanda.scope.generators import stepping
+from amanda.scope.leaving import remaining
+from amanda.scope.state import State, activated
+
+Function = Callable[..., Any]
+
+
+class Threads:
+    """The functions of the standard library that start threads, made to bring scopes along."""
+
+    def __init__(self) -> None:
+        self._attributes = Attributes()
+        self._awaited: list[Callable[[], object]] = []
+
+    def attach(self) -> None:
+        """Bring scopes along from now on."""
+        self._set(threading.Thread, "start", _starting)
+        for name in ("start_new_thread", "start_new"):
+            self._set(_thread, name, _calling, 0)
+        for module, follow in (
+            ("concurrent.futures", self._follow_futures),
+            ("concurrent.futures.thread", self._follow_executors),
+            ("multiprocessing.pool", self._follow_pools),
+        ):
+            self._awaited.append(when_imported(module, partial(follow, module)))
+
+    def detach(self) -> None:
+        """Put everything back."""
+        undo(self._awaited)
+        self._attributes.restore()
+
+    def _set(self, holder: Any, name: str, made: Callable[..., Function], *given: Any) -> None:
+        original = getattr(holder, name, None)
+        if original is not None:
+            self._attributes.set(holder, name, wraps(original)(made(original, *given)))
+
+    def _follow_futures(self, module: str) -> None:
+        self._set(sys.modules[module].Future, "add_done_callback", _calling, 1, "fn")
+
+    def _follow_executors(self, module: str) -> None:
+        executor = sys.modules[module].ThreadPoolExecutor
+        self._set(executor, "__init__", _calling, 3, "initializer")
+        self._set(executor, "submit", _calling, 1)
+
+    def _follow_pools(self, module: str) -> None:
+        pool = sys.modules[module].ThreadPool
+        callbacks = (4, "callback", 5, "error_callback")
+        self._set(pool, "__init__", _calling, 2, "initializer")
+        self._set(pool, "apply_async", _calling, 1, "func", *callbacks)
+        for name in ("map", "starmap", "map_async", "starmap_async"):
+            self._set(pool, name, _calling, 1, "func", 2, "iterable", *callbacks)
+        for name in ("imap", "imap_unordered"):
+            self._set(pool, name, _calling, 1, "func", 2, "iterable")
+
+
+def _starting(original: Function) -> Function:
+    """`Thread.start`, whose thread begins with what is in force here."""
+
+    def start(self: threading.Thread) -> None:
+        state, own = _here(), vars(self)
+        if not state.scopes:
+            with activated(state):  # where threads inherit their starter's context, a routine's inherits none
+                original(self)
+            return
+        run, before = self.run, {name: own[name] for name in ("run",) if name in own}
+        given = [state]  # which a thread that outlives its scopes does not hold
+
+        def begin() -> None:
+            own.pop("run", None)
+            own.update(before)
+            with activated(given.pop()):
+                run()
+
+        own["run"] = begin  # found before the class's own, whichever class it is
+        if self.run is not begin:
+            reason = f"{type(self).__name__}.run cannot be set: give it scope.bind(function)"
+            state.report(f"thread {self.name}", reason)
+        del state
+        try:
+            original(self)
+        except BaseException:
+            own.pop("run", None)
+            own.update(before)
+            raise
+
+    return start
+
+
+def _calling(original: Function, *places: int | str) -> Function:
+    """A function that hands what it is given in these places, or by these names, to another thread."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        state = _here()
+        carried = [_carried(value, state) if place in places else value for place, value in enumerate(args)]
+        named = {name: _carried(value, state) if name in places else value for name, value in kwargs.items()}
+        with activated(State()):
+            return original(*carried, **named)
+
+    return call
+
+
+def _carried(value: Any, state: State) -> Any:
+    """A function or iterable of the program's, as another thread is to have it."""
+    if not state.scopes:
+        return value
+    if callable(value):
+        return _Function(value, state)
+    kept = value is None or isinstance(value, (list, tuple, range))
+    return value if kept else (_Collection if isinstance(value, Sized) else _Iterable)(value, state)
+
+
+class _Carried:
+    def __init__(self, value: Any, state: State) -> None:
+        self._value = value
+        self._state = state
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process, or interpreter, has no scope
+        return _itself, (self._value,)
+
+
+class _Function(_Carried):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with activated(self._state):
+            return self._value(*args, **kwargs)
+
+
+class _Iterable(_Carried):
+    def __iter__(self) -> Iterator[Any]:
+        return stepping(partial(activated, self._state), _each)(self._value)  # type: ignore[no-any-return]
+
+
+class _Collection(_Iterable):
+    def __len__(self) -> int:
+        return len(self._value)
+
+
+def _each(iterable: Iterable[Any]) -> Any:
+    yield from iterable
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _here() -> State:
+    """Return the state for a thread that starts here: State() if a routine starts it."""
+    activation = interceptor.ACTIVATION.get(None)
+    if activation is None or type(activation.state) is not State:
+        return State()
+    in_routine = activation.active and interceptor.active() is None
+    return State() if in_routine else remaining(activation.state)

@@ -1,0 +1,264 @@
+"""The fake framework's graphs, brought to Amanda: the smallest driver of graphs, to read and to copy from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from amanda import interceptor
+from amanda.backend import (
+    DRIVER_API,
+    Attributes,
+    Execution,
+    GraphAnalysis,
+    GraphDriver,
+    History,
+    Insertion,
+    Namespace,
+    NotTraceable,
+    OpFacts,
+    Rewriter,
+    Rewriting,
+    Side,
+    Value,
+    digest,
+)
+from amanda.errors import AmandaError
+from amanda.testing import fake
+from amanda.testing._fake_driver._tensors import FakeTensors
+from amanda.testing.fake import Parameter, Tensor, _graphs, _operators
+from amanda.testing.fake._graphs import Graph, Node
+
+
+class Symbol:
+    """A value of a graph while tools analyse it: its name, and the constant that it is, if any."""
+
+    def __init__(self, name: str, constant: Tensor | None = None) -> None:
+        self.name = name
+        self.constant = constant
+
+
+class Traced(Symbol):
+    """A value that a traceable routine computes with: what it does becomes nodes."""
+
+    def __init__(self, name: str, rewriter: GraphRewriter) -> None:
+        super().__init__(name)
+        self.rewriter = rewriter
+
+    def __mul__(self, other: Any) -> Traced:
+        return self.rewriter.record(_operators.mul, self, other)
+
+    def __add__(self, other: Any) -> Traced:
+        return self.rewriter.record(_operators.add, self, other)
+
+
+class GraphTensors(FakeTensors):
+    """Tensors of the fake framework, and symbols of its graphs."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return True for a tensor, and for what stands for one."""
+        return isinstance(value, (Tensor, Symbol))
+
+    def straight_through(self, original: Any, value: Any) -> Any:
+        """`value` in the type of `original`."""
+        return value if isinstance(value, Symbol) else super().straight_through(original, value)
+
+
+class Call(NamedTuple):
+    """A node of a rewritten graph that calls routines: those in a slot, on values by name."""
+
+    slot: int
+    reads: Sequence[str]
+    gives: Sequence[str]
+
+
+@dataclass(kw_only=True)
+class GraphRewriting(Rewriting):
+    """One rewrite of a graph: the nodes of the copy, its constants, and the names of its outputs."""
+
+    items: list[Node | Call] = field(default_factory=list)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    outputs: Any = ()
+
+
+class GraphRewriter(Rewriter[Node]):
+    """The rewrite of a graph."""
+
+    rewriting: GraphRewriting
+
+    def __init__(self, graph: Graph, rewriting: GraphRewriting) -> None:
+        super().__init__(rewriting)
+        self.graph = graph
+        self.identity = digest("fake/graph", interceptor.ordinal(graph))
+        self.symbols = {name: Symbol(name, value) for name, value in graph.constants.items()}
+
+    def nodes(self) -> Iterator[Node]:
+        """The nodes, in the order in which they run."""
+        return iter(self.graph.nodes)
+
+    def sides(self, node: Node) -> tuple[Side, Side]:
+        """Inputs, each a value, a list of values or a plain number; and outputs."""
+        flat = [name for one in node.inputs for name in (one if isinstance(one, list) else [one])]
+        sizes = [len(one) if isinstance(one, list) else None for one in node.inputs]
+        inputs = Side(flat, [self.symbol(one) for one in flat], sizes)
+        return inputs, Side(node.outputs, list(map(self.symbol, node.outputs)), [None] * len(node.outputs))
+
+    def facts(self, node: Node, inputs: Side) -> OpFacts:
+        """Facts of a node, for tools."""
+        held = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
+        return OpFacts(
+            node.op, digest(self.identity, node.name), self.rewriting.namespace, _NAMES, inputs.values,
+            op_type=node.op.__name__, scope=node.scope, source=node.source, parameters=held,
+            graph=self.identity, read_value=_read,
+            variable_of=_parameter, read_variables=lambda: tuple(id(inputs.values[i]) for i in held),
+            original=lambda: lambda values: node.op(*values),
+        )  # fmt: skip
+
+    def keep(self, node: Node, inputs: Side, outputs: Side) -> None:
+        """Write the node."""
+        flat = iter(inputs.refs)
+        given = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes]
+        self.rewriting.items.append(node._replace(inputs=tuple(given)))
+
+    def can_give(self, symbol: Any) -> bool:
+        """Return True for what is no plain number."""
+        return isinstance(symbol, Symbol)
+
+    def call(
+        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+    ) -> list[Value]:
+        """Write a call of routines."""
+        slot = self.rewriting.add(place)
+        gives = [f"amanda_{slot}:{i}" for i in range(len(wanted))]
+        self.rewriting.items.append(Call(slot, [one.ref for one in given], gives))
+        return [Value(name, self.symbol(name)) for name in gives]
+
+    def inline(self, place: Insertion, given: Sequence[Value]) -> list[Value]:
+        """Write what a routine does as nodes."""
+        values = [Traced(one.ref, self) if isinstance(one.symbol, Symbol) else one.symbol for one in given]
+        try:
+            results = self.results(place, values)
+        except (TypeError, AttributeError) as error:
+            raise NotTraceable(f"{type(error).__name__}: {error}") from error
+        return [Value(name := self._name(one), self.symbol(name)) for one in results]
+
+    def record(self, op: Callable[..., Any], *args: Any) -> Traced:
+        """Write a node that a traced routine asks for."""
+        name = f"amanda_traced_{len(self.rewriting.items)}"
+        self.rewriting.items.append(Node(op, tuple(map(self._name, args)), (name,), name))
+        return Traced(name, self)
+
+    def symbol(self, name: Any) -> Any:
+        """The symbol of a value; a plain number as it is."""
+        return self.symbols.setdefault(name, Symbol(name)) if isinstance(name, str) else name
+
+    def _name(self, value: Any) -> Any:
+        """The name of a symbol, and of a tensor that a routine holds, which becomes a constant."""
+        if isinstance(value, Symbol):
+            return value.name
+        if not isinstance(value, Tensor):
+            return value
+        name = f"amanda_constant_{id(value)}"
+        self.rewriting.constants[name] = value
+        return name
+
+
+class Copy:
+    """A rewritten graph, which runs instead of the user's."""
+
+    def __init__(self, graph: Graph, rewriting: GraphRewriting) -> None:
+        # Not the graph: copies live as long as it does, and are held where it is referenced weakly.
+        self.inputs = list(graph.inputs)
+        self.constants = {**graph.constants, **rewriting.constants}
+        self.items = rewriting.items
+        self.outputs = rewriting.outputs
+
+    def run(self, execution: Execution, values: Sequence[Tensor]) -> Any:
+        """What it gives of the values of the graph's inputs."""
+        known: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+        with execution.under_way(), fake.no_grad():
+            for item in self.items:
+                if isinstance(item, Call):
+                    results = execution.call(item.slot, [_graphs.filled(one, known) for one in item.reads])
+                    known.update(zip(item.gives, results, strict=True))
+                else:
+                    known.update(_graphs.compute(item, known))
+        return _graphs.filled(self.outputs, known)
+
+
+class FakeGraphDriver(GraphDriver[GraphRewriting, Copy]):
+    """The fake framework's graphs: a copy runs where `Graph.run` is called."""
+
+    api = DRIVER_API
+    framework = "amanda.testing.fake"
+    modes = ("graph",)
+    tensors = GraphTensors()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attributes = Attributes()
+
+    @property
+    def namespace(self) -> Namespace:
+        """`fake/1.0/graph`."""
+        return Namespace(f"fake/{fake.__version__}/graph")
+
+    def attach(self) -> None:
+        """Stand where runs of graphs begin."""
+        run = Graph.run
+
+        def instrumented(graph: Graph, values: Sequence[Tensor]) -> Any:
+            activation = interceptor.active()
+            prepared = self.prepare(graph, activation.state) if activation else None
+            if prepared is None:
+                return run(graph, values)
+            copy, execution = prepared
+            return copy.run(execution, values)
+
+        self._attributes.set(Graph, "run", instrumented)
+
+    def detach(self) -> None:
+        """Put the method back."""
+        self._attributes.restore()
+
+    def rewrite(self, graph: Graph, analysis: GraphAnalysis, history: History) -> GraphRewriting:
+        """Rewrite a graph."""
+        opaque = next((node for node in graph.nodes if node.op is _operators.opaque), None)
+        rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace, history=history)
+        if opaque is not None:
+            rewriting.report("opaque", "it has no operators inside")
+        rewriter = GraphRewriter(graph, rewriting)
+        rewriter.run()
+        rewriting.outputs = _renamed(graph.outputs, rewriter.current)
+        return rewriting
+
+    def runnable(self, graph: Graph, rewriting: GraphRewriting) -> Copy:
+        """Make the copy."""
+        return Copy(graph, rewriting)
+
+
+_NAMES = ("input", "other")
+
+
+def _read(value: Any) -> Any:
+    """The value of a constant.
+
+    Raises AmandaError for what is computed, or given to the graph.
+    """
+    if not isinstance(value, Symbol):
+        return value
+    if value.constant is None:
+        raise AmandaError(f"{value.name} has no value before the graph runs; read it in a routine")
+    return value.constant
+
+
+def _parameter(value: Any) -> Parameter | None:
+    constant = value.constant if isinstance(value, Symbol) else None
+    return constant if isinstance(constant, Parameter) else None
+
+
+def _renamed(names: Any, current: Mapping[str, str]) -> Any:
+    if isinstance(names, tuple):
+        return tuple(_renamed(one, current) for one in names)
+    return current.get(names, names)

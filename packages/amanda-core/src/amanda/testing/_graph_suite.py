@@ -1,0 +1,212 @@
+"""The suite for drivers of graphs: copies of graphs, and traceable routines, which become part of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import pytest
+
+from amanda.action import traceable
+from amanda.context import OpContext
+from amanda.scope.scope import Scope, apply
+from amanda.scope.state import cache_disabled
+from amanda.testing._gaps import Gaps
+from amanda.testing._held import (
+    ByName,
+    Hidden,
+    InClosure,
+    InContainer,
+    InGlobal,
+    InObject,
+    Listed,
+    Scaling,
+    Switched,
+)
+from amanda.tool import Tool
+
+KINDS = [Scaling, InContainer, InObject, InClosure, InGlobal, ByName]
+
+
+class GraphSample(ABC):
+    """A program of a framework's graphs that computes one op, once or more often.
+
+    op: what `get_op_type` gives for the op.
+    """
+
+    op: ClassVar[str]
+
+    @abstractmethod
+    def check(self, scale: float) -> None:
+        """Run the program, on the same values each time; assert that the op's values were times `scale`."""
+
+    @abstractmethod
+    def tensor(self, number: float) -> Any:
+        """A constant tensor that all values of the op can be multiplied by."""
+
+    @abstractmethod
+    def copies(self) -> int:
+        """Return how many copies of graphs have been made, or how many routines traced for them."""
+
+    def apply(self, *tools: Tool) -> Scope:
+        """The scope in which the program is instrumented."""
+        return apply(*tools)
+
+    def insert(self, context: OpContext, routine: Callable[..., Any]) -> None:
+        """Insert a routine that changes the op's values."""
+        context.insert_after_op(routine)
+
+
+class GraphDriverTests(Gaps):
+    """Meanings that hold of rewritten graphs, beside those of DriverTests.
+
+    A subclass has a fixture `sample`.  Most of its tests are of traceable routines, which become part of a
+    graph: the graph follows what they read.
+    """
+
+    @pytest.fixture
+    def sample(self) -> GraphSample:
+        """The program under test."""
+        raise NotImplementedError(f"{type(self).__name__} needs a fixture `sample` that gives a GraphSample")
+
+    def test_a_graph_is_rewritten_once_for_a_set_of_tools(self, sample: GraphSample) -> None:
+        tools = Scaling(sample, 2.0), Scaling(sample, 5.0)
+        for tool in tools:
+            before = sample.copies()
+            with sample.apply(tool):
+                sample.check(tool.held)
+            assert sample.copies() > before
+        made = sample.copies()
+        for tool in tools * 2:
+            with sample.apply(tool):
+                sample.check(tool.held)
+                sample.check(tool.held)
+        assert sample.copies() == made
+
+    def test_a_graph_is_left_as_it_was(self, sample: GraphSample) -> None:
+        sample.check(1.0)
+        with sample.apply(Scaling(sample, 2.0)):
+            sample.check(2.0)
+        sample.check(1.0)
+        with sample.apply(Tool()):
+            sample.check(1.0)
+        sample.check(1.0)
+
+    def test_routines_that_are_traced_and_others_follow_in_the_order_of_their_tools(
+        self, sample: GraphSample
+    ) -> None:
+        seen: list[str] = []
+
+        class Python(Scaling):
+            def scaled(self, value: Any) -> Any:
+                seen.append("python")
+                return value * self.held
+
+        for tools in [(Scaling, Python), (Python, Scaling), (Python, Python)]:
+            seen.clear()
+            with sample.apply(tools[0](sample, 2.0), tools[1](sample, 3.0)) as scope:
+                sample.check(6.0)
+                calls = len(seen)
+                sample.check(6.0)
+            assert calls >= tools.count(Python)
+            assert len(seen) == 2 * calls
+            assert not told(scope)
+
+    @pytest.mark.parametrize("traced", [True, False])
+    def test_a_routine_that_fails_leaves_the_graph_as_it_was(self, sample: GraphSample, traced: bool) -> None:
+        class Failing(Scaling):
+            def routine(self) -> Callable[..., Any]:
+                return traceable(self.fail) if traced else self.fail
+
+            def fail(self, value: Any) -> Any:
+                raise ZeroDivisionError("in the routine")
+
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError, match="in the routine"), sample.apply(Failing(sample, 0.0)):
+                sample.check(0.0)
+            sample.check(1.0)
+            with sample.apply(Scaling(sample, 2.0)):
+                sample.check(2.0)
+
+    def test_threads_that_run_a_graph_at_once_share_its_copy(self, sample: GraphSample) -> None:
+        tool = Scaling(sample, 2.0)
+        sample.check(1.0)
+        with sample.apply(tool), ThreadPoolExecutor(4) as pool:
+            sample.check(2.0)
+            made = sample.copies()
+            for done in [pool.submit(sample.check, 2.0) for _ in range(16)]:
+                done.result()
+            assert sample.copies() == made
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+    def test_what_is_held_instead_is_read(
+        self, sample: GraphSample, kind: type[Scaling], tensors: bool
+    ) -> None:
+        held = {scale: sample.tensor(scale) if tensors else scale for scale in (2.0, 5.0)}
+        tool = kind(sample, held[2.0])
+        with sample.apply(tool) as scope:
+            for scale in (2.0, 5.0, 2.0):
+                tool.hold(held[scale])
+                for _ in range(2):
+                    sample.check(scale)
+        sample.check(1.0)
+        copies = sample.copies()
+        with sample.apply(tool):
+            sample.check(2.0)
+            assert sample.copies() == copies
+            tool.hold(held[5.0])
+            sample.check(5.0)
+        assert not told(scope)
+
+    def test_what_changes_often_is_read_by_python(self, sample: GraphSample) -> None:
+        tool = Scaling(sample, 0.0)
+        copies = []
+        with sample.apply(tool) as scope:
+            for i in range(12):
+                tool.hold(i / 4)
+                sample.check(i / 4)
+                copies.append(sample.copies())
+        assert copies[7] > copies[0]
+        assert copies[8:] == [copies[8]] * 4
+        assert set(told(scope)) == {"what it reads changes often: held, so it runs as Python"}
+
+    def test_a_routine_that_changes_nothing_for_now_is_asked_again(self, sample: GraphSample) -> None:
+        tool = Switched(sample, 1.0)
+        with sample.apply(tool):
+            for scale in (1.0, 2.0, 1.0, 2.0):
+                tool.hold(scale)
+                sample.check(scale)
+
+    def test_what_tracing_changes_is_no_reason_to_trace_again_and_is_reported(
+        self, sample: GraphSample
+    ) -> None:
+        tool = Listed(sample, 2.0)
+        with sample.apply(tool) as scope:
+            sample.check(2.0)
+            traced = len(tool.scales)
+            for _ in range(2):
+                sample.check(2.0)
+        assert len(tool.scales) == traced
+        assert [entry.what for entry in scope.report] == ["traceable routines of Listed"]
+        assert told(scope)[0].startswith("they set scales; ")
+
+    def test_a_tensor_that_no_name_leads_to_is_reported(self, sample: GraphSample) -> None:
+        with sample.apply(Hidden(sample, sample.tensor(2.0))) as scope:
+            sample.check(2.0)
+        (reason,) = told(scope)
+        assert "no name in its code leads to" in reason
+
+    def test_with_the_cache_off_every_run_reads(self, sample: GraphSample) -> None:
+        tool = Scaling(sample, 2.0)
+        with sample.apply(tool), cache_disabled():
+            for scale in (2.0, 5.0):
+                tool.hold(scale)
+                sample.check(scale)
+
+
+def told(scope: Scope) -> list[str]:
+    """Return what a scope's report says of traceable routines."""
+    return [entry.reason for entry in scope.report if entry.what.startswith("traceable")]

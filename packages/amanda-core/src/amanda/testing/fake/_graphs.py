@@ -1,0 +1,179 @@
+"""Graphs of the fake framework: a function is traced once for each form of its arguments, and then run.
+
+A graph is a list of nodes, each of which calls an operator on values by name. Nothing is differentiated.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from threading import RLock
+from typing import Any, ClassVar, NamedTuple
+
+from amanda.testing.fake import _operators
+from amanda.testing.fake._autograd import no_grad
+from amanda.testing.fake._tensor import Parameter, Tensor
+
+
+class Node(NamedTuple):
+    """One call of an operator.
+
+    inputs: names of values, lists of names, and plain numbers.  outputs: names of what the call gives.
+    name: tells it from the other nodes.  scope: path of the function that it is in.  source: "file:line".
+    """
+
+    op: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[str, ...]
+    name: str
+    scope: str = ""
+    source: str = ""
+
+
+class Graph:
+    """Nodes in the order in which they run.
+
+    inputs: names of the values that a run is given.  constants: values that every run has, by name.
+    outputs: the name of what a run gives, or a tuple of names.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[str] = []
+        self.constants: dict[str, Tensor] = {}
+        self.nodes: list[Node] = []
+        self.outputs: Any = ()
+        self._path: list[str] = []
+
+    def run(self, values: Sequence[Tensor]) -> Any:
+        """What the graph computes of the values of its inputs."""
+        known = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+        with no_grad():
+            for node in self.nodes:
+                known.update(compute(node, known))
+        return filled(self.outputs, known)
+
+    def add(self, op: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Add a node; the values that it gives."""
+        frames = [one for one in traceback.extract_stack() if one.filename != __file__]
+        name = f"{op.__name__}_{len(self.nodes)}"
+        gives = (f"{name}:0", f"{name}:1") if op is _operators.split else (name,)
+        inputs = tuple(map(self._name, args))
+        source = f"{frames[-1].filename}:{frames[-1].lineno}"
+        self.nodes.append(Node(op, inputs, gives, name, ".".join(self._path), source))
+        made = [Value(self, one) for one in gives]
+        return _operators.Halves(*made) if len(made) > 1 else made[0]  # type: ignore[arg-type]
+
+    def trace(self, function: Callable[..., Any], args: Sequence[Any]) -> Graph:
+        """Add what a function does; its tensors are the graph's inputs."""
+        self.outputs = self._name(function(*map(self._input, args)))
+        return self
+
+    def _input(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._input(one) for one in value]
+        if not _is_given(value):
+            return value
+        self.inputs.append(f"input_{len(self.inputs)}")
+        return Value(self, self.inputs[-1])
+
+    def _name(self, value: Any) -> Any:
+        if isinstance(value, Value):
+            return value.name
+        if isinstance(value, tuple):
+            return tuple(map(self._name, value))
+        if isinstance(value, list):
+            return [self._name(one) for one in value]
+        if not isinstance(value, Tensor):
+            return value
+        known = next((name for name, one in self.constants.items() if one is value), None)
+        name = known or f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+
+class Value:
+    """A value of a graph that is traced."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph = graph
+        self.name = name
+
+    def __add__(self, other: Any) -> Any:
+        return self.graph.add(_operators.add, [self, other])
+
+    def __mul__(self, other: Any) -> Any:
+        return self.graph.add(_operators.mul, [self, other])
+
+
+class Function:
+    """A function that runs as a graph; within the tracing of another it becomes part of that one's graph.
+
+    scope: the attribute of a function that holds this one.
+    """
+
+    tracing: ClassVar[list[Graph]] = []
+    lock: ClassVar[Any] = RLock()
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.scope = ""
+        self.graphs: dict[Any, Graph] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Function):
+            value.scope = name
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "graphs": {}}
+
+    def __call__(self, *args: Any) -> Any:
+        graph = next((one.graph for one in _flat(args) if isinstance(one, Value)), None)
+        if graph is not None:
+            graph._path += [self.scope] * bool(self.scope)
+            try:
+                return self.function(*args)
+            finally:
+                del graph._path[len(graph._path) - bool(self.scope) :]
+        key = tuple(map(_form, args))
+        with self.lock:  # threads may call it for the first time at once
+            if key not in self.graphs:
+                self.graphs[key] = Graph().trace(self.function, args)
+        return self.graphs[key].run([one for one in _flat(args) if _is_given(one)])
+
+
+def operator(op: Callable[..., Any]) -> Function:
+    """An operator as a function: a call of it with tensors runs a graph of one node."""
+    return Function(
+        lambda *args: next(one.graph for one in _flat(args) if isinstance(one, Value)).add(op, args)
+    )
+
+
+def compute(node: Node, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a node gives, by name."""
+    results = node.op(*(filled(one, known) for one in node.inputs))
+    return dict(zip(node.outputs, results if len(node.outputs) > 1 else [results], strict=True))
+
+
+def filled(names: Any, known: Mapping[str, Any]) -> Any:
+    """Names as their values, in the same form; what is no name as it is."""
+    if isinstance(names, tuple):
+        values = [filled(one, known) for one in names]
+        return _operators.Halves(*values) if len(values) == 2 else tuple(values)
+    if isinstance(names, list):
+        return [filled(one, known) for one in names]
+    return known[names] if isinstance(names, str) else names
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Parameter)
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_form, value))
+    return (value.dtype, len(value.shape)) if _is_given(value) else value

@@ -1,0 +1,95 @@
+"""Windows: how a convolution or a pooling slides over the spatial axes of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Window(NamedTuple):
+    """The window along one spatial axis, in elements.
+
+    padding: zeros ahead and behind.  "same" and "same_lower" pad so that there are ceil(size / stride)
+    places, with an odd zero behind or ahead.
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: tuple[int, int] | str = (0, 0)
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to the last that are read at one place."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def places(self, size: int) -> int:
+        """Return how often the window fits into an axis of a size."""
+        return (size + sum(self.pads(size)) - self.reach) // self.stride + 1
+
+    def pads(self, size: int) -> tuple[int, int]:
+        """Return the zeros ahead of and behind an axis of a size."""
+        if not isinstance(self.padding, str):
+            return self.padding
+        total = max((-(-size // self.stride) - 1) * self.stride + self.reach - size, 0)
+        less, more = total // 2, total - total // 2
+        return (less, more) if self.padding == "same" else (more, less)
+
+
+def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int] = ()) -> list[Window]:
+    """Return the window along each spatial axis, from an op's attributes in PyTorch, TensorFlow or ONNX.
+
+    layout: axes of the input, such as "NCHW".  kernel: spatial extents of the weight of a convolution.
+
+    Raises NotImplementedError for a transposed convolution.
+    """
+    axes = [i for i, axis in enumerate(layout) if axis not in "NC"]
+    if "padding" in attributes and "strides" in attributes:
+        return _of_tensorflow(attributes, axes, kernel)
+    if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:
+        return _of_onnx(attributes, axes, kernel)
+    if attributes.get("transposed"):
+        raise NotImplementedError("the window of a transposed convolution")
+    kernel = _each(attributes.get("kernel_size", kernel), axes)
+    dilation, stride = _each(attributes.get("dilation", 1), axes), _each(attributes.get("stride") or 1, axes)
+    if "kernel_size" in attributes and not attributes.get("stride"):
+        stride = kernel
+    padding = attributes.get("padding", 0)
+    pads = [(one, one) for one in _each(0 if isinstance(padding, str) else padding, axes)]
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(one // 2, one - one // 2) for one in total]
+    return list(map(Window, kernel, stride, dilation, pads))
+
+
+def _of_tensorflow(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+    sizes = [attributes["ksize"][i] for i in axes] if attributes.get("ksize") else kernel
+    stride = [attributes["strides"][i] for i in axes]
+    dilation = [(attributes.get("dilations") or {i: 1})[i] for i in axes]
+    explicit = attributes.get("explicit_paddings")
+    pads: list[Any] = [tuple(explicit[2 * i : 2 * i + 2]) if explicit else (0, 0) for i in axes]
+    if _text(attributes["padding"]) == "SAME":
+        pads = ["same"] * len(axes)
+    return [
+        Window(int(k), int(s), int(d), p) for k, s, d, p in zip(sizes, stride, dilation, pads, strict=True)
+    ]
+
+
+def _of_onnx(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+    count = len(axes)
+    stride, dilation = (attributes.get(name) or [1] * count for name in ("strides", "dilations"))
+    around = attributes.get("pads") or [0] * (2 * count)
+    pads: list[Any] = list(zip(around[:count], around[count:], strict=True))
+    automatic = _text(attributes.get("auto_pad", ""))
+    if automatic.startswith("SAME"):
+        pads = ["same" if automatic == "SAME_UPPER" else "same_lower"] * count
+    return list(map(Window, kernel or attributes["kernel_shape"], stride, dilation, pads))
+
+
+def _each(value: Any, axes: Sequence[int]) -> list[int]:
+    values = [int(one) for one in value] if isinstance(value, (list, tuple)) else [int(value)]
+    return values * len(axes) if len(values) == 1 else values
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
