@@ -1,6 +1,6 @@
 """Which versions were tried: sessions write docs/support.json, and docs/support.md is made from it.
 
-`python -m amanda_docs.support KIND VERSION REPORT [WHAT]` adds what a JUnit report says, and makes the page.
+`python -m amanda_docs.support KIND VERSION WHAT PYTEST-ARGUMENTS` runs pytest and records its counts.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
@@ -116,7 +118,17 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
+def main(kind: str, version: str, what: str, *arguments: str) -> int:
+    """Run pytest, record its counts, write the page, and return the exit status of pytest."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
+        status = subprocess.run(command, check=False).returncode
+        if status in (0, 1):
+            record(kind, version, report, what)
+            PAGE.write_text(page(json.loads(DATA.read_text())))
+    return status
+
+
 if __name__ == "__main__":
-    kind, version, report, *what = sys.argv[1:]
-    record(kind, version, Path(report), " ".join(what))
-    PAGE.write_text(page(json.loads(DATA.read_text())))
+    sys.exit(main(*sys.argv[1:]))
