@@ -25,6 +25,10 @@ nox.options.default_venv_backend = "venv"
 nox.options.download_python = "never"
 nox.options.reuse_venv = "yes"
 
+# Of the Pythons of pyenv those that are not activated are found as well.
+PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, PYENV.glob("versions/*/bin"))])
+
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, TOOLS = DISTRIBUTIONS = [
