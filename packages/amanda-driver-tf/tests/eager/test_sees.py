@@ -215,3 +215,11 @@ def test_fits_in_a_scope_log_their_datasets_once(caplog: pytest.LogCaptureFixtur
     assert [entry.what for entry in scope.report] == [DATASETS]
     assert len(caplog.messages) == 1
     assert DATASETS in caplog.messages[0]
+
+
+def test_an_op_names_the_device_of_its_tensors(contexts: Any) -> None:
+    tool = contexts(lambda context: context.get_device())
+    x = tf.constant([1.0, 2.0])
+    with amanda.apply(tool):
+        tf.nn.relu(x)
+    assert tool.answers["Relu"] == [x.device]

@@ -71,7 +71,7 @@ class EagerExecution(EagerOps):
             call.op, op_id, self.namespace, call.names, call.inputs, attributes=call.attributes(),
             scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
             parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
-            part_of=self.part_of,
+            part_of=self.part_of, device_of=self.device_of,
             compute=call.computation(), aliases=self.scope_aliases(subjects),
         )  # fmt: skip
         analysis = Analysis(facts, self, layer, key, state.cache)

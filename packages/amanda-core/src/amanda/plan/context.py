@@ -11,6 +11,7 @@ from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoi
 from amanda.plan.checks import Selection, check_point, check_replacement, positions, selected
 from amanda.plan.facts import OpFacts
 from amanda.plan.order import in_order
+from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -133,6 +134,15 @@ class OpContext(dict[str, Any]):
     def get_source(self) -> str:
         """The user's "file:line" that leads to the op."""
         return self._facts.source
+
+    def get_device(self) -> str:
+        """Return the device of the op's first tensor, in the framework's words: "cpu", "cuda:0".
+
+        "" where no tensor has one yet: frameworks place the ops of a graph when it runs.
+        Raises AmandaError when the values were dropped, as `get_inputs` does.
+        """
+        values = [*self.get_inputs(), *(self.get_outputs() or ())]
+        return next((name for name in map(self._facts.device_of, spread(values)) if name), "")
 
     def get_attrs(self) -> dict[str, Any]:
         """The op's non-tensor arguments by name."""

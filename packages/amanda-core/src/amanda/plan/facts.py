@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amanda.namespace import Namespace
@@ -18,6 +18,7 @@ class OpFacts:
     variables that an op of a graph reads, the same ones in each graph.  original: makes what computes the op
     of a graph, which keeps nothing of the graph.  variable_of: what holds an input's value; path_of: where in
     the model that is; part_of: names the part of a variable that a value is, "" for all of it.
+    device_of: names the device of a value, "" where that is not known.
     aliases: other paths of the module of `scope`.
     """
 
@@ -45,6 +46,7 @@ class OpFacts:
     variable_of: Callable[[Any], Any] = field(default=lambda value: None)
     path_of: Callable[[Any], str | None] = field(default=lambda variable: None)
     part_of: Callable[[Any, Any], str] = field(default=lambda value, variable: "")
+    device_of: Callable[[Any], str] = field(default=lambda value: "")
     compute: Callable[[Sequence[Any]], Any] | None = None
     backward_order: int = 0
     aliases: Sequence[str] = ()
@@ -66,13 +68,10 @@ class OpFacts:
         return self.part_of(read[0], variable) if len(read) == 1 else ""
 
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
-        """Facts of a backward op of this op."""
-        return OpFacts(
-            self.op, self.op_id, self.namespace, self.names, self.inputs, self.outputs,
-            self.attributes, self.scope, self.source, op, op_id, replaceable=replaceable,
-            read_value=self.read_value, op_type=self.op_type, parameters=self.parameters, graph=self.graph,
-            read_variables=self.read_variables, variable_of=self.variable_of, path_of=self.path_of,
-            part_of=self.part_of, compute=self.compute, backward_order=order, aliases=self.aliases,
+        """Return facts of a backward op of this op."""
+        return replace(
+            self, backward_op=op, backward_op_id=op_id, replaceable=replaceable, backward_order=order,
+            grad_outputs=None, grad_inputs=None, original=None, dropped=False,
         )  # fmt: skip
 
     @property

@@ -22,6 +22,10 @@ class TensorOps(ABC):
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype, rank and device of every tensor among the inputs."""
 
+    def device_of(self, value: Any) -> str:
+        """Name the device of a value, in the framework's words; "" where it is no tensor or has none."""
+        return str(getattr(value, "device", "")) if self.is_tensor(value) else ""
+
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> Hashable:
         """Shape of every tensor among the inputs."""

@@ -72,6 +72,10 @@ class Sample(ABC):
         """A tensor's dtype."""
         return tensor.dtype
 
+    def device(self, tensor: Any) -> str:
+        """A tensor's device, in the framework's words."""
+        return str(getattr(tensor, "device", ""))
+
     def gradient(self, tensor: Any) -> Any:
         """The gradient that a leaf has got; None where there is none."""
         return tensor.grad

@@ -177,6 +177,14 @@ class ContextTests:
                 gc.collect()
         assert [one() for one in values] == [None, None]
 
+    def test_a_context_names_the_device_of_its_tensors(self, sample: Sample) -> None:
+        told = []
+        model, x = sample.model(), sample.input()
+        with amanda.apply(tool(lambda context: told.append(context.get_device()), sample.name("linear"))):
+            model(x)
+        assert len(told) == 2
+        assert set(told) <= {sample.device(x), ""}
+
     def test_a_context_knows_its_module_and_line(self, sample: Sample) -> None:
         seen: list[tuple[str, str]] = []
         model, x = sample.model(), sample.input()

@@ -54,7 +54,7 @@ def facts_of(
         scope=place.scope, source=source(op), read_value=read_value, op_type=op.type, graph=graph,
         read_variables=partial(variables_of, op, read_value), original=partial(original, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
-        aliases=place.aliases,
+        device_of=lambda value: getattr(value, "device", None) or "", aliases=place.aliases,
     )  # fmt: skip
     return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
 
