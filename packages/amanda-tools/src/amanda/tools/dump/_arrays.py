@@ -31,18 +31,17 @@ _SAFE = frozenset(
 
 def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
     """Write arrays into one file, which is there whole or not at all."""
-    if form == "safetensors":
-        data = save_safetensors({
-            key: array if array.dtype.name in _SAFE else _bytes(array) for key, array in arrays.items()
-        })  # fmt: skip
+    is_safe = form == "safetensors"
+    kept = {
+        key: array if (array.dtype.name in _SAFE if is_safe else array.dtype.isbuiltin == 1)
+        else np.frombuffer(array.tobytes(), np.uint8)
+        for key, array in arrays.items()
+    }  # fmt: skip
+    if is_safe:
+        data = save_safetensors(kept)
         write_whole(path, lambda file: file.write(data))
     else:
-        plain = {key: array if array.dtype.isbuiltin == 1 else _bytes(array) for key, array in arrays.items()}
-        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **plain))
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.frombuffer(array.tobytes(), np.uint8)
+        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **kept))
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:

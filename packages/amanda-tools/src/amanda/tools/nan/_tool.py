@@ -59,7 +59,7 @@ class _Op(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """The floating tensors that an execution was given, or gave, and what of them is not finite, by ordinal."""
+    """The floating tensors that an execution was given, or gave, by ordinal; what of them is not finite."""
 
     tensors: Mapping[int, OpTensor] = {}
     holds: Mapping[int, int] = {}
