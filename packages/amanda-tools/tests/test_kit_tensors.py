@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 import amanda
-from amanda.tools.kit import FoundMemory, bits_of, from_bytes, parameter_inputs, tensors_of, to_bytes
+from amanda.errors import AmandaError
+from amanda.tools.kit import (
+    FoundMemory,
+    OpPlace,
+    TensorTool,
+    bits_of,
+    from_bytes,
+    numpy_type,
+    parameter_inputs,
+    tensors_of,
+    to_bytes,
+)
 from amanda.tools.mapping import StandardMapping
 
 VALUES = np.linspace(-3, 4, 24, dtype=np.float32).reshape(2, 3, 4)
@@ -49,6 +60,81 @@ def test_bytes_of_elements_are_read_and_replaced_in_a_copy(made: Any) -> None:
     assert xp.to_numpy(x).tobytes() == VALUES.tobytes()
     if isinstance(x, torch.Tensor):
         assert changed.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_numbers_are_read_where_a_tensor_lies(made: Any) -> None:
+    x = made()
+    xp = tensors_of(x)
+    numbers = xp.numbers(x)
+    assert xp.extents(x) == (2, 3, 4)
+    assert np.array_equal(xp.exact(xp.dense(x)), VALUES)
+    assert xp.exact(xp.at(x, [1, 7, 23])).tolist() == VALUES.reshape(-1)[[1, 7, 23]].tolist()
+    assert np.concatenate([np.asarray(one) for one in xp.blocks(numbers)]).tolist() == VALUES.ravel().tolist()
+    assert xp.unstored(x, numbers) == 0
+    assert float(xp.total(numbers)) == pytest.approx(float(VALUES.sum()))
+
+
+def test_a_sparse_tensor_has_the_zeros_that_it_does_not_store() -> None:
+    x = torch.eye(3, dtype=torch.complex64).mul(3 + 4j).to_sparse()
+    xp = tensors_of(x)
+    numbers = xp.numbers(x)
+    assert numbers.tolist() == [5.0] * 3
+    assert xp.unstored(x, numbers) == 6
+    assert xp.numbers(x, safe=True).dtype == torch.float64
+    assert xp.exact(xp.dense(x)).shape == (3, 3)
+
+
+def test_a_tensor_on_the_meta_device_has_no_numbers() -> None:
+    x = torch.ones(3, device="meta")
+    assert tensors_of(x).numbers(x) is None
+    assert tensors_of(x).dense(x) is None
+
+
+def test_an_exact_array_has_the_type_of_the_tensor() -> None:
+    x = torch.tensor([1.0, -2.5], dtype=torch.bfloat16)
+    assert tensors_of(x).exact(x).dtype == ml_dtypes.bfloat16
+    assert tensors_of(x).exact(x).tolist() == [1.0, -2.5]
+    with pytest.raises(AmandaError, match="'imaginary' is no element type"):
+        numpy_type("imaginary")
+
+
+class Met(TensorTool[OpPlace]):
+    """Notes the role, position, ordinal and execution of each tensor."""
+
+    def __init__(self, *roles: str, **options: Any) -> None:
+        super().__init__(roles, **options)
+        self.met: list[tuple[str, str, int, int, int]] = []
+
+    def op_place(self, context: amanda.OpContext, phase: str, kind: str) -> OpPlace:
+        return OpPlace(phase, kind, context.get_scope(), context.get_source())
+
+    def look(self, place: OpPlace, tensors: Any, execution: int) -> None:
+        self.met += [(place.type, one.role, one.position, one.ordinal, execution) for one in tensors]
+
+
+def test_a_tool_looks_at_tensors_by_their_roles() -> None:
+    model, x = nn.Linear(2, 3), torch.ones(1, 2)
+    tool = Met("input", "output", "gradient")
+    with amanda.apply(tool):
+        model(x).sum().backward()
+    linear = [one[1:] for one in tool.met if one[0].startswith(("linear", "addmm"))]
+    assert linear[:4] == [
+        ("input", 0, 0, 0), ("weight", 1, 1, 0), ("input", 2, 2, 0), ("output", 0, 0, 0),
+    ]  # fmt: skip
+    assert [one[1] for one in tool.met].count("weight gradient") == 1
+
+
+def test_a_tool_looks_at_some_executions() -> None:
+    some, relu, x = Met("output", every=2, executions=2), nn.ReLU(), torch.ones(2)
+    with amanda.apply(some):
+        for _ in range(7):
+            relu(x)
+        x.split(1)
+    assert [one[-1] for one in some.met if one[0] == "relu"] == [0, 2]
+    assert [one[3] for one in some.met if one[0] == "split"] == [0, 1]
+    with pytest.raises(AmandaError, match="every is 0; give 1 for each execution"):
+        Met("output", every=0)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import amanda
 from amanda.errors import AmandaError
+from amanda.tools.kit._tensors_torch import TorchTensors
 from amanda.tools.results import Mergeable
 from amanda.tools.select import select
-from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool, _pytorch
+from amanda.tools.stats import Accumulator, Bins, Measured, Statistics, StatsResult, StatsTool
 
 QUANTILES = (0.0, 0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0)
 
@@ -191,7 +192,7 @@ def test_other_numbers_of_bins_are_refused(bins: int) -> None:
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_what_a_device_computes_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pytorch, "blocks", lambda row: torch.split(row.double(), 1000))
+    monkeypatch.setattr(TorchTensors, "blocks", lambda _, row: torch.split(row.double().reshape(-1), 1000))
     numbers = DISTRIBUTIONS[name](np.random.default_rng(0))
     odd = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
     accumulator = accumulated([torch.from_numpy(numbers), odd])

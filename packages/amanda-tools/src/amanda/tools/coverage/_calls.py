@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
 import amanda
 from amanda.tools.coverage._result import Place
+from amanda.tools.kit._requirements import check
 
 
 class Span:
@@ -79,3 +83,35 @@ class Modules:
     def call(self, frame: FrameType, number: int) -> Call:
         """Return the call that a frame is of."""
         return Call(self._is_leaf(frame.f_locals["self"]), number)
+
+
+@cache
+def _codes_of_torch() -> frozenset[CodeType]:
+    from torch.nn import Module
+
+    check("coverage", "torch")
+    return frozenset({Module._call_impl.__code__})
+
+
+_LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
+_found: dict[str, CodeType] = {}
+
+
+def _codes_of_keras() -> frozenset[CodeType]:
+    for module, name in _LAYERS:
+        if module not in _found and (layer := getattr(sys.modules.get(module), name, None)) is not None:
+            _found[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
+    return frozenset(_found.values())
+
+
+def _has_no_modules(module: Any) -> bool:
+    return next(module.children(), None) is None
+
+
+def _has_no_layers(layer: Any) -> bool:
+    return next(iter(layer._flatten_layers(include_self=False)), None) is None
+
+
+TORCH = Modules(_codes_of_torch, _has_no_modules)
+KERAS = Modules(_codes_of_keras, _has_no_layers)
+"""Calls of layers in eager mode: a graph has none."""

@@ -9,8 +9,7 @@ from types import FrameType
 from typing import Any
 
 import amanda
-from amanda.tools.coverage import _pytorch, _tensorflow
-from amanda.tools.coverage._calls import Call, Modules, Span
+from amanda.tools.coverage._calls import KERAS, TORCH, Call, Modules, Span
 from amanda.tools.coverage._result import CoverageResult, Place
 from amanda.tools.mapping import MappingTool, StandardMapping
 
@@ -32,10 +31,7 @@ class CoverageTool(amanda.Tool):
         self._in_graphs: dict[int, Place] = {}
         self._calls: dict[int, tuple[FrameType, Call]] = {}
         self._number = 0
-        modules = [
-            ["pytorch", _pytorch.MODULES.describe],
-            ["tensorflow/*/eager", _tensorflow.MODULES.describe],
-        ]
+        modules = [["pytorch", TORCH.describe], ["tensorflow/*/eager", KERAS.describe]]
         self.depends_on(StandardMapping(), MappingTool(modules))
         self.add_inst_for_op(self._forward)
         self.add_inst_for_op(self._backward, backward=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import IO, Any, Literal
 from zipfile import BadZipFile
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_safetensors
 
 from amanda.errors import AmandaError
+from amanda.tools.kit import numpy_type
 from amanda.tools.results import TooLargeError, check_file, read_npz
 
 Format = Literal["safetensors", "npz"]
@@ -29,31 +29,19 @@ _SAFE = frozenset(
 """Element types that safetensors has; others are kept as bytes, and the index has their names."""
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    """numpy's element type of this name, or that of ml_dtypes.
-
-    Raises AmandaError where there is none.
-    """
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError as error:
-        raise AmandaError(f"{name!r} is no element type that numpy or ml_dtypes knows") from error
-
-
 def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
     """Write arrays into one file, which is there whole or not at all."""
-    if form == "safetensors":
-        data = save_safetensors({
-            key: array if array.dtype.name in _SAFE else _bytes(array) for key, array in arrays.items()
-        })  # fmt: skip
+    is_safe = form == "safetensors"
+    kept = {
+        key: array if (array.dtype.name in _SAFE if is_safe else array.dtype.isbuiltin == 1)
+        else np.frombuffer(array.tobytes(), np.uint8)
+        for key, array in arrays.items()
+    }  # fmt: skip
+    if is_safe:
+        data = save_safetensors(kept)
         write_whole(path, lambda file: file.write(data))
     else:
-        plain = {key: array if array.dtype.isbuiltin == 1 else _bytes(array) for key, array in arrays.items()}
-        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **plain))
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.frombuffer(array.tobytes(), np.uint8)
+        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **kept))
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -90,7 +78,7 @@ def shaped(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[A
 
     Raises AmandaError where the array does not have the numbers of this type and shape.
     """
-    kind = dtype_of(dtype)
+    kind = numpy_type(dtype)
     if kind.hasobject or min(shape, default=0) < 0 or prod(shape) * kind.itemsize != array.nbytes:
         raise AmandaError(f"{array.nbytes} bytes are no tensor of {dtype} and shape {list(shape)}")
     if array.dtype != kind:

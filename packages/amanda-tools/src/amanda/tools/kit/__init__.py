@@ -1,4 +1,4 @@
-"""Weights and a base for tools that change them, arithmetic of tensors, and which op made which tensor."""
+"""Bases for tools that change weights or look at tensors, arithmetic of tensors, and which op made which."""
 
 from amanda.tools.kit._callers import PerCaller
 from amanda.tools.kit._checks import check_one_of
@@ -11,7 +11,8 @@ from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
-from amanda.tools.kit._tensors import Tensors, TensorsError, tensors_of
+from amanda.tools.kit._tensor_tool import OpPlace, OpTensor, TensorTool, op_tensors
+from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import (
     WeightInput,
@@ -28,10 +29,11 @@ from amanda.tools.kit._weights import Weights
 from amanda.tools.kit._windows import Window, windows_of
 
 __all__ = [
-    "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held", "HeldError", "Holders", "Origin",
-    "OtherForm", "PerCaller", "Present", "SelectedRows", "TensorMap", "Tensors", "TensorsError", "Weight",
-    "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights",
-    "Window",
-    "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves", "origin", "packed_inputs",
-    "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input", "windows_of",
+    "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held", "HeldError", "Holders", "OpPlace",
+    "OpTensor", "Origin", "OtherForm", "PerCaller", "Present", "SelectedRows", "TensorMap", "TensorTool",
+    "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
+    "WeightSelection", "WeightTool", "Weights", "Window",
+    "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves", "numpy_type", "op_tensors", "origin",
+    "packed_inputs", "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input",
+    "windows_of",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.kit._tensors import tensors_of
+from amanda.tools.kit._tensors import numpy_type, tensors_of
 
 BitField = Literal["any", "sign", "exponent", "mantissa"]
 """A part of a number in memory."""
@@ -43,7 +43,7 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
 def _sizes(dtype: str) -> tuple[int, int, int]:
     """Return how many bits mantissa, exponent and sign have."""
     if dtype in _FLOATS:
-        known = ml_dtypes.finfo(_type(dtype))  # type: ignore[no-untyped-call]
+        known = ml_dtypes.finfo(numpy_type(dtype))  # type: ignore[no-untyped-call]
         return known.nmant, known.nexp, known.bits - known.nmant - known.nexp
     if integer := _INTEGER.fullmatch(dtype):
         sign = 0 if integer[1] else 1
@@ -55,7 +55,7 @@ def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
     """Return the numbers that rows of bytes stand for, floats in float64."""
     if dtype == "complex32":
         return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
-    found: NDArray[Any] = rows.view(_type(dtype))[:, 0]
+    found: NDArray[Any] = rows.view(numpy_type(dtype))[:, 0]
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return found.astype(np.float64) if dtype in _FLOATS else found
 
@@ -80,7 +80,3 @@ def _integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
     least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     clipped = [least if one < least else most if one > most else round(one) for one in numbers.tolist()]
     return np.array(clipped, dtype)
-
-
-def _type(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))

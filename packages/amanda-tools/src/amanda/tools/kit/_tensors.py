@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from autoray import do, to_numpy
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ Array = Any
 
 Save = Callable[[], Callable[[], None]]
 """Copies the content of memory and returns a function that restores every byte of it."""
+
+BLOCK, CACHED_BLOCK = 1 << 22, 1 << 15
+"""Numbers that are worked on at once: as many as keep a device busy, or stay in a processor's cache."""
 
 
 class TensorsError(AmandaError):
@@ -44,9 +48,67 @@ class Tensors:
         """Return an array of NumPy with the same values; in float32 where NumPy lacks the element type."""
         return np.asarray(to_numpy(x))
 
+    def exact(self, x: Any) -> NDArray[Any]:
+        """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type.
+
+        Raises AmandaError for a type that neither has.
+        """
+        return np.array(to_numpy(x), order="C")
+
     def copy(self, array: Any) -> Array:
         """Return a copy to be written into later."""
         return np.array(to_numpy(array))
+
+    def extents(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of what this process holds; of a nested tensor the number of its elements."""
+        return tuple(map(int, x.shape))
+
+    def dense(self, x: Any) -> Any:
+        """Return a tensor that stores each of its elements; None where elements do not lie in one array."""
+        return x
+
+    def at(self, x: Any, positions: Sequence[int]) -> Any:
+        """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
+        return np.asarray(to_numpy(x)).reshape(-1)[positions]
+
+    def numbers(self, x: Any, safe: bool = False) -> Array | None:
+        """Return the elements that a tensor stores as real numbers, which are magnitudes of complex ones.
+
+        safe: in an element type that every function takes, and that no magnitude overflows.
+        None for a tensor without numbers, as PyTorch's meta device has them.
+        """
+        array = np.asarray(to_numpy(x))
+        if not np.iscomplexobj(array):
+            return array
+        return np.abs(array.astype(np.complex128) if safe else array)
+
+    def unstored(self, x: Any, numbers: Array) -> int:
+        """Return how many elements of a tensor are zeros that are not among its `numbers`."""
+        return 0
+
+    def blocks(self, numbers: Array) -> Iterator[Array]:
+        """Yield `numbers` in rows of float64, or the widest type of a device; arrays of NumPy on the host."""
+        row = numbers.reshape(-1)
+        for start in range(0, row.shape[0], CACHED_BLOCK):
+            with np.errstate(invalid="ignore"):  # memory that nobody wrote to
+                block = row[start : start + CACHED_BLOCK].astype(np.float64)
+            yield block
+
+    def leading_bits(self, block: Array, bits: int) -> tuple[Array, int]:
+        """Return exponents and first bits of mantissas of magnitudes, as integers, and those of the number 1.
+
+        block: in float64, or float32 on some devices.  bits: of the mantissa.
+        """
+        return np.abs(block).view(np.int64) >> (52 - bits), 1023 << bits
+
+    def counts(self, indices: Array, total: int) -> Array:
+        """Return how often each index from 0 to `total` occurs in a row of integers."""
+        return np.bincount(indices, minlength=total)
+
+    def total(self, numbers: Array) -> Any:
+        """Return the sum of all elements in float32 or wider; it is finite only if each element is."""
+        with np.errstate(all="ignore"):
+            return numbers.sum(dtype=None if numbers.dtype.itemsize >= 4 else np.float32)
 
     def bytes_at(self, x: Any, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the bytes of elements: a row for each position in the flattened tensor."""
@@ -184,6 +246,14 @@ class NumpyTensors(Tensors):
         """Return a number or an array in the element type of an array."""
         dtype = like.dtype if hasattr(like, "dtype") else np.asarray(like).dtype
         return value.astype(dtype) if hasattr(value, "astype") else np.asarray(value, dtype)
+
+
+def numpy_type(dtype: str) -> np.dtype[Any]:
+    """Return NumPy's element type of a name, or that of ml_dtypes; raise AmandaError where there is none."""
+    try:
+        return np.dtype(getattr(ml_dtypes, dtype, dtype))
+    except TypeError as error:
+        raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
 
 
 def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:

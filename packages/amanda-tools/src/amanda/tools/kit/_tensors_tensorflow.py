@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.kit._requirements import check
-from amanda.tools.kit._tensors import Array, Save, Tensors
+from amanda.tools.kit._tensors import BLOCK, Array, Save, Tensors
 
 _ALIGNED = 16
 """Alignment, in elements, of memory that frameworks take as it is, without a check."""
@@ -32,6 +32,41 @@ class TensorFlowTensors(Tensors):
     def copy(self, array: Any) -> Array:
         """Return a copy to be written into later, an array of NumPy."""
         return np.array(array)
+
+    def at(self, x: Any, positions: Sequence[int]) -> Any:
+        """Return the elements of a tensor at positions in the order of indexing, in one row."""
+        return _tf().gather(_tf().reshape(x, [-1]), np.array(positions, np.int64))
+
+    def numbers(self, x: Any, safe: bool = False) -> Any:
+        """Return the elements of a tensor as real numbers, which are magnitudes of complex ones."""
+        tf = _tf()
+        if x.dtype.is_complex:
+            return tf.abs(tf.cast(x, tf.complex128) if safe else x)
+        is_safe = not safe or x.dtype in (tf.float16, tf.float32, tf.float64)
+        return x if is_safe else tf.cast(x, tf.float32)
+
+    def blocks(self, numbers: Any) -> Iterator[Any]:
+        """Yield rows in float64; of what is on the host, arrays of NumPy."""
+        if "CPU" in numbers.device:
+            yield from super().blocks(numbers.numpy())
+            return
+        row = _tf().reshape(numbers, [-1])
+        for start in range(0, int(row.shape[0]), BLOCK):
+            yield _tf().cast(row[start : start + BLOCK], "float64")
+
+    def leading_bits(self, block: Any, bits: int) -> tuple[Any, int]:
+        """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""
+        tf = _tf()
+        integers = tf.bitcast(tf.abs(block), tf.int64)
+        return tf.bitwise.right_shift(integers, tf.constant(52 - bits, tf.int64)), 1023 << bits
+
+    def counts(self, indices: Any, total: int) -> Any:
+        """Return how often each index occurs."""
+        return _tf().math.bincount(indices, minlength=total, maxlength=total, dtype="int64")
+
+    def total(self, numbers: Any) -> Any:
+        """Return the sum of all elements in float32 or wider."""
+        return _tf().reduce_sum(self.wide(numbers))
 
     def with_bytes(self, x: Any, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Any:
         """Return a copy, on the same device, with other bytes in the elements at positions."""

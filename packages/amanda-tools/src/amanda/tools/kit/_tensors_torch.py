@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._tensors import Save, Tensors
+from amanda.tools.kit._tensors import BLOCK, CACHED_BLOCK, Save, Tensors, numpy_type
+from amanda.tools.mapping import local
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +34,98 @@ class TorchTensors(Tensors):
         x = x.float() if x.is_floating_point() and x.element_size() < 4 else x
         return np.asarray(x.cpu().clone().numpy())
 
+    def exact(self, x: Tensor) -> NDArray[Any]:
+        """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type."""
+        import torch
+
+        x = _resolved(x).cpu().contiguous()
+        kind = numpy_type(str(x.dtype).removeprefix("torch."))
+        if kind.isbuiltin != 1:
+            x = x.view(torch.uint8 if kind.itemsize == 1 else torch.int16)
+        return np.asarray(x.clone().numpy().view(kind))
+
     def copy(self, array: Any) -> Tensor:
         """Return a contiguous copy to be written into later."""
         import torch
 
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
+
+    def extents(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of what this process holds; of a nested tensor the number of its elements."""
+        x = local(x)
+        return (int(x.numel()),) if x.is_nested else tuple(map(int, x.shape))
+
+    def dense(self, x: Tensor) -> Tensor | None:
+        """Return a tensor that stores each of its elements; None of nested ones and on the meta device."""
+        import torch
+
+        if x.is_nested or x.is_meta:
+            return None
+        x = _stored(x).detach()
+        return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
+
+    def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
+        import torch
+
+        where = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
+        return x[where].reshape(-1)
+
+    def numbers(self, x: Tensor, safe: bool = False) -> Tensor | None:
+        """Return the elements that a tensor stores as real numbers; None on the meta device."""
+        import torch
+
+        if x.is_meta:
+            return None
+        x = _stored(x)
+        if x.layout is not torch.strided or x.is_nested:
+            x = _values(x)
+        if x.is_complex():
+            x = (x.to(torch.complex128) if safe else x).abs()
+        if safe and x.element_size() == 1:
+            x = x.float()
+        return x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
+
+    def unstored(self, x: Tensor, numbers: Tensor) -> int:
+        """Return how many elements of a sparse tensor are zeros that it does not store."""
+        import torch
+
+        x = local(x)
+        return 0 if x.layout is torch.strided or x.is_nested else x.numel() - numbers.numel()
+
+    def blocks(self, numbers: Tensor) -> Iterator[Any]:
+        """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""
+        import torch
+
+        device = numbers.device.type
+        wide = torch.float32 if device == "mps" else torch.float64
+        for part in torch.split(numbers.detach().reshape(-1), CACHED_BLOCK if device == "cpu" else BLOCK):
+            # Torch has no way from some eight-bit types to float64 on every device but through float32.
+            block = (part.float() if part.element_size() == 1 else part).to(wide)
+            if device == "cpu":  # of a copy, since a storage that NumPy has seen cannot change its size
+                yield (block.clone() if block is part else block).numpy()
+            else:
+                yield block
+
+    def leading_bits(self, block: Tensor, bits: int) -> tuple[Tensor, int]:
+        """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""
+        import torch
+
+        double = block.dtype == torch.float64
+        kind, mantissa, bias = (torch.int64, 52, 1023) if double else (torch.int32, 23, 127)
+        return block.abs().view(kind) >> (mantissa - bits), bias << bits
+
+    def counts(self, indices: Tensor, total: int) -> Tensor:
+        """Return how often each index occurs; torch.bincount would wait for the device."""
+        found = indices.new_zeros(total)
+        return found.scatter_add_(0, indices, indices.new_ones(1).expand_as(indices))
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """Return the sum of all elements in float32 or wider."""
+        import torch
+
+        return numbers.sum(dtype=torch.float32) if numbers.element_size() < 4 else numbers.sum()
 
     def bytes_at(self, x: Tensor, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the bytes of elements: a row for each position in the flattened tensor."""
@@ -211,6 +298,23 @@ def _resolved(x: Tensor) -> Tensor:
 
     plain = x.detach().resolve_conj().resolve_neg()
     return plain if plain.layout is torch.strided else plain.to_dense()
+
+
+def _stored(x: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, with numbers in the place of quantised ones."""
+    x = local(x)
+    return x.dequantize() if x.is_quantized else x
+
+
+def _values(x: Tensor) -> Tensor:
+    """Return the elements that a sparse or a nested tensor stores."""
+    import torch
+
+    if x.is_nested and x.layout is torch.strided:
+        return torch.cat([part.reshape(-1) for part in x.unbind()])
+    if x.layout is torch.sparse_coo:
+        x = x.coalesce()
+    return x.values() if hasattr(x, "values") else x.to_dense()
 
 
 def _rows(x: Tensor) -> Tensor:

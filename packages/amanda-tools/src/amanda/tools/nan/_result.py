@@ -33,6 +33,19 @@ class Finding:
         """True if the op gave NaN, not only Inf."""
         return any(summary.nan for summary in self.outputs.values())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        sides = {side: getattr(self, side).items() for side in ("inputs", "outputs")}
+        told = {side: {i: summary._asdict() for i, summary in each} for side, each in sides.items()}
+        return {**asdict(self), **told}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Finding:
+        """Return the finding that `to_dict` described."""
+        sides = {side: found[side].items() for side in ("inputs", "outputs")}
+        read = {side: {int(i): Summary.from_dict(one) for i, one in each} for side, each in sides.items()}
+        return cls(**{**found, **read})
+
     def __str__(self) -> str:
         module = f" in {self.module}" if self.module else ""
         given = "; ".join(f"{i}: {summary}" for i, summary in self.inputs.items()) or "no tensor"
@@ -112,13 +125,9 @@ class NanResult(Result):
 
     def facts(self) -> Mapping[str, Any]:
         """Counts, and the findings with their summaries."""
-        findings = [asdict(one) for one in self.findings]
-        for found in findings:
-            for side in ("inputs", "outputs"):
-                found[side] = {i: summary._asdict() for i, summary in found[side].items()}
         return {
             "executions": self.executions, "passed_on": self.passed_on, "dropped": self._dropped,
-            "findings": findings, "skipped": self._skipped, "inf": self._inf,
+            "findings": [one.to_dict() for one in self.findings], "skipped": self._skipped, "inf": self._inf,
             "entered": [{**asdict(one), "summary": one.summary._asdict()} for one in self.entered],
         }  # fmt: skip
 
@@ -139,9 +148,10 @@ class NanResult(Result):
     def from_dict(cls, found: Mapping[str, Any]) -> NanResult:
         """Return the result that `to_dict` described; raises ValueError for another schema or version."""
         check_schema(found, cls.name, cls.version)
-        findings = [Finding(**{**one, **_summaries(one)}) for one in found["findings"]]
+        findings = [Finding.from_dict(one) for one in found["findings"]]
         entered = [
-            Entered(**{**one, "summary": _summary(one["summary"])}) for one in found.get("entered", ())
+            Entered(**{**one, "summary": Summary.from_dict(one["summary"])})
+            for one in found.get("entered", ())
         ]
         counts = found["executions"], found["passed_on"], found.get("dropped", 0)
         return cls(findings, *counts, entered, found.get("skipped", 0), found.get("inf", True))
@@ -164,12 +174,3 @@ class NanResult(Result):
             steps = f"{self._skipped:,} steps that a GradScaler skipped"
             notes.append(f"Not in the table: ops of {steps}, whose gradients overflowed.")
         return notes
-
-
-def _summary(told: Mapping[str, Any]) -> Summary:
-    return Summary(**{**told, "shape": tuple(told["shape"])})
-
-
-def _summaries(finding: Mapping[str, Any]) -> dict[str, dict[int, Summary]]:
-    sides = ("inputs", "outputs")
-    return {side: {int(i): _summary(told) for i, told in finding[side].items()} for side in sides}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import packed_inputs
+from amanda.tools.kit import OpTensor, op_tensors, packed_inputs
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
 from amanda.tools.nan._result import Entered, Finding, NanResult
 from amanda.tools.nan._scaled import Scaled
-from amanda.tools.nan._summary import NAN, Summary, copied, held
+from amanda.tools.nan._summary import NAN, Summary, held
 
 _FLOATING = ("float", "bfloat", "half", "complex")
 _MOVES = frozenset(
@@ -56,12 +58,18 @@ class _Op(NamedTuple):
         return self.phase, self.type, self.module, self.source
 
 
-class _Given(NamedTuple):
-    """The floating tensors that an execution was given, their positions, and what of them is not finite."""
+class _Looked(NamedTuple):
+    """The floating tensors that an execution was given, or gave, by ordinal; what of them is not finite."""
 
-    tensors: Mapping[int, Any] = {}
-    positions: Mapping[int, int] = {}
+    tensors: Mapping[int, OpTensor] = {}
     holds: Mapping[int, int] = {}
+
+    @property
+    def flags(self) -> int:
+        return reduce(or_, self.holds.values(), 0)
+
+    def summaries(self, chosen: Iterable[int]) -> dict[int, Summary]:
+        return {i: Summary.of(self.tensors[i].tensor, self.tensors[i].dtype) for i in chosen}
 
 
 class NanTool(amanda.Tool):
@@ -131,32 +139,35 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _entering(self, *values: Any, dtype: Any, side: str, in_place: bool, run: dict[str, Any]) -> None:
-        tensors, positions = _floating(values, dtype)
-        holds = self._not_finite(tensors)
+        given = self._look(values, dtype)
         if in_place:  # the op is about to write into the first
-            tensors = {i: copied(one) if positions[i] == 0 else one for i, one in tensors.items()}
-        run[side] = _Given(tensors, positions, holds)
+            tensors = {i: _copied(one) if one.position == 0 else one for i, one in given.tensors.items()}
+            given = given._replace(tensors=tensors)
+        run[side] = given
 
     @amanda.observer
     def _leaving(self, *values: Any, dtype: Any, side: str, op: _Op, run: dict[str, Any]) -> None:
-        given: _Given = run.pop(side, None) or _Given()
+        given: _Looked = run.pop(side, None) or _Looked()
         execution, self._executions = self._executions, self._executions + 1
-        tensors, _ = _floating(values, dtype)
-        holds = self._not_finite(tensors)
-        if not holds:
+        made = self._look(values, dtype)
+        if not made.holds:
             return
-        before, after = _all(given.holds.values()), _all(holds.values())
-        if after & NAN and not given.tensors and op.reads:
-            given, before = _Given(tensors, dict.fromkeys(tensors, 0), holds), after
+        if made.flags & NAN and not given.tensors and op.reads:
+            given = made
+        before, after = given.flags, made.flags
         if (after & NAN and not before & NAN) or not before:
-            self._keep(
-                Finding(*op.place, execution, _told(given.tensors, dtype), _told(tensors, dtype, holds))
-            )
+            inputs, outputs = given.summaries(given.tensors), made.summaries(made.holds)
+            self._keep(Finding(*op.place, execution, inputs, outputs))
         else:
             self._passed_on += 1
         if after & NAN and not op.moves:
-            self._name(op, execution, given, dtype)
+            self._name(op, execution, given)
             self._is_known = True
+
+    def _look(self, values: Any, dtype: Any) -> _Looked:
+        tensors = {one.ordinal: one for one in op_tensors(values, dtype, kinds=_FLOATING)}
+        found = {i: held(one.tensor, self._inf) for i, one in tensors.items()}
+        return _Looked(tensors, {i: what for i, what in found.items() if what})
 
     def _keep(self, finding: Finding | Entered) -> None:
         if self._scaled.takes(finding):
@@ -171,22 +182,18 @@ class NanTool(amanda.Tool):
         if self._stop:
             raise NotFiniteError(finding)
 
-    def _name(self, op: _Op, execution: int, given: _Given, dtype: Any) -> None:
+    def _name(self, op: _Op, execution: int, given: _Looked) -> None:
         """Name the parameters that hold NaN, and the inputs where no op that was seen gave it."""
         for i, what in given.holds.items():
-            position = given.positions[i]
+            position = given.tensors[i].position
             path = op.parameters.get(position)
             if not what & NAN or (path is None and self._is_known):
                 continue
             side = "gradient" if op.phase == "backward" else "input"
             name = f"{side} {position} of {op.type}" if path is None else f"parameter {path}"
             if (name, op.module, op.source) not in self._entered and len(self._entered) < self._limit:
-                summary = Summary.of(given.tensors[i], dtype(given.tensors[i]))
+                (summary,) = given.summaries([i]).values()
                 self._keep(Entered(name, op.phase, op.module, op.source, execution, summary))
-
-    def _not_finite(self, tensors: Mapping[int, Any]) -> dict[int, int]:
-        found = {i: held(tensor, self._inf) for i, tensor in tensors.items()}
-        return {i: what for i, what in found.items() if what}
 
     @amanda.observer
     def _begin_scaled(self) -> None:
@@ -217,27 +224,6 @@ def _parameters(context: amanda.OpContext) -> dict[int, str]:
     return found
 
 
-def _floating(values: Sequence[Any], dtype: Any) -> tuple[dict[int, Any], dict[int, int]]:
-    """The tensors of floating or complex numbers among values, also in lists, and where each lies."""
-    flat = [(i, one) for i, value in enumerate(values) for one in _listed(value)]
-    tensors, positions = {}, {}
-    for i, (position, one) in enumerate(flat):
-        name = dtype(one)
-        if name is not None and name.startswith(_FLOATING):
-            tensors[i], positions[i] = one, position
-    return tensors, positions
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _told(tensors: Mapping[int, Any], dtype: Any, chosen: Iterable[int] | None = None) -> dict[int, Summary]:
-    return {i: Summary.of(tensors[i], dtype(tensors[i])) for i in (tensors if chosen is None else chosen)}
-
-
-def _all(flags: Iterable[int]) -> int:
-    every = 0
-    for flag in flags:
-        every |= flag
-    return every
+def _copied(one: OpTensor) -> OpTensor:
+    """Return a tensor that stays when an op writes into this one."""
+    return one._replace(tensor=one.tensor.clone()) if hasattr(one.tensor, "clone") else one

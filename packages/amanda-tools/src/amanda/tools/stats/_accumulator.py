@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 from autoray import astype, do, get_dtype_name
 
-from amanda.tools.mapping import backend_of
-from amanda.tools.stats import _numpy, _pytorch, _tensorflow
+from amanda.tools.kit import tensors_of
 from amanda.tools.stats._sketch import LOWEST, Bins, Sketch
 from amanda.tools.stats._statistics import Statistics
 
@@ -17,29 +15,11 @@ KEPT = 64
 """Vectors that wait to be merged."""
 
 
-class Framework(Protocol):
-    """Operations that each framework has in its own way."""
-
-    def numbers(self, tensor: Any) -> tuple[Any, int]: ...
-    def blocks(self, row: Any) -> Iterator[Any]: ...
-    def leading_bits(self, block: Any, bits: int) -> tuple[Any, int]: ...
-    def counts(self, indices: Any, total: int) -> Any: ...
-    def place(self, tensor: Any) -> str | None: ...
-    def arrays(self, tensors: list[Any]) -> list[Any]: ...
-
-
-def framework_of(tensor: Any) -> Framework:
-    """The module for a tensor; numpy's for what it can turn into arrays."""
-    return cast(Framework, _FRAMEWORKS.get(backend_of(tensor), _numpy))
-
-
-_FRAMEWORKS = {"torch": _pytorch, "tensorflow": _tensorflow}
-
-
 def numbers(tensor: Any) -> Any:
     """Return the elements of a tensor of any layout in one row, magnitudes of complex ones."""
-    framework = framework_of(tensor)
-    return None if framework.place(tensor) is None else framework.numbers(tensor)[0]
+    tensors = tensors_of(tensor)
+    found = tensors.numbers(tensor)
+    return None if found is None else tensors.reshape(tensors.detach(found), [-1])
 
 
 class Accumulator:
@@ -56,25 +36,25 @@ class Accumulator:
 
     def add(self, tensor: Any) -> None:
         """Take the numbers of a tensor in."""
-        framework = framework_of(tensor)
-        place = framework.place(tensor)
-        if place is None:
+        tensors = tensors_of(tensor)
+        found = tensors.numbers(tensor)
+        if found is None:
             return
-        row, unstored = framework.numbers(tensor)
-        self._unstored += unstored
-        for block in framework.blocks(row):
+        self._unstored += tensors.unstored(tensor, found)
+        for block in tensors.blocks(found):
             if block.shape[0]:
-                self._add_block(place, block)
+                self._add_block(block)
 
-    def _add_block(self, place: str, block: Any) -> None:
-        vector, finite = _numpy.finite_vector(block) if isinstance(block, np.ndarray) else None, None
+    def _add_block(self, block: Any) -> None:
+        vector, finite = _of_finite(block) if isinstance(block, np.ndarray) else None, None
         if vector is None:
             finite = do("isfinite", block)
             vector = _vector(block, finite)
+        place = str(getattr(block, "device", "cpu"))
         vectors = self._vectors.setdefault(place, [])
         vectors.append(vector)
         if len(vectors) >= KEPT:
-            self._vectors[place] = [_folded(vectors)]
+            self._vectors[place] = [_folded(do("stack", vectors))]
         if self._bins is not None:
             found = _binned(block, finite, self._bins)
             self._counts[place] = self._counts[place] + found if place in self._counts else found
@@ -84,8 +64,8 @@ class Accumulator:
         unstored = Statistics(count=self._unstored, zeros=self._unstored, least=0.0, most=0.0)
         total = unstored if self._unstored else Statistics()
         for vectors in self._vectors.values():
-            arrays = framework_of(vectors[0]).arrays(vectors)
-            total = total.merged(Statistics.of_vector(_folded(arrays).tolist()))
+            table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
+            total = total.merged(Statistics.of_vector(_folded(table).tolist()))
         return total
 
     def sketch(self) -> Sketch | None:
@@ -94,11 +74,24 @@ class Accumulator:
             return None
         total = np.zeros(self._bins.total, np.int64)
         for counts in self._counts.values():
-            (array,) = framework_of(counts).arrays([counts])
-            total += array[: self._bins.total]  # behind are those that are not finite
+            # Behind are those that are not finite.
+            total += tensors_of(counts).to_numpy(counts)[: self._bins.total]
         total[self._bins.side] += self._unstored
         used = np.flatnonzero(total)
         return Sketch(self._bins, dict(zip(used.tolist(), total[used].tolist(), strict=True)))
+
+
+def _of_finite(block: Any) -> Any:
+    """The ten numbers of `Statistics`, of an array of NumPy, in few steps; None if some are not finite."""
+    least, most = block.min(), block.max()
+    if not (np.isfinite(least) and np.isfinite(most)):
+        return None
+    mean = block.mean()
+    distance = block - mean
+    zeros = block.size - np.count_nonzero(block)
+    return np.array(
+        [block.size, mean, np.square(distance).sum(), np.abs(block).sum(), least, most, 0, 0, 0, zeros]
+    )
 
 
 def _vector(block: Any, finite: Any) -> Any:
@@ -121,11 +114,10 @@ def _count(flags: Any, like: Any) -> Any:
     return astype(do("count_nonzero", flags), get_dtype_name(like))
 
 
-def _folded(vectors: list[Any]) -> Any:
-    """The vector of several sets of numbers together; Chan's formula for many."""
-    if len(vectors) == 1:
-        return vectors[0]
-    table = do("stack", vectors)
+def _folded(table: Any) -> Any:
+    """Return the vector of several sets of numbers together, each a row; Chan's formula for many."""
+    if table.shape[0] == 1:
+        return table[0]
     count, mean, m2 = table[:, 0], table[:, 1], table[:, 2]
     total = do("sum", count)
     centre = do("sum", count * mean) / do("maximum", total, total * 0 + 1)
@@ -141,11 +133,11 @@ def _binned(block: Any, finite: Any, bins: Bins) -> Any:
 
     finite: which are; None if all of them.
     """
-    framework = framework_of(block)
-    leading, of_one = framework.leading_bits(block, bins.bits)
+    tensors = tensors_of(block)
+    leading, of_one = tensors.leading_bits(block, bins.bits)
     position = do("clip", leading - (of_one + (LOWEST << bins.bits) - 1), 0, bins.side - 1) + 1
     known = block if finite is None else do("where", finite, block, do("zeros_like", block))
     index = bins.side + astype(do("sign", known), "int64") * astype(position, "int64")
     if finite is not None:
         index = do("where", finite, index, do("zeros_like", index) + bins.total)
-    return framework.counts(index, bins.total + 1)
+    return tensors.counts(index, bins.total + 1)

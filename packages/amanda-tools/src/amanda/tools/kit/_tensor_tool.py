@@ -1,0 +1,158 @@
+"""A base for tools that look at the tensors of ops."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.kit._leaves import leaves
+from amanda.tools.kit._packed import packed_inputs
+from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
+
+NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
+"""What the names of element types that hold numbers begin with."""
+
+
+Dtype = Callable[[Any], str | None]
+
+
+class OpTensor(NamedTuple):
+    """One tensor that an op reads or gives.
+
+    role: "input", "weight", "output", "gradient" or "weight gradient".  position: among the inputs, outputs
+    or gradients.  ordinal: likewise, where each tensor of a list counts.  dtype: name of the element type.
+    """
+
+    role: str
+    position: int
+    ordinal: int
+    tensor: Any
+    dtype: str
+
+
+def op_tensors(
+    values: Sequence[Any], dtype: Dtype, role: str = "", kinds: tuple[str, ...] = NUMBERS, first: int = 0
+) -> Iterator[OpTensor]:
+    """Yield the tensors among inputs, outputs or gradients of an op, also those in lists.
+
+    dtype: what StandardMapping writes.  kinds: what the name of the element type begins with.  first:
+    position of the first value.
+    """
+    ordinal = 0
+    for position, value in enumerate(values, first):
+        for tensor in leaves(value) if isinstance(value, (list, tuple)) else (value,):
+            name = dtype(tensor)
+            if name is not None and name.startswith(kinds):
+                yield OpTensor(role, position, ordinal, tensor, name)
+            ordinal += 1
+
+
+@dataclass
+class OpPlace:
+    """One op, forward or backward, and how often tensors of each role were met."""
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    seen: dict[str, int] = field(default_factory=dict, init=False)
+
+
+PlaceT = TypeVar("PlaceT", bound=OpPlace)
+Key = tuple[int, int | None]
+"""Ids of a forward op and of its backward op."""
+
+
+class TensorTool(amanda.Tool, Generic[PlaceT]):
+    """Base for tools that look at tensors of ops and change none.
+
+    roles: which tensors are looked at: "input" (the weight among them too), "weight", "output", "gradient"
+    (that of the weight too).  every: of an op's executions the first and each so many-th after it.
+    executions: of each op, None for all.
+
+    Raises AmandaError where `every` is no number from 1 on.
+    """
+
+    def __init__(self, roles: Collection[str], every: int = 1, executions: int | None = None) -> None:
+        super().__init__()
+        if not isinstance(every, Integral) or every < 1:
+            raise AmandaError(f"every is {every!r}; give 1 for each execution, n for every n-th")
+        self._roles: frozenset[str] = frozenset(roles)
+        self._every: int = every
+        self._executions: int | None = executions
+        self._places: dict[Key, PlaceT] = {}
+        self._packed: dict[str, None] = {}
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._forward)
+        if "gradient" in self._roles:
+            self.add_inst_for_op(self._backward, backward=True)
+
+    @abstractmethod
+    def op_place(self, context: amanda.OpContext, phase: str, kind: str) -> PlaceT:
+        """Return what is kept of an op that is met for the first time; kind: its type."""
+
+    @abstractmethod
+    def look(self, place: PlaceT, tensors: Iterator[OpTensor], execution: int) -> None:
+        """Look at the inputs, the outputs or the gradients of an op at one of its executions."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on inputs that are not read, for a result."""
+        return list(self._packed)
+
+    def clear(self) -> None:
+        """Count executions anew; what was analysed stays."""
+        for place in self._places.values():
+            place.seen.clear()
+
+    def _forward(self, context: amanda.OpContext) -> None:
+        place, weight = self._place(context, context["phase"], context["type"]), context["weight_index"]
+        given: dict[str, Any] = {"place": place, "dtype": context["dtype"]}
+        if self._roles - {"gradient"}:
+            self._packed.update(dict.fromkeys(packed_inputs(context)))
+        if "input" in self._roles:
+            context.insert_before_op(
+                self._see, role="input", is_weights=lambda position, _: position == weight, **given
+            )
+        elif "weight" in self._roles and weight is not None:
+            context.insert_before_op(self._see, inputs=[weight], role="weight", first=weight, **given)
+        if "output" in self._roles and context["type"] not in UNINITIALISED:
+            context.insert_after_op(self._see, role="output", **given)
+
+    def _backward(self, context: amanda.OpContext) -> None:
+        if context["backward_type"] != "accumulate_grad":
+            context.insert_after_backward_op(
+                self._see, place=self._place(context, "backward", context["backward_type"]), role="gradient",
+                dtype=context["dtype"], is_weights=weight_gradient(context),
+            )  # fmt: skip
+
+    def _place(self, context: amanda.OpContext, phase: str, kind: str) -> PlaceT:
+        key = context.get_op_id(), context.get_backward_op_id()
+        if key not in self._places:
+            self._places[key] = self.op_place(context, phase, kind)
+        return self._places[key]
+
+    @amanda.observer
+    def _see(
+        self, *values: Any, place: PlaceT, role: str, dtype: Dtype, first: int = 0,
+        is_weights: Callable[[int, Any], bool] | None = None,
+    ) -> None:  # fmt: skip
+        seen = place.seen.get(role, 0)
+        place.seen[role] = seen + 1
+        taken, between = divmod(seen, self._every)
+        if between or (self._executions is not None and taken >= self._executions):
+            return
+        tensors = op_tensors(values, dtype, role, first=first)
+        self.look(place, tensors if is_weights is None else _weights_told(tensors, is_weights), seen)
+
+
+def _weights_told(tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool]) -> Iterator[OpTensor]:
+    for one in tensors:
+        if is_weights(one.position, one.tensor):
+            one = one._replace(role="weight" if one.role == "input" else f"weight {one.role}")
+        yield one
