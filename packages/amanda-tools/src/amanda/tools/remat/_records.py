@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
+from amanda.tools.kit import leaves
 
 if TYPE_CHECKING:
     from amanda.tools.remat._heuristics import Cluster
@@ -99,7 +100,8 @@ class Handle(_Weak):
     geometry: Any
 
 
-class Ref(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Ref:
     """An input of an op that is remembered.  tensor: weakly, what was given; version: then."""
 
     storage: Storage
@@ -109,7 +111,8 @@ class Ref(NamedTuple):
     tensor: weakref.ref[Any]
 
 
-class Scratch(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Scratch:
     """An input that the op writes and does not read: any memory of that geometry will do."""
 
     geometry: Any
@@ -139,7 +142,7 @@ class Operation(_Weak):
     _products: list[weakref.ref[Storage]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.refs += [one for one in flat(self.inputs) if isinstance(one, Ref)]
+        self.refs += [one for one in leaves(self.inputs) if isinstance(one, Ref)]
         for ref in self.refs:
             ref.storage.consumers.add(self)
 
@@ -157,8 +160,3 @@ class Operation(_Weak):
     def is_over(self) -> bool:
         """True if its backward op has run for the last time, after those of all that read its results."""
         return bool(self.saved) and all(handle() is None for handle in self.saved)
-
-
-def flat(values: Sequence[Any]) -> list[Any]:
-    """Return values, those of lists and tuples among them too, however deep."""
-    return [one for value in values for one in (flat(value) if type(value) in (list, tuple) else (value,))]
