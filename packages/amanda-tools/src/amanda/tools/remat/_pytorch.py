@@ -30,10 +30,9 @@ class Geometry(NamedTuple):
 class Settings(NamedTuple):
     """Under which an op ran.
 
-    grad: whether autograd recorded it.  autocast: by device; None for off.  switches: how they stood.
+    autocast: by device; None for off.  switches: how they stood.
     """
 
-    grad: bool
     autocast: tuple[tuple[str, bool, Any], ...] | None
     switches: list[Any]
 
@@ -69,11 +68,6 @@ _NATIVE = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType,
 )  # fmt: skip
-
-
-def no_kind(context: amanda.OpContext) -> None:
-    """Put None into a context as `remat_kind`, for ops that this tool leaves as they are."""
-    context["remat_kind"] = None
 
 
 def kind(context: amanda.OpContext) -> None:
@@ -157,10 +151,6 @@ class Torch:
         """Return the tensors among values."""
         return [one for one in leaves(values) if isinstance(one, self.torch.Tensor)]
 
-    def results(self, result: Any) -> list[Any]:
-        """Return an op's results in order."""
-        return list(leaves([result]))
-
     def uses(self, address: int) -> int:
         """Return how many tensors share a storage."""
         count: int = self.torch._C._storage_Use_Count(address)
@@ -187,7 +177,7 @@ class Torch:
             (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices
         )
         autocast = states if any(on for _, on, _ in states) else None
-        return Settings(torch.is_grad_enabled(), autocast, [get() for get, _ in self._switches])
+        return Settings(autocast, [get() for get, _ in self._switches])
 
     def state(self, inputs: Sequence[Any], random: bool) -> list[Any]:
         """Return what an op that can run again leaves as it is: versions of inputs, and of what is drawn.
@@ -223,7 +213,7 @@ class Torch:
         with self.undisturbed(), ExitStack() as stack:
             for device, on, dtype in settings.autocast or off:
                 stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
-            stack.enter_context(torch.set_grad_enabled(settings.grad))
+            stack.enter_context(torch.enable_grad())
             for (_, turn), now, then in zip(self._switches, present.switches, settings.switches, strict=True):
                 if now != then:
                     turn(then)
@@ -235,7 +225,7 @@ class Torch:
         """Run an op; return its results, and what autograd saves meanwhile, in order."""
         saved: list[Any] = []
         with self.torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.detach()), _unpacked):
-            return self.results(compute(inputs)), saved
+            return list(leaves([compute(inputs)])), saved
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

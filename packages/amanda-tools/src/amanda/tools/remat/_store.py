@@ -17,6 +17,7 @@ from typing import Any
 from autoray import tree_map
 
 from amanda import interceptor
+from amanda.tools.kit import leaves
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours, leave_neighbours
 from amanda.tools.remat._ledger import Ledger
 from amanda.tools.remat._pytorch import Torch
@@ -48,7 +49,6 @@ class Store:
         self._heuristic = heuristic
         self._generation = self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._evicted: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._busy = False
 
     def meet(self, tensor: Any) -> Storage:
@@ -124,7 +124,7 @@ class Store:
 
     def finish(self, operation: Operation, result: Any, pure: bool) -> None:
         """Record what an op has made, which is not made again if the op was not pure."""
-        for index, one in enumerate(self.torch.results(result)):
+        for index, one in enumerate(leaves([result])):
             if isinstance(one, self.torch.torch.Tensor) and self.torch.is_plain(one):
                 memory = one.untyped_storage()
                 if self.ledger.find(memory) is None:
@@ -236,7 +236,6 @@ class Store:
             storage.maker = None
             return False
         self.ledger.drain()
-        self._evicted.add(storage)
         maker.place.evictions += 1
         maker.place.evicted_bytes += storage.size
         return True
@@ -281,13 +280,19 @@ class Store:
         """Return the tensor that a handle stands for, computed again if it was evicted."""
         with self._alone():
             storage = handle.storage
-            if handle.tensor is not None:
-                if storage is not None:
-                    storage.touched = self.clock
-                return _checked(handle)
-            assert storage is not None
-            memory = self.materialise(storage)
-            return self.torch.view(memory, handle.geometry)
+            tensor = handle.tensor
+            if tensor is None:
+                assert storage is not None
+                return self.torch.view(self.materialise(storage), handle.geometry)
+            if storage is not None:
+                storage.touched = self.clock
+            if handle.version not in (None, tensor._version):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                    f"expected version {handle.version} instead"
+                )
+            return tensor
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -360,7 +365,6 @@ class Store:
                 f"{memory.nbytes() if memory is not None else 'none'} when it was run again"
             )
         leave_neighbours(storage)
-        self._evicted.discard(storage)
         storage.touched = self.clock
         self.ledger.add(memory, storage, counts=True)
         self._keep(storage, self.torch.whole(memory))
@@ -403,7 +407,8 @@ class Store:
 
     def _restore_dependents(self, record: Storage, memory: Any) -> None:
         self._generation += 1
-        needed = [one for one in list(self._evicted) if one.handles]
+        handled = {one.storage for one in list(self._handles) if one.tensor is None}
+        needed = [one for one in handled if one is not None and one.alive is None]
         lost = [one for one in needed if one.maker is None or not self._commit(one.maker)]
         record.memory = weakref.ref(memory)
         with self._unbounded():
@@ -436,14 +441,3 @@ class Store:
 def _unlock(storages: set[Storage]) -> None:
     for storage in storages:
         storage.locks -= 1
-
-
-def _checked(handle: Handle) -> Any:
-    tensor = handle.tensor
-    if handle.version is not None and tensor._version != handle.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
-            f"{handle.version} instead"
-        )
-    return tensor

@@ -59,8 +59,7 @@ class RematTool(amanda.Tool):
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
         self._store: Store | None = None
         self._peak = self._short = 0
-        rules: list[list[Any]] = [["*", _pytorch.no_kind], ["pytorch/*/eager", _pytorch.kind]]
-        self.depends_on(StandardMapping(), MappingTool(rules))
+        self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", _pytorch.kind]]))
         self.add_inst_for_op(self._analyse)
 
     @property
@@ -90,7 +89,7 @@ class RematTool(amanda.Tool):
             store.restore()
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        kind: _pytorch.Kind | None = context["remat_kind"]
+        kind: _pytorch.Kind | None = context.get("remat_kind")
         if kind is None:
             self._pass(context)
             return
