@@ -57,6 +57,9 @@ def attention(match: Match) -> Any:
     from torch.nn.functional import scaled_dot_product_attention
 
     query, mask = match["query"], match.get("mask")
+    if mask is not None:
+        mask = mask.to(query.dtype)
+        mask = mask if mask.dim() > 1 else mask.reshape(1, -1)  # the kernels want two axes
     scale = float(match.get("scale", 1.0))
     if "scaling" in match.ops and match.ops["scaling"].type == "div":
         scale = 1 / scale
@@ -66,5 +69,5 @@ def attention(match: Match) -> Any:
         dropout = p if training else 0.0
     return scaled_dot_product_attention(
         query, match["key"].transpose(-2, -1), match["value"], dropout_p=dropout, scale=scale,
-        attn_mask=None if mask is None else mask.to(query.dtype),
+        attn_mask=mask,
     )  # fmt: skip

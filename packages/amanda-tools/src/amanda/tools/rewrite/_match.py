@@ -22,8 +22,10 @@ class OpCall:
         node = step.node
         self.type, self.name, self.framework = node.type, node.name, node.framework
         self.attributes, self.rewrites = node.attributes, node.rewrites
-        made = {position for reader, position in site.found.edges if reader == node.id}
-        self.inputs: tuple[Any, ...] = tuple(None if i in made else one for i, one in enumerate(step.inputs))
+        made = site.found.edges
+        self.inputs: tuple[Any, ...] = tuple(
+            [None if (node.id, i) in made else one for i, one in enumerate(step.inputs)]
+        )
         self._compute = step.compute
 
     def __call__(self, *inputs: Any) -> Any:

@@ -74,7 +74,7 @@ class TorchSteps(Steps):
 
     def of(self, value: Any) -> Step | None:
         """Return the step that a value stands for, or that made it."""
-        return delay_of(value) or next((super(TorchSteps, self).of(one) for one in _tensors([value])), None)
+        return delay_of(value) or super().of(value)
 
     def settle(self, written: Sequence[Any] = ()) -> None:
         """Compute each op that was put off and reads any of these tensors; else all."""
@@ -230,10 +230,13 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
 
 def _signature(value: Any) -> Hashable:
     """Return all of an input, or a list of them, that the form of an output depends on."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        delayed = delay_of(value) is not None
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, delayed
     if isinstance(value, (list, tuple)):
-        return tuple(map(_signature, value))
-    for own in _tensors([value]):
-        return own.shape, own.stride(), own.dtype, own.device, own.requires_grad, bool(delay_of(own))
+        return tuple([_signature(one) for one in value])
     return type(value), repr(value)
 
 
