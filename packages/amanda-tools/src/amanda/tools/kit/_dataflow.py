@@ -83,9 +83,7 @@ class Dataflow:
         lists: list[Sequence[Any]] = [
             value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()
         ]
-        numbers = [
-            [None if dtype(one) is None else self.number(one) for one in values] for values in lists
-        ]
+        numbers = [[None if dtype(one) is None else self.number(one) for one in values] for values in lists]
         return DataflowNode(
             context.get_op_id(), context["type"],
             tuple(None if isinstance(value, (list, tuple)) else one[0]

@@ -67,10 +67,10 @@ class Store:
     def begin(self, place: Place, compute: Any, inputs: Sequence[Any], scratch: Sequence[int]) -> Operation:
         """Record an op that is about to run."""
         self._tidy()
-        kept = [
-            Scratch(self.torch.geometry(one), one.device) if i in scratch else tree_map(self._referred, one)
-            for i, one in enumerate(inputs)
-        ]
+        kept = tree_map(self._referred, [None if i in scratch else one for i, one in enumerate(inputs)])
+        for i in scratch:
+            if inputs[i] is not None:
+                kept[i] = Scratch(self.torch.geometry(inputs[i]), inputs[i].device)
         self._numbers += 1
         return Operation(self._numbers, place, compute, kept, self.torch.settings(inputs))
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,7 +57,7 @@ class TorchSteps(Steps):
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """Return a stand-in for the output, or the output itself where its form is not known yet."""
-        delay = Delay(node, inputs, compute, self.makers(inputs), self._read)
+        delay = Delay(node, inputs, compute, self.makers(inputs), on_read=self._read)
         key = (node.op, _signature(inputs), delay.modes)
         known = key in self._forms
         form = self._forms.get(key)
@@ -86,36 +87,32 @@ class TorchSteps(Steps):
                 delay.is_written = True
 
 
+@dataclass(eq=False, kw_only=True)
 class Delay(Step):
     """An execution that is put off.
 
+    on_read: called before the first read from outside of the match.
     modes: autograd and autocast, as they were when it was due; below autograd, where a kernel has it
     computed, the keys of dispatch are restored too.
     is_written: whether its inputs were written after it; a write through `.data` has another version.
     is_put_off: whether a tensor stands for the output, whose gradient goes to tensors of its own.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        inputs: Sequence[Any],
-        compute: Callable[..., Any],
-        makers: Sequence[Step | None],
-        read: Callable[[Step], None],
-    ) -> None:
+    on_read: Callable[[Step], None]
+    is_written: bool = False
+    is_put_off: bool = False
+
+    def __post_init__(self) -> None:
         import torch
 
-        super().__init__(node, inputs, compute, makers)
-        devices = sorted({one.device.type for one in _tensors(inputs)})
+        devices = sorted({one.device.type for one in _tensors(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
               for device in devices if torch.amp.is_autocast_available(device)),
         )  # fmt: skip
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        self._versions = _versions(inputs)
-        self._read = read
-        self.is_written = self.is_put_off = False
+        self._versions = _versions(self.inputs)
         self._given: Sequence[Any] = ()
         self._random: Any = None
         self._value: Any = None
@@ -185,7 +182,7 @@ class Delay(Step):
         """Return the output to a reader outside of the match."""
         if not self.reader:
             self.reader = reader
-            self._read(self)
+            self.on_read(self)
         return self.value()
 
 

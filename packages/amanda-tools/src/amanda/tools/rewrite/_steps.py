@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from amanda.tools.kit import TensorMap
 from amanda.tools.rewrite._program import Node
 
 
+@dataclass(eq=False)
 class Step:
     """One execution of an op of a match.
 
@@ -16,19 +18,12 @@ class Step:
     is_used: True once its match was replaced.  reader: the first reader of the output outside of the match.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        inputs: Sequence[Any],
-        compute: Callable[..., Any],
-        makers: Sequence[Step | None] = (),
-    ) -> None:
-        self.node = node
-        self.inputs = list(inputs)
-        self.makers = makers
-        self.compute = compute
-        self.is_used = False
-        self.reader = ""
+    node: Node
+    inputs: Sequence[Any]
+    compute: Callable[..., Any]
+    makers: Sequence[Step | None] = ()
+    is_used: bool = False
+    reader: str = ""
 
     @property
     def is_intact(self) -> bool:
