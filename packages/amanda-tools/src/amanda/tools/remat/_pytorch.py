@@ -12,8 +12,8 @@ from autoray import tree_map
 
 import amanda
 from amanda import interceptor
-from amanda.tools.kit import leaves
 from amanda.tools.kit._requirements import check
+from amanda.tools.remat._records import flat
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -149,7 +149,11 @@ class Torch:
 
     def tensors(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors among values."""
-        return [one for one in leaves(values) if isinstance(one, self.torch.Tensor)]
+        return [one for one in flat(values) if isinstance(one, self.torch.Tensor)]
+
+    def results(self, result: Any) -> list[Any]:
+        """Return an op's results in order."""
+        return flat(result) if isinstance(result, (list, tuple)) else [result]
 
     def uses(self, address: int) -> int:
         """Return how many tensors share a storage."""
@@ -190,7 +194,7 @@ class Torch:
             devices = {one.device for one in tensors if one.device.type != "cpu"}
             drawn = [torch.default_generator.get_state()]
             drawn += [getattr(torch, device.type).get_rng_state(device) for device in devices]
-            drawn += [one.get_state() for one in leaves(inputs) if isinstance(one, torch.Generator)]
+            drawn += [one.get_state() for one in flat(inputs) if isinstance(one, torch.Generator)]
             state += [one.numpy().tobytes() for one in drawn]
         return state
 
@@ -225,7 +229,7 @@ class Torch:
         """Run an op; return its results, and what autograd saves meanwhile, in order."""
         saved: list[Any] = []
         with self.torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.detach()), _unpacked):
-            return list(leaves([compute(inputs)])), saved
+            return self.results(compute(inputs)), saved
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

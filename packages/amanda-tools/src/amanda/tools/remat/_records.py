@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
-from amanda.tools.kit import leaves
 
 if TYPE_CHECKING:
     from amanda.tools.remat._heuristics import Cluster
@@ -142,7 +141,7 @@ class Operation(_Weak):
     _products: list[weakref.ref[Storage]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.refs += [one for one in leaves(self.inputs) if isinstance(one, Ref)]
+        self.refs += [one for one in flat(self.inputs) if isinstance(one, Ref)]
         for ref in self.refs:
             ref.storage.consumers.add(self)
 
@@ -160,3 +159,8 @@ class Operation(_Weak):
     def is_over(self) -> bool:
         """True if its backward op has run for the last time, after those of all that read its results."""
         return bool(self.saved) and all(handle() is None for handle in self.saved)
+
+
+def flat(values: Sequence[Any]) -> list[Any]:
+    """Return values, those of lists and tuples among them too, however deep: quicker than `leaves`."""
+    return [one for value in values for one in (flat(value) if type(value) in (list, tuple) else (value,))]

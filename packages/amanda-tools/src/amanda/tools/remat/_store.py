@@ -17,7 +17,6 @@ from typing import Any
 from autoray import tree_map
 
 from amanda import interceptor
-from amanda.tools.kit import leaves
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours, leave_neighbours
 from amanda.tools.remat._ledger import Ledger
 from amanda.tools.remat._pytorch import Torch
@@ -67,10 +66,7 @@ class Store:
     def begin(self, place: Place, compute: Any, inputs: Sequence[Any], scratch: Sequence[int]) -> Operation:
         """Record an op that is about to run."""
         self._tidy()
-        kept = tree_map(self._referred, [None if i in scratch else one for i, one in enumerate(inputs)])
-        for i in scratch:
-            if inputs[i] is not None:
-                kept[i] = Scratch(self.torch.geometry(inputs[i]), inputs[i].device)
+        kept = [self._referred(one, i in scratch) for i, one in enumerate(inputs)]
         self._numbers += 1
         return Operation(self._numbers, place, compute, kept, self.torch.settings(inputs))
 
@@ -83,15 +79,19 @@ class Store:
             for storage in self.ledger.storages():
                 storage.copy = storage.maker = None
 
-    def _referred(self, value: Any) -> Any:
+    def _referred(self, value: Any, is_scratch: bool = False) -> Any:
         """Return what an operation keeps of a value that it was given: a Ref of a tensor."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._referred, value))
         if isinstance(value, slice):  # its bounds may be tensors, which the program may write later
             bounds = (value.start, value.stop, value.step)
             return slice(*(int(one) if isinstance(one, self.torch.torch.Tensor) else one for one in bounds))
         if not isinstance(value, self.torch.torch.Tensor):
             return value
-        geometry, storage = self.torch.geometry(value), self.meet(value)
-        return Ref(storage, geometry, value.requires_grad, value._version, weakref.ref(value))
+        geometry = self.torch.geometry(value)
+        if is_scratch:
+            return Scratch(geometry, value.device)
+        return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
 
     def saving(self, operation: Operation) -> AbstractContextManager[Any]:
         """Return a context in which autograd keeps handles of what an op saves."""
@@ -124,7 +124,7 @@ class Store:
 
     def finish(self, operation: Operation, result: Any, pure: bool) -> None:
         """Record what an op has made, which is not made again if the op was not pure."""
-        for index, one in enumerate(leaves([result])):
+        for index, one in enumerate(self.torch.results(result)):
             if isinstance(one, self.torch.torch.Tensor) and self.torch.is_plain(one):
                 memory = one.untyped_storage()
                 if self.ledger.find(memory) is None:
