@@ -23,6 +23,7 @@ from amanda.tools.nan import NanTool
 from amanda.tools.profile import ProfileTool
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import Grid, QuantizeTool, fake_quantize
+from amanda.tools.rewrite import RewriteTool
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
@@ -267,3 +268,29 @@ def test_nan_in_a_weight_of_a_session_is_told() -> None:
         session.run(None, FEED)
     assert not tool.result.findings
     assert tool.result.notes()[0] == "input 1 of linear holds 4 NaN."
+
+
+def test_batch_normalisation_of_a_session_is_left_as_it_is() -> None:
+    names, values = ["scale", "shift", "mean", "variance"], np.array([0.5, 1, 1.5, 2], np.float32)
+    kernel = np.ones((4, 3, 1, 1), np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "kernel"], ["c"]),
+            helper.make_node("BatchNormalization", ["c", *names], ["y"]),
+        ],
+        "normalised",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3, 8, 8])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 4, 8, 8])],
+        [
+            numpy_helper.from_array(kernel, "kernel"),
+            *(numpy_helper.from_array(values, one) for one in names),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=9)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), session_options())
+    (wanted,), tool = session.run(None, {"x": IMAGE.numpy()}), RewriteTool("fold_batch_norm")
+    with amanda.apply(tool):
+        session = onnxruntime.InferenceSession(model.SerializeToString(), session_options())
+        (found,) = session.run(None, {"x": IMAGE.numpy()})
+    assert np.array_equal(found, wanted)
+    assert not tool.result.matches

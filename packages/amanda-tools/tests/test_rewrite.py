@@ -277,6 +277,20 @@ def test_a_match_whose_intermediate_is_read_elsewhere_is_not_replaced() -> None:
     assert "what neg makes is read by mul" in match.obstacle
 
 
+def test_an_op_that_reads_an_intermediate_in_a_list_reads_it() -> None:
+    x = torch.tensor([-2.0])
+
+    def program() -> Tensor:
+        y = torch.neg(x)
+        return torch.cat([torch.relu(y), y])
+
+    tool = RewriteTool([TEN])
+    assert rewritten(tool, program).tolist() == [2, 2]
+    (match,) = tool.result.matches
+    assert match.replaced == 0
+    assert "what neg makes is read by cat" in match.obstacle
+
+
 def test_an_intermediate_that_the_user_keeps_is_right_and_ends_the_match() -> None:
     kept: list[Tensor] = []
     weight = torch.tensor([2.0], requires_grad=True)
@@ -674,6 +688,17 @@ def test_attention_over_another_axis_is_left_alone() -> None:
 
     assert torch.equal(rewritten(tool, program), program())
     assert "condition" in tool.result.matches[0].why
+
+
+def test_attention_with_a_mask_of_one_axis_is_fused() -> None:
+    q, k, v = (torch.rand(2, 3, 4, 4) for _ in range(3))
+    mask, tool = torch.linspace(-1, 0, 4), RewriteTool(["fuse_attention"])
+
+    def program() -> Tensor:
+        return torch.softmax(q @ k.transpose(-2, -1) * 0.5 + mask, dim=-1) @ v
+
+    torch.testing.assert_close(rewritten(tool, program), program())
+    assert tool.result.matches[0].replaced == 2
 
 
 @pytest.mark.parametrize("drop", [lambda y: y, lambda y: F.dropout(y, 0.5)])

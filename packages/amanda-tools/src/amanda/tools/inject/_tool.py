@@ -94,10 +94,7 @@ class InjectTool(amanda.Tool):
         self._number = itertools.count()
         self._places: dict[int, dict[int, Place]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
-        self._sites: list[tuple[tuple[int, int], Site]] | None = None
-        self._only: Site | None = None
-        self._trial = 0
-        self.clear()
+        self.try_at(0, None)
         self.depends_on(StandardMapping())
         if target in ("outputs", "inputs", "weights"):
             self.add_inst_for_op(self._forward)
@@ -135,8 +132,8 @@ class InjectTool(amanda.Tool):
 
     def look(self) -> None:
         """Change nothing from now on, and note in which executions faults would fit."""
-        self.clear()
-        self._sites, self._only, self._trial = [], None, 0
+        self.try_at(0, None)
+        self._sites: list[tuple[tuple[int, int], Site]] | None = []
 
     @property
     def sites(self) -> list[Site]:
@@ -146,7 +143,8 @@ class InjectTool(amanda.Tool):
     def try_at(self, trial: int, site: Site | None) -> None:
         """Change elements at one site alone, or at all of them, as chance has it for this trial."""
         self.clear()
-        self._sites, self._only, self._trial = None, site, trial
+        self._sites = None
+        self._only, self._trial = site, trial
 
     def _forward(self, context: amanda.OpContext) -> None:
         self._met.add(context["type"])

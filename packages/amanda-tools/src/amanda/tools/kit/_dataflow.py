@@ -79,13 +79,11 @@ class Dataflow:
 
     def node(self, context: amanda.OpContext) -> DataflowNode:
         """Return a node for the op that is about to run."""
-        shape = context["shape"]
+        shape, dtype = context["shape"], context["dtype"]
         lists: list[Sequence[Any]] = [
             value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()
         ]
-        numbers = [
-            [self.number(one) if shape(one) is not None else None for one in values] for values in lists
-        ]
+        numbers = [[None if dtype(one) is None else self.number(one) for one in values] for values in lists]
         return DataflowNode(
             context.get_op_id(), context["type"],
             tuple(None if isinstance(value, (list, tuple)) else one[0]

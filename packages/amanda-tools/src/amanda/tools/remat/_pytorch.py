@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
+
+from autoray import tree_map
 
 import amanda
 from amanda import interceptor
@@ -28,10 +30,9 @@ class Geometry(NamedTuple):
 class Settings(NamedTuple):
     """Under which an op ran.
 
-    grad: whether autograd recorded it.  autocast: by device; None for off.  switches: how they stood.
+    autocast: by device; None for off.  switches: how they stood.
     """
 
-    grad: bool
     autocast: tuple[tuple[str, bool, Any], ...] | None
     switches: list[Any]
 
@@ -69,7 +70,12 @@ _NATIVE = (
 )  # fmt: skip
 
 
-def kind(context: amanda.OpContext) -> Kind:
+def kind(context: amanda.OpContext) -> None:
+    """Put the kind of an op into its context as `remat_kind`."""
+    context["remat_kind"] = _kind(context)
+
+
+def _kind(context: amanda.OpContext) -> Kind:
     """Return the kind of an op, by the schemas of its overloads."""
     import torch
 
@@ -147,7 +153,7 @@ class Torch:
 
     def results(self, result: Any) -> list[Any]:
         """Return an op's results in order."""
-        return flat(result) if type(result) is list or isinstance(result, tuple) else [result]
+        return flat(result) if isinstance(result, (list, tuple)) else [result]
 
     def uses(self, address: int) -> int:
         """Return how many tensors share a storage."""
@@ -175,7 +181,7 @@ class Torch:
             (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices
         )
         autocast = states if any(on for _, on, _ in states) else None
-        return Settings(torch.is_grad_enabled(), autocast, [get() for get, _ in self._switches])
+        return Settings(autocast, [get() for get, _ in self._switches])
 
     def state(self, inputs: Sequence[Any], random: bool) -> list[Any]:
         """Return what an op that can run again leaves as it is: versions of inputs, and of what is drawn.
@@ -192,13 +198,12 @@ class Torch:
             state += [one.numpy().tobytes() for one in drawn]
         return state
 
-    def saving(self, pack: Any, unpack: Any) -> AbstractContextManager[Any] | None:
-        """Return a context in which autograd keeps what `pack` gives; None under hooks of the user's own."""
+    def saving(self, pack: Any, unpack: Any) -> AbstractContextManager[Any]:
+        """Return a context in which autograd keeps what `pack` gives, if the user has no hooks."""
         autograd = self.torch._C._autograd
-        if not autograd._saved_tensors_hooks_is_enabled():
-            return None
-        if autograd._top_saved_tensors_default_hooks(False) is not None:
-            return None
+        enabled = autograd._saved_tensors_hooks_is_enabled()
+        if not enabled or autograd._top_saved_tensors_default_hooks(False) is not None:
+            return nullcontext()
         hooks: AbstractContextManager[Any] = self.torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         return hooks
 
@@ -207,27 +212,24 @@ class Torch:
     ) -> tuple[list[Any], list[Any]]:
         """Run an op once more; return its results, and what autograd saves meanwhile, in order."""
         torch = self.torch
-        saved: list[Any] = []
-
-        def pack(tensor: Any) -> None:
-            saved.append(tensor.detach())
-
         present = self.settings(inputs)
         off = [(device, False, dtype) for device, _, dtype in present.autocast or ()]
         with self.undisturbed(), ExitStack() as stack:
             for device, on, dtype in settings.autocast or off:
                 stack.enter_context(torch.autocast(device, dtype, on, cache_enabled=False))
-            stack.enter_context(torch.set_grad_enabled(settings.grad))
+            stack.enter_context(torch.enable_grad())
             for (_, turn), now, then in zip(self._switches, present.switches, settings.switches, strict=True):
                 if now != then:
                     turn(then)
                     stack.callback(turn, now)
-            hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda one: saved.append(one.detach()), _unpacked
-            )
-            stack.enter_context(hooks)
-            results = self.results(compute(inputs))
+            results, saved = self._observed(compute, inputs)
             return [one.detach() if isinstance(one, torch.Tensor) else one for one in results], saved
+
+    def _observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run an op; return its results, and what autograd saves meanwhile, in order."""
+        saved: list[Any] = []
+        with self.torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.detach()), _unpacked):
+            return self.results(compute(inputs)), saved
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -247,7 +249,7 @@ class Torch:
 
         On a thread of its own: there autograd counts its nodes apart, and nothing of the user's is in force.
         """
-        given = [self._meta(one) for one in inputs]
+        given = tree_map(self._meta, list(inputs))
         found: list[int] = []
 
         def run() -> None:
@@ -260,23 +262,13 @@ class Torch:
         return found[0] if found else None
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
-        made: dict[int, Any] = {}
-
-        def pack(tensor: Any) -> Any:
-            made[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-            return tensor.detach()
-
-        with self.torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
-            results = self.results(compute(inputs))
-        for one in self.tensors(results):
-            pack(one)
+        results, saved = self._observed(compute, inputs)
+        made = {one.untyped_storage()._cdata: one for one in (*saved, *self.tensors(results))}
         given = {one.untyped_storage()._cdata for one in self.tensors(inputs)}
-        return sum(int(memory.nbytes()) for address, memory in made.items() if address not in given)
+        return sum(int(made[one].untyped_storage().nbytes()) for one in made.keys() - given)
 
     def _meta(self, value: Any) -> Any:
         torch = self.torch
-        if type(value) in (list, tuple):
-            return type(value)(map(self._meta, value))
         if not isinstance(value, torch.Tensor):
             return torch.device("meta") if isinstance(value, torch.device) else value
         bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

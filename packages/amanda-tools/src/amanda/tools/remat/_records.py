@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
 
@@ -99,7 +99,8 @@ class Handle(_Weak):
     geometry: Any
 
 
-class Ref(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Ref:
     """An input of an op that is remembered.  tensor: weakly, what was given; version: then."""
 
     storage: Storage
@@ -109,7 +110,8 @@ class Ref(NamedTuple):
     tensor: weakref.ref[Any]
 
 
-class Scratch(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Scratch:
     """An input that the op writes and does not read: any memory of that geometry will do."""
 
     geometry: Any
@@ -160,5 +162,5 @@ class Operation(_Weak):
 
 
 def flat(values: Sequence[Any]) -> list[Any]:
-    """Return values, those of lists and tuples among them too, however deep."""
+    """Return values, those of lists and tuples among them too, however deep: quicker than `leaves`."""
     return [one for value in values for one in (flat(value) if type(value) in (list, tuple) else (value,))]

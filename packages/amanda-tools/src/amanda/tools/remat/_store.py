@@ -6,15 +6,20 @@ It comes back when it is read, ahead of writes that would make it impossible, an
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from time import perf_counter
 from typing import Any
 
+from autoray import tree_map
+
 from amanda import interceptor
 from amanda.tools.remat._heuristics import Heuristic, join_neighbours, leave_neighbours
-from amanda.tools.remat._history import History
+from amanda.tools.remat._ledger import Ledger
+from amanda.tools.remat._pytorch import Torch
 from amanda.tools.remat._records import (
     BudgetError,
     Handle,
@@ -29,20 +34,141 @@ from amanda.tools.remat._records import (
 logger = logging.getLogger("amanda")
 
 
-class Store(History):
-    """Holds what autograd saves within a budget of bytes, None for no bound; any thread may call it.
+class Store:
+    """Records ops as they run, and holds what autograd saves of them within a budget; any thread may call it.
 
-    strict: raise BudgetError where the budget cannot be held.
-    short: the most bytes by which the budget was exceeded.
+    budget: bytes, None for no bound.  strict: raise BudgetError where it cannot be held.
+    short: the most bytes by which the budget was exceeded.  clock: the cost of all that ran.
     """
 
     def __init__(self, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
-        super().__init__()
-        self.budget = budget
-        self.strict = strict
-        self.short = 0
+        self.torch, self.ledger, self.lock = Torch(), Ledger(), threading.RLock()
+        self.budget, self.strict = budget, strict
+        self.short, self.clock = 0, 0.0
         self._heuristic = heuristic
-        self._evicted: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._generation = self._numbers = 0
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._busy = False
+
+    def meet(self, tensor: Any) -> Storage:
+        """Return the record of a tensor's storage; a new one is as given, and cannot be made again."""
+        memory = tensor.untyped_storage()
+        entry = self.ledger.find(memory)
+        storage = None if entry is None else entry.storage
+        if storage is None:
+            storage = Storage(memory.nbytes())
+            self.ledger.add(memory, storage, counts=False)
+        elif storage.maker is not None and not tensor.requires_grad:
+            self._settle(storage)
+        storage.touched = self.clock
+        return storage
+
+    def begin(self, place: Place, compute: Any, inputs: Sequence[Any], scratch: Sequence[int]) -> Operation:
+        """Record an op that is about to run."""
+        self._tidy()
+        kept = [self._referred(one, i in scratch) for i, one in enumerate(inputs)]
+        self._numbers += 1
+        return Operation(self._numbers, place, compute, kept, self.torch.settings(inputs))
+
+    def _tidy(self) -> None:
+        """Once the last graph has gone, hold nothing for it: no memory, and no history of what is left."""
+        if self._handles:
+            self._busy = True
+        elif self._busy:
+            self._busy = False
+            for storage in self.ledger.storages():
+                storage.copy = storage.maker = None
+
+    def _referred(self, value: Any, is_scratch: bool = False) -> Any:
+        """Return what an operation keeps of a value that it was given: a Ref of a tensor."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._referred, value))
+        if isinstance(value, slice):  # its bounds may be tensors, which the program may write later
+            bounds = (value.start, value.stop, value.step)
+            return slice(*(int(one) if isinstance(one, self.torch.torch.Tensor) else one for one in bounds))
+        if not isinstance(value, self.torch.torch.Tensor):
+            return value
+        geometry = self.torch.geometry(value)
+        if is_scratch:
+            return Scratch(geometry, value.device)
+        return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
+
+    def saving(self, operation: Operation) -> AbstractContextManager[Any]:
+        """Return a context in which autograd keeps handles of what an op saves."""
+        kept, indices = weakref.ref(operation), count()  # the graph keeps the hooks, and with them `pack`
+
+        def pack(tensor: Any) -> Handle:
+            saver = kept()
+            assert saver is not None
+            with self.lock:
+                return self._save(saver, tensor, next(indices))
+
+        return self.torch.saving(pack, self.unpack)
+
+    def _save(self, operation: Operation, tensor: Any, index: int) -> Handle:
+        """Return what autograd shall keep of a tensor that it saves while an op runs, as the index-th."""
+        version = None if tensor.is_inference() else tensor._version
+        if not self.torch.is_plain(tensor):
+            return Handle(tensor.detach(), version, None, None)
+        memory = tensor.untyped_storage()
+        entry = self.ledger.find(memory)
+        if entry is None:
+            storage = self._made(operation, memory, (index, True))
+        else:
+            storage = entry.storage or self.meet(tensor)
+        handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
+        storage.handles.add(handle)
+        operation.saved.append(weakref.ref(handle))
+        self._handles.add(handle)
+        return handle
+
+    def finish(self, operation: Operation, result: Any, pure: bool) -> None:
+        """Record what an op has made, which is not made again if the op was not pure."""
+        for index, one in enumerate(self.torch.results(result)):
+            if isinstance(one, self.torch.torch.Tensor) and self.torch.is_plain(one):
+                memory = one.untyped_storage()
+                if self.ledger.find(memory) is None:
+                    self._made(operation, memory, (index, False))
+        made = operation.products
+        operation.size = sum(one.size for one in made)
+        self.clock += operation.cost
+        for storage in made:
+            storage.touched = self.clock
+        if not pure:
+            self.forget(operation)
+
+    def _made(self, operation: Operation, memory: Any, slot: tuple[int, bool]) -> Storage:
+        storage = Storage(memory.nbytes())
+        operation.makes(storage, slot)
+        self.ledger.add(memory, storage, counts=True)
+        return storage
+
+    def forget(self, operation: Operation) -> None:
+        """Cut the history of what an op has made, which cannot be made again."""
+        for storage in operation.products:
+            storage.maker = None
+
+    def _hold(self, ref: Ref) -> None:
+        """Hold what cannot be made again, since it is needed to make others."""
+        tensor = ref.tensor()
+        if tensor is None or tensor._version != ref.version:
+            tensor = self.torch.whole(ref.storage.alive)
+        self._keep(ref.storage, tensor.detach())
+
+    def _keep(self, storage: Storage, tensor: Any) -> None:
+        """Keep the memory of a storage alive by a tensor on it."""
+        storage.copy, storage.version = tensor, tensor._version
+        self.ledger.loosen(storage)
+
+    def _fill(self, handle: Handle, memory: Any) -> None:
+        handle.tensor = self.torch.view(memory, handle.geometry)
+        handle.version = handle.tensor._version
+
+    def _settle(self, storage: Storage) -> None:
+        """Cut the history of a storage, as autograd's was."""
+        maker, storage.maker = storage.maker, None
+        if maker is not None and maker.committed == self._generation and storage.copy is None:
+            self._keep(storage, self.torch.whole(storage.alive))
 
     def make_room(self, need: int, place: Place, certain: bool = True) -> None:
         """Evict until `need` bytes fit in the budget, as far as anything can be evicted."""
@@ -110,7 +236,6 @@ class Store(History):
             storage.maker = None
             return False
         self.ledger.drain()
-        self._evicted.add(storage)
         maker.place.evictions += 1
         maker.place.evicted_bytes += storage.size
         return True
@@ -155,13 +280,19 @@ class Store(History):
         """Return the tensor that a handle stands for, computed again if it was evicted."""
         with self._alone():
             storage = handle.storage
-            if handle.tensor is not None:
-                if storage is not None:
-                    storage.touched = self.clock
-                return _checked(handle)
-            assert storage is not None
-            memory = self.materialise(storage)
-            return self.torch.view(memory, handle.geometry)
+            tensor = handle.tensor
+            if tensor is None:
+                assert storage is not None
+                return self.torch.view(self.materialise(storage), handle.geometry)
+            if storage is not None:
+                storage.touched = self.clock
+            if handle.version not in (None, tensor._version):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                    f"expected version {handle.version} instead"
+                )
+            return tensor
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -215,7 +346,7 @@ class Store(History):
         place = operation.place
         self.make_room(operation.size, place)
         begin = perf_counter()
-        inputs = [self._input(one) for one in operation.inputs]
+        inputs = tree_map(self._input, operation.inputs)
         results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
         self.ledger.look(operation.size)
         for storage in operation.products:
@@ -234,14 +365,11 @@ class Store(History):
                 f"{memory.nbytes() if memory is not None else 'none'} when it was run again"
             )
         leave_neighbours(storage)
-        self._evicted.discard(storage)
         storage.touched = self.clock
         self.ledger.add(memory, storage, counts=True)
         self._keep(storage, self.torch.whole(memory))
 
     def _input(self, value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(map(self._input, value))
         if isinstance(value, Scratch):
             geometry = value.geometry
             return self.torch.torch.zeros(geometry.size, dtype=geometry.dtype, device=value.device)
@@ -279,7 +407,8 @@ class Store(History):
 
     def _restore_dependents(self, record: Storage, memory: Any) -> None:
         self._generation += 1
-        needed = [one for one in list(self._evicted) if one.handles]
+        handled = {one.storage for one in list(self._handles) if one.tensor is None}
+        needed = [one for one in handled if one is not None and one.alive is None]
         lost = [one for one in needed if one.maker is None or not self._commit(one.maker)]
         record.memory = weakref.ref(memory)
         with self._unbounded():
@@ -312,14 +441,3 @@ class Store(History):
 def _unlock(storages: set[Storage]) -> None:
     for storage in storages:
         storage.locks -= 1
-
-
-def _checked(handle: Handle) -> Any:
-    tensor = handle.tensor
-    if handle.version is not None and tensor._version != handle.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
-            f"{handle.version} instead"
-        )
-    return tensor

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import amanda
 from amanda.errors import ToolError
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._heuristics import HEURISTICS
-from amanda.tools.remat._records import Operation, Place
+from amanda.tools.remat._records import Place
 from amanda.tools.remat._result import RematResult
 from amanda.tools.remat._store import Store
 
@@ -59,7 +59,7 @@ class RematTool(amanda.Tool):
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
         self._store: Store | None = None
         self._peak = self._short = 0
-        self.depends_on(StandardMapping())
+        self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", _pytorch.kind]]))
         self.add_inst_for_op(self._analyse)
 
     @property
@@ -89,10 +89,10 @@ class RematTool(amanda.Tool):
             store.restore()
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        if not context.namespace.matches("pytorch/*/eager"):
+        kind: _pytorch.Kind | None = context.get("remat_kind")
+        if kind is None:
             self._pass(context)
             return
-        kind = _pytorch.kind(context)
         if kind.written != ():
             context.insert_before_op(self._before_write, inputs=kind.written)
         if not kind.pure or context["phase"] != "forward":
@@ -138,7 +138,7 @@ class RematTool(amanda.Tool):
         before = store.torch.state(inputs, kind.random)
         begin = perf_counter()
         try:
-            with _Saving(store, operation):
+            with store.saving(operation):
                 result = compute(inputs)
         except BaseException:
             store.forget(operation)
@@ -152,32 +152,6 @@ class RematTool(amanda.Tool):
             self._sizes[key] = operation.size
             store.make_room(0, place)
         return result
-
-
-class _Saving:
-    """Context in which autograd keeps handles of what an op saves."""
-
-    def __init__(self, store: Store, operation: Operation) -> None:
-        self._store = store
-        self._operation: Operation | None = operation
-        self._index = -1
-        self._hooks = store.torch.saving(self._pack, store.unpack)
-
-    def __enter__(self) -> None:
-        if self._hooks is not None:
-            self._hooks.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        hooks, self._hooks = self._hooks, None
-        self._operation = None  # the graph keeps the hooks, and these must not keep what the op was given
-        if hooks is not None:
-            hooks.__exit__(*raised)
-
-    def _pack(self, tensor: Any) -> Any:
-        assert self._operation is not None
-        self._index += 1
-        with self._store.lock:
-            return self._store.save(self._operation, tensor, self._index)
 
 
 def _signature(value: Any) -> Hashable:

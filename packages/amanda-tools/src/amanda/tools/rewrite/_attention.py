@@ -11,11 +11,11 @@ from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
 
 def fuse_attention() -> Sequence[Rule]:
-    """softmax(q k^T scale + mask) v, with dropout: one call of scaled_dot_product_attention.
+    """Return the rule by which softmax(q k^T scale + mask) v, with dropout, is one fused call.
 
     Where dropout is active other elements are dropped than by the original, as many on average.
     """
-    scores = Op("matmul", Capture("query"), Capture("key"), where=_is_pytorch)
+    scores = Op("matmul", Capture("query"), Capture("key"), where=_has_kernel)
     scaled = Maybe(Op(("mul", "div"), scores, Capture("scale"), name="scaling"))
     masked = Maybe(Op("add", scaled, Capture("mask"), name="masking"))
     weights = Op("softmax", masked, Capture("dim"), name="softmax")
@@ -25,8 +25,8 @@ def fuse_attention() -> Sequence[Rule]:
     return (Rule(fused, attention, when=is_attention, name="fuse_attention"),)
 
 
-def _is_pytorch(context: amanda.OpContext) -> bool:
-    return context.namespace.matches("pytorch")
+def _has_kernel(context: amanda.OpContext) -> bool:
+    return "fuse_attention" in context["rewrites"]
 
 
 def is_attention(match: Match) -> bool:
@@ -53,10 +53,13 @@ def _is_mask(mask: Any, shape: Sequence[int]) -> bool:
 
 
 def attention(match: Match) -> Any:
-    """The fused call. The keys were given transposed: (..., head, length)."""
+    """Return the fused call. The keys were given transposed: (..., head, length)."""
     from torch.nn.functional import scaled_dot_product_attention
 
     query, mask = match["query"], match.get("mask")
+    if mask is not None:
+        mask = mask.to(query.dtype)
+        mask = mask if mask.dim() > 1 else mask.reshape(1, -1)  # the kernels want two axes
     scale = float(match.get("scale", 1.0))
     if "scaling" in match.ops and match.ops["scaling"].type == "div":
         scale = 1 / scale
@@ -66,5 +69,5 @@ def attention(match: Match) -> Any:
         dropout = p if training else 0.0
     return scaled_dot_product_attention(
         query, match["key"].transpose(-2, -1), match["value"], dropout_p=dropout, scale=scale,
-        attn_mask=None if mask is None else mask.to(query.dtype),
+        attn_mask=mask,
     )  # fmt: skip

@@ -11,14 +11,14 @@ from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
 
 def fold_batch_norm() -> Sequence[Rule]:
-    """The weight of the convolution takes the scale of each channel, its bias the shift.
+    """Return rules by which a convolution's weight takes the scale of each channel, its bias the shift.
 
     With W, b of the convolution and the statistics m, v: W' = W g / sqrt(v + eps) and
     b' = (b - m) g / sqrt(v + eps) + beta.  Source: Jacob et al. 2018, eq. 14.  Both are computed at every
     execution, so that they follow the parameters, whose gradients they have.
     """
-    convolution = Op(_CONVOLUTIONS, name="convolution")
-    norm = Op("batch_norm", convolution, name="norm")
+    convolution = Op(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), name="convolution")
+    norm = Op("batch_norm", convolution, name="norm", where=_can_be_folded)
     name = "fold_batch_norm"
     # Keras computes the normalisation by these two.
     sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
@@ -27,23 +27,24 @@ def fold_batch_norm() -> Sequence[Rule]:
     return Rule(norm, _folded, when=_infers, name=name), Rule(affine, _folded_affine, name=name)
 
 
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
+def _can_be_folded(context: amanda.OpContext) -> bool:
+    return "fold_batch_norm" in context["rewrites"]
 
 
 def _infers(match: Match) -> bool:
+    """Return True if the normalisation uses running statistics."""
     norm = match.ops["norm"]
-    if norm.framework == "pytorch":
-        *_, mean, variance, training, _, _, _ = norm.inputs
-        return not training and mean is not None and variance is not None
-    return not norm.attributes["is_training"]
+    mean, variance = norm.inputs[3:5]
+    training = norm.inputs[5] if len(norm.inputs) > 5 else norm.attributes["is_training"]
+    return not training and mean is not None and variance is not None
 
 
 def _folded(match: Match) -> Any:
-    return _by_pytorch(match) if match.framework == "pytorch" else _by_tensorflow(match)
+    return match.ops["norm"].rewrites["fold_batch_norm"](match)
 
 
-def _by_pytorch(match: Match) -> Any:
-    """The convolution with the folded weight and bias."""
+def folded_in_pytorch(match: Match) -> Any:
+    """Return the convolution with the folded weight and bias."""
     import torch
 
     convolution, norm = match.ops["convolution"], match.ops["norm"]
@@ -60,8 +61,8 @@ def _by_pytorch(match: Match) -> Any:
     return convolution(x, (weight * per_channel).to(weight.dtype), shift.to(weight.dtype), *others)
 
 
-def _by_tensorflow(match: Match) -> Any:
-    """A convolution with the folded weight, and the other outputs of FusedBatchNorm."""
+def folded_in_tensorflow(match: Match) -> Any:
+    """Return a convolution with the folded weight, and the other outputs of FusedBatchNorm."""
     import tensorflow as tf
 
     norm = match.ops["norm"]
@@ -73,7 +74,7 @@ def _by_tensorflow(match: Match) -> Any:
 
 
 def _folded_affine(match: Match) -> Any:
-    """A convolution with the folded weight, of the two ops by which Keras normalises."""
+    """Return a convolution with the folded weight, of the two ops by which Keras normalises."""
     scale, shift = match["scale"], match["shift"]
     if "bias" in match:
         shift = shift + match["bias"] * scale
@@ -92,10 +93,8 @@ def _convolved(convolution: OpCall, scale: Any, shift: Any) -> Any:
 
 
 def _is_per_channel(context: amanda.OpContext) -> bool:
-    """Return True if one of two inputs is a vector along the last axis, which has TensorFlow's channels."""
-    if not context.namespace.matches("tensorflow"):
-        return False
-    if (context.get_attrs().get("data_format") or b"NHWC") not in (b"NHWC", "NHWC"):
+    """Return True if one of two inputs is a vector along the last axis, where that has the channels."""
+    if not context["channels_last"]:
         return False
     shapes = [context["shape"](value) for value in context.get_inputs()[:2]]
     return any(one is not None and len(one) == 1 for one in shapes)

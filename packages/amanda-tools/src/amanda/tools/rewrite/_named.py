@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,7 +13,7 @@ from amanda.tools.rewrite._pattern import Capture, Op, PatternError, Rule
 
 
 def remove(*types: str, name: str = "") -> Rule:
-    """Ops of these types give what they are given first, as "dropout" in a model that does not learn."""
+    """Return a rule by which ops of these types give their first input, as "dropout" does in inference."""
     return Rule(Op(types, Capture("input")), _first, name=name or f"remove {', '.join(types)}")
 
 
@@ -34,8 +34,21 @@ _RULES: dict[str, Callable[[], Sequence[Rule]]] = {
 }
 
 
-def named(name: str) -> Sequence[Rule]:
-    """The rules of a name. Raises PatternError for another."""
+def chosen(rules: Sequence[str | Rule] | str | Rule) -> Iterator[Rule]:
+    """Yield rules, those with names among them. Raises PatternError for what is none."""
+    listed = [rules] if isinstance(rules, (str, Rule)) else rules
+    if not isinstance(listed, Iterable):
+        raise PatternError(f"rules is {rules!r}; give Rules or names of rules")
+    for one in listed:
+        if isinstance(one, Rule):
+            yield one
+        elif isinstance(one, str):
+            yield from _named(one)
+        else:
+            raise PatternError(f"{one!r} is no Rule, nor the name of one")
+
+
+def _named(name: str) -> Sequence[Rule]:
     if name not in _RULES:
         near = get_close_matches(name, _RULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

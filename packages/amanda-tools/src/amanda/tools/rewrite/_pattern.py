@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import amanda
 from amanda.errors import ToolError
@@ -13,6 +13,9 @@ from amanda.tools.select import Patterns
 
 if TYPE_CHECKING:
     from amanda.tools.rewrite._match import Match
+
+Pattern: TypeAlias = Union["Op", "Maybe", "Capture", None]
+"""A pattern of an input; None fits any."""
 
 _COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"})
 
@@ -48,7 +51,7 @@ class Op:
     def __init__(
         self,
         type: str | Sequence[str],
-        *inputs: Op | Maybe | Capture | None,
+        *inputs: Pattern,
         name: str | None = None,
         where: Callable[[amanda.OpContext], bool] | None = None,
         commutative: bool | None = None,
@@ -75,13 +78,13 @@ class Op:
             return False
         return self.where is None or bool(self.where(context))
 
-    def orders(self, type: str) -> Iterator[Sequence[Op | Maybe | Capture | None]]:
+    def orders(self, type: str) -> Iterator[Sequence[Pattern]]:
         """The orders in which the inputs of an op of a type may be."""
         commutes = type in _COMMUTATIVE if self.commutative is None else self.commutative
         return permutations(self.inputs) if commutes else iter((self.inputs,))
 
     @property
-    def passed(self) -> Op | Maybe | Capture | None:
+    def passed(self) -> Pattern:
         """Return what replaces the op where it is absent: its first input in the pattern."""
         return next((one for one in self.inputs if one is not None), None)
 
@@ -130,7 +133,7 @@ class Rule:
     def ops(self) -> tuple[Op, ...]:
         """Every Op of the pattern, each once, the last one first."""
         found: dict[Op, None] = {}
-        waiting: list[Op | Maybe | Capture | None] = [self.pattern]
+        waiting: list[Pattern] = [self.pattern]
         for one in waiting:
             op = one.op if isinstance(one, Maybe) else one
             if isinstance(op, Op) and op not in found:

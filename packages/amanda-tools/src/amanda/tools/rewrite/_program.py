@@ -1,31 +1,32 @@
-"""The ops of a program, and which op made what each is given."""
+"""The ops of a program, the matches of rules among them, and which of these are replaced."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools.kit import TensorMap
-from amanda.tools.rewrite._pattern import Op
+from amanda.tools.kit import Dataflow, DataflowNode
+from amanda.tools.rewrite._pattern import Maybe, Op, Pattern, Rule
+from amanda.tools.rewrite._result import Rewritten
 
+Edge = tuple[int, int]
+"""An input: the id of the op that reads it, and its position there."""
 
-class Origin(NamedTuple):
-    """The source of an input: the id of the op that made it, None from outside; the tensor's key."""
-
-    producer: int | None
-    key: Hashable
+_FORM_READERS = frozenset({"size", "dim", "numel", "Shape", "ShapeN", "Size", "Rank"})
 
 
 @dataclass(eq=False)
 class Node:
     """One op as it was analysed: a place in the program.
 
-    order: of the first analysis.  fits: the ops of patterns that it is of the type of.
-    readers: ids of the ops that read its output.  compute: what computes it, in a graph; values: there, weak
-    references to the symbols that it is given.
+    order: of the first analysis.  rewrites: the replacements of named rules that its framework has.
+    flow: the tensors that it reads.  fits: the ops of patterns that it is of the type of.
+    compute: from inputs to the output, in a graph.  values: there, weak references to the symbols that it
+    is given.  readers: ids of the ops that read its output.
     """
 
     id: int
@@ -35,64 +36,188 @@ class Node:
     module: str
     source: str
     framework: str
+    rewrites: Mapping[str, Callable[[Any], Any]]
     is_eager: bool
     in_place: bool
-    attributes: dict[str, Any]
     op: Any
-    compute: Callable[[Sequence[Any]], Any] | None = None
-    values: list[Any] = field(default_factory=list)
-    inputs: tuple[Origin, ...] = ()
+    attributes: Mapping[str, Any]
+    flow: DataflowNode
     fits: frozenset[Op] = frozenset()
+    compute: Callable[[Sequence[Any]], Any] | None = None
+    values: Sequence[Callable[[], Any]] = ()
     readers: set[int] = field(default_factory=set)
 
 
+class Found(NamedTuple):
+    """Ops by their patterns, captured inputs by name, and which op makes each input within the match."""
+
+    ops: dict[Op, int]
+    captures: dict[str, Edge]
+    edges: dict[Edge, int]
+
+
+@dataclass(eq=False)
+class Site:
+    """A place in the program where a rule's pattern is.
+
+    members: ids of its ops, in the order of execution; the last one is replaced.  order: among sites.
+    replaced: executions.  fallbacks: executions of the original instead, by reason.
+    broken: why it is not replaced any more, by what executions have shown.
+    obstacle: why it is not replaced at all; "" where it is.
+    """
+
+    rule: Rule
+    found: Found
+    members: tuple[int, ...]
+    order: tuple[int, int, int]
+    replaced: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    broken: str = ""
+    obstacle: str = ""
+
+    @property
+    def last(self) -> int:
+        """Id of the op whose output is computed otherwise."""
+        return self.members[-1]
+
+
 class Program:
-    """The ops that were analysed, and the tensors between them."""
+    """The ops that were analysed; of matches that overlap the earliest, then the longest is replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Sequence[Rule]) -> None:
         self.nodes: dict[int, Node] = {}
-        self._makers = TensorMap[int]()
+        self._rules = rules
+        self._patterns = tuple(dict.fromkeys(op for rule in rules for op in rule.ops))
+        self._flow = Dataflow()
+        self._sites: dict[tuple[str, tuple[int, ...]], Site] = {}
+        self._replaced: dict[int, Site] = {}
 
-    def enter(self, context: amanda.OpContext, patterns: Iterable[Op]) -> Node:
-        """Take an op that is about to be analysed."""
-        node = self._node(context)
-        node.inputs = tuple(self._origin(context, value) for value in context.get_inputs())
-        node.fits = frozenset(op for op in patterns if op.fits(context))
+    def enter(self, context: amanda.OpContext) -> Node:
+        """Record an op that is about to be analysed, and the matches that end with it."""
+        op_id, flow = context.get_op_id(), self._flow.node(context)
+        node = self.nodes.get(op_id)
+        if node is None:
+            node = self.nodes[op_id] = Node(
+                op_id, len(self.nodes), context["type"], context.get_op_type(), context.get_scope(),
+                context.get_source(), context.namespace[0], context["rewrites"], context.is_eager(),
+                context["in_place"], context.get_op(), {}, flow,
+            )  # fmt: skip
+        node.op, node.attributes, node.flow = context.get_op(), context.get_attrs(), flow
+        node.fits = frozenset(op for op in self._patterns if op.fits(context))
         if node.fits and not node.is_eager:
             node.compute = context.get_computation()
             node.values = [_weakly(value) for value in context.get_inputs()]
-        for origin in node.inputs:
-            producer = None if origin.producer is None else self.nodes.get(origin.producer)
+        for number in flow.reads:
+            producer = self._producer(number)
             if producer is not None:
-                producer.readers.add(node.id)
+                producer.readers.add(op_id)
+        for rank, rule in enumerate(self._rules):
+            found = max(self._at_op(rule.pattern, node, [], Found({}, {}, {})), key=_size, default=None)
+            if found is not None:
+                members = sorted((self.nodes[one] for one in found.ops.values()), key=lambda one: one.order)
+                ids = (*(one.id for one in members if one is not node), op_id)
+                site = Site(rule, found, ids, (members[0].order, -len(members), rank))
+                self._sites.setdefault((rule.name, ids), site)
         return node
 
     def leave(self, context: amanda.OpContext) -> None:
-        """Take the outputs of an op that has run."""
-        for value in context.get_outputs() or ():
-            if context["dtype"](value) is not None:
-                self._makers[value] = context.get_op_id()
+        """Record the outputs of an op that has run."""
+        self._flow.made(self.nodes[context.get_op_id()].flow, context.get_outputs() or ())
 
-    def stand_for(self, tensor: Any, op_id: int) -> None:
-        """Take a tensor for the output of an op."""
-        self._makers[tensor] = op_id
+    def made_by(self, node: Node, value: Any) -> None:
+        """Record a tensor as the output of an op, if it is not yet."""
+        if self._producer(self._flow.number(value)) is not node:
+            self._flow.made(node.flow, [value])
 
-    def _node(self, context: amanda.OpContext) -> Node:
-        op_id = context.get_op_id()
-        known = self.nodes.get(op_id)
-        if known is None:
-            known = self.nodes[op_id] = Node(
-                op_id, len(self.nodes), context["type"], context.get_op_type(), context.get_scope(),
-                context.get_source(), context.namespace[0], context.is_eager(),
-                context["in_place"], {}, context.get_op(),
-            )  # fmt: skip
-        known.attributes, known.op = context.get_attrs(), context.get_op()
-        return known
+    def _producer(self, number: int | None) -> Node | None:
+        maker = self._flow.maker(number)
+        return None if maker is None else self.nodes.get(maker.op_id)
 
-    def _origin(self, context: amanda.OpContext, value: Any) -> Origin:
-        if context["dtype"](value) is None:
-            return Origin(None, None)
-        return Origin(self._makers.get(value), TensorMap.key(value))
+    def _at_op(
+        self, pattern: Op, node: Node, waiting: Sequence[tuple[Pattern, Edge]], found: Found
+    ) -> Iterator[Found]:
+        """Yield each match in which an op is that of a pattern, and inputs are those that wait."""
+        if pattern in found.ops:
+            if found.ops[pattern] == node.id:
+                yield from self._at_inputs(waiting, found)
+        elif pattern in node.fits and node.id not in found.ops.values():
+            found = found._replace(ops={**found.ops, pattern: node.id})
+            for order in pattern.orders(node.type):
+                own = [(one, (node.id, position)) for position, one in enumerate(order)]
+                yield from self._at_inputs([*own, *waiting], found)
+
+    def _at_inputs(self, waiting: Sequence[tuple[Pattern, Edge]], found: Found) -> Iterator[Found]:
+        if not waiting:
+            yield found
+            return
+        (pattern, edge), *others = waiting
+        number = self._read_at(edge)
+        if isinstance(pattern, Maybe):
+            for one in (pattern.op, pattern.op.passed):
+                yield from self._at_inputs([(one, edge), *others], found)
+        elif isinstance(pattern, Op):
+            producer = self._producer(number)
+            if producer is not None:
+                found = found._replace(edges={**found.edges, edge: producer.id})
+                yield from self._at_op(pattern, producer, others, found)
+        elif pattern is None:
+            yield from self._at_inputs(others, found)
+        elif pattern.name not in found.captures:
+            if edge[1] < len(self.nodes[edge[0]].flow.inputs):
+                captures = {**found.captures, pattern.name: edge}
+                yield from self._at_inputs(others, found._replace(captures=captures))
+        elif number is not None and number == self._read_at(found.captures[pattern.name]):
+            yield from self._at_inputs(others, found)
+
+    def _read_at(self, edge: Edge) -> int | None:
+        """Return the number of the tensor that an op reads at a position."""
+        inputs = self.nodes[edge[0]].flow.inputs
+        return inputs[edge[1]] if edge[1] < len(inputs) else None
+
+    def site_of(self, op_id: int) -> Site | None:
+        """Return the match that is replaced and has an op."""
+        return self._replaced.get(op_id)
+
+    def decide(self) -> set[int]:
+        """Decide which matches are replaced; return the ids of ops for which that has changed."""
+        replaced: dict[int, Site] = {}
+        for site in self._in_order():
+            site.obstacle = site.broken or self._obstacle(site)
+            overlapping = next((replaced[one] for one in site.members if one in replaced), None)
+            if overlapping is not None and not site.obstacle:
+                site.obstacle = f"it overlaps with {overlapping.rule.name}, which begins earlier or is longer"
+            if not site.obstacle:
+                replaced |= dict.fromkeys(site.members, site)
+        before, self._replaced = self._replaced, replaced
+        return {one for one in before.keys() | replaced if before.get(one) is not replaced.get(one)}
+
+    def _in_order(self) -> list[Site]:
+        return sorted(self._sites.values(), key=lambda site: site.order)
+
+    def _obstacle(self, site: Site) -> str:
+        """Return why the ops of a match cannot be replaced as one."""
+        for one in site.members if len(site.members) > 1 else ():
+            node = self.nodes[one]
+            if node.in_place:
+                return f"{node.name} writes in place"
+            readers = node.readers.difference(site.members) if one != site.last else ()
+            for reader in (self.nodes[index] for index in readers):
+                if reader.type not in _FORM_READERS:
+                    return f"what {node.type} makes is read by {reader.type}, {reader.source}"
+        return ""
+
+    def matches(self) -> list[Rewritten]:
+        """Return what became of each match, in the order of execution."""
+        found = []
+        for site in self._in_order():
+            ops, last = tuple(self.nodes[one].type for one in site.members), self.nodes[site.last]
+            told = ("forward", last.type, last.module, last.source, site.rule.name, ops)
+            found.append(Rewritten(*told, site.replaced, dict(site.fallbacks), site.obstacle))
+        return found
+
+
+def _size(found: Found) -> int:
+    return len(found.ops)
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

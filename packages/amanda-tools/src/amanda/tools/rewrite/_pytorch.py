@@ -1,4 +1,4 @@
-"""PyTorch: an op of a match is put off until its output is read, which seldom comes."""
+"""PyTorch: an op of a match is put off; a tensor stands for its output, and seldom has to be computed."""
 
 from __future__ import annotations
 
@@ -6,103 +6,113 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autoray import tree_map
 
 import amanda
+from amanda.tools.kit import leaves
+from amanda.tools.kit._requirements import check
 from amanda.tools.rewrite._program import Node
-from amanda.tools.rewrite._stand_ins import (
-    HOOKS,
-    Form,
-    aliased,
-    delay_of,
-    delayed,
-    form_of,
-    memory,
-    tensors,
-    value_of,
-)
 from amanda.tools.rewrite._steps import Step, Steps
 
 if TYPE_CHECKING:
     import torch
 
+HOOKS = ("register_hook", "retain_grad")
+"""Methods that ask for the gradient, which comes only if nothing is replaced."""
+
+_READERS = (
+    "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "share_memory_", "__array__", "__dlpack__",
+    "__deepcopy__", "__reduce_ex__", "__repr__",
+)  # fmt: skip
+"""Methods that read a tensor without a kernel."""
+
 _FORMS_KEPT = 4096
 
 
-class TorchSteps(Steps):
-    """Puts ops off once it knows what form their outputs have; the first execution of each kind computes.
+class Form(NamedTuple):
+    """Facts of an op's output that can be told without its elements.
 
-    read: told of each step whose output something outside of its match reads.
+    is_own: whether its memory is not that of an input.
     """
 
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_own: bool
+
+
+class TorchSteps(Steps):
+    """Puts ops off once it knows what form their outputs have; the first execution of each kind computes."""
+
     def __init__(self, read: Callable[[Step], None]) -> None:
-        super().__init__()
-        self._read = read
+        super().__init__(read)
         self._forms: dict[Hashable, Form | None] = {}
         self.waiting: weakref.WeakSet[Delay] = weakref.WeakSet()
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """Return a stand-in for the output, or the output itself where its form is not known yet."""
-        delay = Delay(node, inputs, compute, self.makers(inputs), self._read)
+        delay = Delay(node, inputs, compute, self.makers(inputs), on_read=self._read)
         key = (node.op, _signature(inputs), delay.modes)
         known = key in self._forms
         form = self._forms.get(key)
         if form is not None and (form.is_own or any(delay_of(one) for one in inputs)):
             self.waiting.add(delay)
-            return delayed(delay, form)
+            return delay.stand_in(form)
         value = delay.value()
         if not known:
             if len(self._forms) >= _FORMS_KEPT:
                 self._forms.clear()
-            self._forms[key] = form_of(value, inputs)
-        for one in tensors([value]):
+            self._forms[key] = _form_of(value, inputs)
+        for one in _tensors([value]):
             self._made[one] = delay
         return value
 
     def of(self, value: Any) -> Step | None:
-        """The step that a value stands for, or that made it."""
-        return delay_of(value) or next((super(TorchSteps, self).of(one) for one in tensors([value])), None)
+        """Return the step that a value stands for, or that made it."""
+        return delay_of(value) or super().of(value)
 
     def settle(self, written: Sequence[Any] = ()) -> None:
-        """Compute what was put off and reads any of these tensors; else all."""
+        """Compute each op that was put off and reads any of these tensors; else all."""
         for delay in list(self.waiting) if self.waiting else ():
             if not written:
                 delay.value()
-            elif memory(written) & memory(delay.inputs):
+            elif _memory(written) & _memory(delay.inputs):
                 delay.value()
                 delay.is_written = True
 
 
+@dataclass(eq=False, kw_only=True)
 class Delay(Step):
     """An execution that is put off.
 
+    on_read: called before the first read from outside of the match.
     modes: autograd and autocast, as they were when it was due; below autograd, where a kernel has it
     computed, the keys of dispatch are restored too.
     is_written: whether its inputs were written after it; a write through `.data` has another version.
     is_put_off: whether a tensor stands for the output, whose gradient goes to tensors of its own.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        inputs: Sequence[Any],
-        compute: Callable[..., Any],
-        makers: Sequence[Step | None],
-        read: Callable[[Step], None],
-    ) -> None:
+    on_read: Callable[[Step], None]
+    is_written: bool = False
+    is_put_off: bool = False
+
+    def __post_init__(self) -> None:
         import torch
 
-        super().__init__(node, inputs, compute, makers)
-        devices = sorted({one.device.type for one in tensors(inputs)})
+        devices = sorted({one.device.type for one in _tensors(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
               for device in devices if torch.amp.is_autocast_available(device)),
         )  # fmt: skip
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        self._versions = _versions(inputs)
-        self._read = read
-        self.is_written = self.is_put_off = False
+        self._versions = _versions(self.inputs)
         self._given: Sequence[Any] = ()
         self._random: Any = None
         self._value: Any = None
@@ -115,27 +125,36 @@ class Delay(Step):
 
     def is_read(self) -> bool:
         """Return where the output was computed to learn its form, the hooks on it are those of a tensor."""
-        if any(one._backward_hooks or one.retains_grad for one in tensors([self._value])):
+        if any(one._backward_hooks or one.retains_grad for one in _tensors([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
 
+    def stand_in(self, form: Form) -> Any:
+        """Return a tensor that stands for the output, with a way back for its gradient."""
+        if not form.requires_grad:
+            return _stand_in(self, form)
+        self.is_put_off = True
+        made = _classes()[1].apply(self, form, *_tensors(self.inputs))
+        made._amanda_delay = self
+        return made
+
     def value(self) -> Any:
-        """The output, computed at most once."""
+        """Return the output, computed at most once."""
+        return self.differentiable()[0]
+
+    def differentiable(self) -> tuple[Any, Sequence[Any]]:
+        """Return the output, and the tensors to which its gradients go, in the place of the inputs."""
         import torch
         from torch.utils.checkpoint import get_device_states
 
         with self._lock:
             if self._value is None:
-                self._random = torch.get_rng_state(), get_device_states(*tensors(self.inputs))
+                self._random = torch.get_rng_state(), get_device_states(*_tensors(self.inputs))
                 self._value, self._given = self._computed()
-            return self._value
-
-    def differentiable(self) -> tuple[Any, Sequence[Any]]:
-        """The output, and the tensors to which its gradients go, in the place of the inputs."""
-        return self.value(), self._given
+            return self._value, self._given
 
     def again(self) -> tuple[Any, Sequence[Any]]:
-        """The same, computed once more from the same state of the random generators."""
+        """Return the same, computed once more from the same state of the random generators."""
         import torch
         from torch.utils.checkpoint import set_device_states
 
@@ -147,42 +166,164 @@ class Delay(Step):
             return self._computed()
 
     def _computed(self) -> tuple[Any, Sequence[Any]]:
-        with amanda.disabled(), self._as_it_was():
-            given = [aliased(one) if self.is_put_off else value_of(one) for one in self.inputs]
-            return self.compute(*given), given
-
-    def read(self, reader: str) -> Any:
-        """The output, for a reader outside of the match."""
-        if not self.reader:
-            self.reader = reader
-            self._read(self)
-        return self.value()
-
-    def _as_it_was(self) -> ExitStack:
         import torch
 
         grad, *autocast = self.modes
-        stack = ExitStack()
-        stack.enter_context(torch._C._ForceDispatchKeyGuard(*self._keys))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for device, enabled, dtype in autocast:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        return stack
+        with ExitStack() as stack:
+            stack.enter_context(amanda.disabled())
+            stack.enter_context(torch._C._ForceDispatchKeyGuard(*self._keys))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for device, enabled, dtype in autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            given = tree_map(_aliased if self.is_put_off else _value_of, self.inputs)
+            return self.compute(*given), given
+
+    def read(self, reader: str) -> Any:
+        """Return the output to a reader outside of the match."""
+        if not self.reader:
+            self.reader = reader
+            self.on_read(self)
+        return self.value()
+
+
+def delay_of(value: Any) -> Delay | None:
+    """Return the delay behind a stand-in; None for any other value."""
+    found: Delay | None = getattr(value, "_amanda_delay", None)
+    return found
+
+
+def _value_of(value: Any) -> Any:
+    """Return the output that a value stands for, or itself, to an op of the same match."""
+    delay = delay_of(value)
+    return value if delay is None else delay.value()
+
+
+def _aliased(value: Any) -> Any:
+    """Return the output that a value stands for, or itself, at which no other value's gradients arrive."""
+    import torch
+
+    if not (isinstance(value, torch.Tensor) and value.requires_grad):
+        return _value_of(value)
+    if delay_of(value) is None:
+        return value.view_as(value)
+    return _classes()[2].apply(value, _value_of(value).detach())
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values, also in lists."""
+    from torch import Tensor
+
+    return [one for one in leaves(values) if isinstance(one, Tensor)]
+
+
+def _memory(values: Sequence[Any]) -> set[int]:
+    """Return the storages of tensors."""
+    return {one.untyped_storage()._cdata for one in _tensors(values) if delay_of(one) is None}
 
 
 def _versions(values: Sequence[Any]) -> list[int | None]:
-    return [None if one.is_inference() else one._version for one in tensors(values)]
+    return [None if one.is_inference() else one._version for one in _tensors(values)]
 
 
-def _signature(values: Sequence[Any]) -> Hashable:
-    """Return all that the form of an output depends on."""
-    return tuple([_sign(one) for one in values])
+def _signature(value: Any) -> Hashable:
+    """Return all of an input, or a list of them, that the form of an output depends on."""
+    from torch import Tensor
 
-
-def _sign(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        delayed = delay_of(value) is not None
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, delayed
     if isinstance(value, (list, tuple)):
-        return _signature(value)
-    for one in tensors([value]):
-        own: torch.Tensor = one
-        return own.shape, own.stride(), own.dtype, own.device, own.requires_grad, bool(delay_of(own))
+        return tuple([_signature(one) for one in value])
     return type(value), repr(value)
+
+
+def _form_of(value: Any, inputs: Sequence[Any] = ()) -> Form | None:
+    """Return the form of an output; None for several tensors, subclasses and sparse ones."""
+    import torch
+
+    if type(value) not in (torch.Tensor, _classes()[0]) or value.layout is not torch.strided:
+        return None
+    is_own = delay_of(value) is not None or not _memory([value]) & _memory(tree_map(_value_of, inputs))
+    return Form(value.shape, value.stride(), value.dtype, value.device, value.requires_grad, is_own)
+
+
+def _stand_in(delay: Delay, form: Form | None) -> torch.Tensor:
+    import torch
+
+    assert form is not None
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        _classes()[0], form.shape, strides=form.strides, dtype=form.dtype, device=form.device
+    )
+    made._amanda_delay = delay  # type: ignore[attr-defined]
+    return made
+
+
+@cache
+def _classes() -> tuple[Any, Any, Any]:
+    """Return stand-ins, and functions that lead gradients: to an op's inputs, and from its output to it."""
+    import torch
+
+    check("rewrite", "torch")
+
+    class Delayed(torch.Tensor):
+        # torch's functions take it for what it stands for, so that the ops within them are the same
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func is torch.ops.aten.detach.default:
+                (given,) = args
+                return _stand_in(given._amanda_delay, _form_of(given))
+
+            def read(value: Any) -> Any:
+                delay = delay_of(value)
+                return value if delay is None else delay.read(func.overloadpacket.__name__).detach()
+
+            return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+    class PutOff(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, delay: Delay, form: Form, *inputs: torch.Tensor) -> torch.Tensor:
+            ctx.delay = delay
+            return _stand_in(delay, form)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            inputs, create_graph = _tensors(ctx.delay.inputs), torch.is_grad_enabled()
+            # what is differentiated once more is freed by that, and this may be called then
+            value, given = ctx.delay.again() if create_graph else ctx.delay.differentiable()
+            wanted = [a for one, a in zip(inputs, _tensors(given), strict=True) if one.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    value, wanted, gradients, retain_graph=True, create_graph=create_graph, allow_unused=True
+                )
+            )
+            return None, None, *(next(found) if one.requires_grad else None for one in inputs)
+
+    class StoodFor(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return value.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return *gradients, None
+
+    for name in (*_READERS, *HOOKS):
+        setattr(Delayed, name, _reading(name, getattr(torch.Tensor, name)))
+    return Delayed, PutOff, StoodFor
+
+
+def _reading(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of stand-ins that counts as a reader; of the output, but for those that set hooks."""
+
+    @wraps(method)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = self._amanda_delay.read(name)
+        if name in HOOKS:
+            return method(self, *args, **kwargs)
+        return getattr(value if self.requires_grad else value.detach(), name)(*args, **kwargs)
+
+    return read

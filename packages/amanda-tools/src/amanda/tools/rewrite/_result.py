@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from amanda.tools.results import Column, Result, check_schema, shortened
-
-if TYPE_CHECKING:
-    from amanda.tools.rewrite._match import Site
-    from amanda.tools.rewrite._program import Node
 
 
 @dataclass(frozen=True)
@@ -53,23 +49,12 @@ class RewriteResult(Result):
     def __init__(self, matches: Sequence[Rewritten]) -> None:
         self.matches = tuple(matches)
 
-    @classmethod
-    def of(cls, sites: Sequence[Site], nodes: Mapping[int, Node]) -> RewriteResult:
-        """As the tool keeps them."""
-        made = []
-        for site in sites:
-            last = nodes[site.last]
-            ops = tuple(nodes[one].type for one in site.members)
-            told = ("forward", last.type, last.module, last.source, site.rule.name, ops)
-            made.append(Rewritten(*told, site.replaced, dict(site.fallbacks), site.obstacle))
-        return cls(made)
-
     def count(self, rule: str | None = None) -> int:
         """Return the number of matches that are replaced, of one rule or of all."""
         return sum(not one.obstacle and rule in (None, one.rule) for one in self.matches)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each match."""
+        """Return a row for each match."""
         return [
             (one.phase, one.type, one.module, one.source, one.rule, " ".join(one.ops), one.replaced,
              sum(one.fallbacks.values()), one.why)
@@ -77,7 +62,7 @@ class RewriteResult(Result):
         ]  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """The matches."""
+        """Return the matches."""
         return {"matches": [asdict(one) for one in self.matches]}
 
     @classmethod
@@ -87,7 +72,7 @@ class RewriteResult(Result):
         return cls([Rewritten(**{**one, "ops": tuple(one["ops"])}) for one in found["matches"]])
 
     def merged(self, *others: RewriteResult) -> RewriteResult:
-        """The matches of this and other runs or ranks."""
+        """Return the matches of this and other runs or ranks."""
         return RewriteResult([one for result in (self, *others) for one in result.matches])
 
     def notes(self) -> Sequence[str]:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from amanda.tools.kit import TensorMap
 from amanda.tools.rewrite._program import Node
 
 
+@dataclass(eq=False)
 class Step:
     """One execution of an op of a match.
 
-    inputs: what it was given.  makers: the steps that made those.  compute: what computes it, on such inputs.
-    is_used: whether its match was replaced.  reader: what outside of the match has read its output.
+    inputs: of the op.  makers: the steps that made those.  compute: from inputs to the output.
+    is_used: True once its match was replaced.  reader: the first reader of the output outside of the match.
     """
 
-    def __init__(
-        self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any], makers: Sequence[Step | None]
-    ) -> None:
-        self.node = node
-        self.inputs = list(inputs)
-        self.makers = makers
-        self.compute = compute
-        self.is_used = False
-        self.reader = ""
+    node: Node
+    inputs: Sequence[Any]
+    compute: Callable[..., Any]
+    makers: Sequence[Step | None] = ()
+    is_used: bool = False
+    reader: str = ""
 
     @property
     def is_intact(self) -> bool:
@@ -37,25 +36,29 @@ class Step:
 
 
 class Steps:
-    """The steps by what they have made, in a framework whose ops cannot be put off: they compute."""
+    """The steps by their outputs, in a framework whose ops cannot be put off: they compute.
 
-    def __init__(self) -> None:
+    read: called with each step whose output something outside of its match reads.
+    """
+
+    def __init__(self, read: Callable[[Step], None]) -> None:
+        self._read = read
         self._made = TensorMap[Step]()
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """The output of an op: its value, or what stands for it until it is read."""
+        """Return the output of an op, or a tensor that stands for it until it is read."""
         makers, value = self.makers(inputs), compute(*inputs)
         if hasattr(value, "dtype"):
             self._made[value] = Step(node, inputs, compute, makers)
         return value
 
     def makers(self, inputs: Sequence[Any]) -> list[Step | None]:
-        """The step of each input."""
+        """Return the step of each input."""
         return [self.of(value) for value in inputs]
 
     def of(self, value: Any) -> Step | None:
-        """The step that made a value."""
+        """Return the step that made a value."""
         return self._made.get(value)
 
     def settle(self, written: Sequence[Any] = ()) -> None:
-        """Compute what was put off and reads any of these tensors, which will be written; else all."""
+        """Compute each op that was put off and reads a tensor that will be written; each without any."""

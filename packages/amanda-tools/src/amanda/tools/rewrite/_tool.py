@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import amanda
-from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.rewrite._match import Edge, Match, OpCall, Site
-from amanda.tools.rewrite._named import named
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.rewrite._frameworks import frameworks
+from amanda.tools.rewrite._match import Match
+from amanda.tools.rewrite._named import chosen
 from amanda.tools.rewrite._pattern import PatternError, Rule
-from amanda.tools.rewrite._program import Node, Program
+from amanda.tools.rewrite._program import Edge, Node, Program, Site
+from amanda.tools.rewrite._pytorch import HOOKS
 from amanda.tools.rewrite._result import RewriteResult
-from amanda.tools.rewrite._sites import Sites
-from amanda.tools.rewrite._stand_ins import HOOKS
 from amanda.tools.rewrite._steps import Step, Steps
 
 logger = logging.getLogger("amanda")
@@ -39,9 +40,8 @@ class RewriteTool(amanda.Tool):
 
     def __init__(self, rules: Sequence[str | Rule] | str | Rule = ()) -> None:
         super().__init__()
-        self.rules = tuple(rule for one in _listed(rules) for rule in _chosen(one))
-        self._patterns = tuple(dict.fromkeys(op for rule in self.rules for op in rule.ops))
-        self.depends_on(StandardMapping(), MappingTool([["pytorch", self._pytorch], ["*", self._other]]))
+        self.rules = tuple(chosen(rules))
+        self.depends_on(StandardMapping(), frameworks())
         self.add_inst_for_op(self._enter)
         self.add_inst_for_op(self._leave, require_outputs=True)
         self.clear()
@@ -49,17 +49,16 @@ class RewriteTool(amanda.Tool):
     @property
     def result(self) -> RewriteResult:
         """The matches so far."""
-        return RewriteResult.of(list(self._sites), self._program.nodes)
+        return RewriteResult(self._program.matches())
 
     def clear(self) -> None:
         """Forget the matches; ops are analysed anew."""
         self.load_state_dict({})
-        self._program = Program()
-        self._sites = Sites(self.rules)
+        self._program = Program(self.rules)
         self._steps: dict[str, Steps] = {}
 
     def preparing(self) -> AbstractContextManager[Any]:
-        """Of a file all ops are seen before: which matches there are is known then."""
+        """Return a context that sees nothing: of a file all ops, and so all matches, are known before."""
         return nullcontext()
 
     def scope_left(self) -> None:
@@ -68,66 +67,55 @@ class RewriteTool(amanda.Tool):
             with suppress(Exception):  # whoever reads it is told
                 steps.settle()
 
-    def _pytorch(self, context: amanda.OpContext) -> None:
-        if context.namespace[0] not in self._steps:
-            from amanda.tools.rewrite._pytorch import TorchSteps
-
-            self._steps[context.namespace[0]] = TorchSteps(self._read)
-
-    def _other(self, context: amanda.OpContext) -> None:
-        self._steps.setdefault(context.namespace[0], Steps())
-
     def _enter(self, context: amanda.OpContext) -> None:
-        steps = self._steps[context.namespace[0]]
-        for value in context.get_inputs():
+        framework = context.namespace[0]
+        if framework not in self._steps:
+            self._steps[framework] = context["steps"](self._read)
+        steps = self._steps[framework]
+        for value in leaves(context.get_inputs()):
             step = steps.of(value)
             if step is not None:
-                self._program.stand_for(value, step.node.id)
-        node = self._program.enter(context, self._patterns)
-        self._sites.add(node, self._program)
+                self._program.made_by(step.node, value)
+        node = self._program.enter(context)
         self._decide(except_for=node)
-        site = self._sites.role(node.id)
-        if site is not None:
-            self._instrument(context, node, site, steps)
-        elif node.in_place and node.is_eager and context.get_inputs():
-            context.insert_before_op(self._settle, inputs=[0], steps=steps)
-
-    def _leave(self, context: amanda.OpContext) -> None:
-        self._program.leave(context)
-
-    def _decide(self, except_for: Node | None = None) -> None:
-        changed = self._sites.decide(self._program.nodes)
-        if except_for is not None:
-            changed.discard(except_for.id)
-        if changed:
-            self.analyse_again(changed)
-
-    def _instrument(self, context: amanda.OpContext, node: Node, site: Site, steps: Steps) -> None:
-        if not node.is_eager:
-            self._instrument_graph(context, node, site)
+        site = self._program.site_of(node.id)
+        if site is None:
+            if node.in_place and node.is_eager and context.get_inputs():
+                context.insert_before_op(self._settle, inputs=[0], steps=steps)
+        elif not node.is_eager:
+            if node.id == site.last:
+                self._instrument_graph(context, node, site)
         elif node.id == site.last:
             context.replace_op(self._replace, node=node, site=site, steps=steps)
         else:
             context.replace_op(self._put_off, node=node, steps=steps)
 
+    def _leave(self, context: amanda.OpContext) -> None:
+        self._program.leave(context)
+
+    def _decide(self, except_for: Node | None = None) -> None:
+        changed = self._program.decide()
+        if except_for is not None:
+            changed.discard(except_for.id)
+        if changed:
+            self.analyse_again(changed)
+
     def _instrument_graph(self, context: amanda.OpContext, last: Node, site: Site) -> None:
         """In a graph the ops before the last stay as they are; what nothing reads any more does not run."""
-        if last.id != site.last:
-            return
         nodes, edges = self._program.nodes, site.found.edges
         read = [
             (index, i)
             for index in site.members
-            for i in range(len(nodes[index].inputs))
+            for i in range(len(nodes[index].flow.inputs))
             if (index, i) not in edges
         ]
         symbols = {one: nodes[one[0]].values[one[1]]() for one in read}
-        if site.rule.when is not None and not site.rule.when(_match(site, nodes, symbols)):
+        if site.rule.when is not None and not site.rule.when(_in_graph(site, nodes, symbols)):
             site.fallbacks[DECLINED] += 1
             return
         own = [one for one in read if one[0] == last.id]
         others = [one for one in read if one[0] != last.id]
-        if others and context.namespace.matches("pytorch"):
+        if others and not context["reads_others"]:
             site.fallbacks[COMPILED] += 1
             return
         positions = [position for _, position in own]
@@ -150,7 +138,7 @@ class RewriteTool(amanda.Tool):
             self._break(site, read)
             return NotImplemented
         if not reason:
-            match = Match(site, _calls(site, found))
+            match = Match(site, found)
             if site.rule.when is None or site.rule.when(match):
                 result = _replaced(site, match)
                 site.replaced += 1
@@ -167,7 +155,7 @@ class RewriteTool(amanda.Tool):
         self, *inputs: Any, edges: Sequence[Edge], site: Site, reads: Sequence[Any] = ()
     ) -> Any:
         given = dict(zip(edges, (*inputs, *reads), strict=True))
-        result = _replaced(site, _match(site, self._program.nodes, given))
+        result = _replaced(site, _in_graph(site, self._program.nodes, given))
         site.replaced += 1
         return result
 
@@ -178,7 +166,7 @@ class RewriteTool(amanda.Tool):
 
     def _read(self, step: Step) -> None:
         """Break a match: an op outside of it reads the output of a delayed op."""
-        site = self._sites.role(step.node.id)
+        site = self._program.site_of(step.node.id)
         if site is not None and step.is_used:
             if step.reader in HOOKS:
                 logger.warning(
@@ -194,22 +182,6 @@ class RewriteTool(amanda.Tool):
         """The match is needed op by op: it is replaced no more."""
         site.broken = f"what {step.node.type} makes is read by {step.reader}"
         self._decide()
-
-
-def _listed(rules: Sequence[str | Rule] | str | Rule) -> Sequence[str | Rule]:
-    if isinstance(rules, (str, Rule)):
-        return [rules]
-    if not isinstance(rules, Iterable):
-        raise PatternError(f"rules is {rules!r}; give Rules or names of rules")
-    return list(rules)
-
-
-def _chosen(one: str | Rule) -> Sequence[Rule]:
-    if isinstance(one, str):
-        return named(one)
-    if not isinstance(one, Rule):
-        raise PatternError(f"{one!r} is no Rule, nor the name of one")
-    return (one,)
 
 
 def _replaced(site: Site, match: Match) -> Any:
@@ -237,28 +209,16 @@ def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:
     return ""
 
 
-def _match(site: Site, nodes: Mapping[int, Node], given: Mapping[Edge, Any]) -> Match:
-    """A match in a graph, by its inputs; those that its own ops make are left out."""
-    calls = {}
+def _in_graph(site: Site, nodes: Mapping[int, Node], given: Mapping[Edge, Any]) -> Match:
+    """Return a match in a graph, by its inputs; those that its own ops make are left out."""
+    steps = {}
     for index in site.members:
         node = nodes[index]
-        inputs = [given.get((index, i)) for i in range(len(node.inputs))]
-        calls[index] = OpCall(node, inputs, partial(_computed, node))
-    return Match(site, calls)
+        inputs = [given.get((index, i)) for i in range(len(node.flow.inputs))]
+        steps[index] = Step(node, inputs, partial(_computed, node))
+    return Match(site, steps)
 
 
 def _computed(node: Node, *inputs: Any) -> Any:
     assert node.compute is not None
     return node.compute(inputs)
-
-
-def _calls(site: Site, found: Mapping[int, Step]) -> dict[int, OpCall]:
-    edges = site.found.edges
-    return {
-        index: OpCall(
-            step.node,
-            [None if (index, i) in edges else value for i, value in enumerate(step.inputs)],
-            step.compute,
-        )
-        for index, step in found.items()
-    }
