@@ -78,13 +78,17 @@ class Options:
                  "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
+    def bits(self, weight: bool) -> int | None:
+        """Return the bits of weights, or of activations; None where they stay as they are."""
+        return self.weight_bits if weight else self.activation_bits
+
     def grid(self, weight: bool) -> Grid:
         """Return the integers of weights, or of activations."""
-        bits = self.weight_bits if weight else self.activation_bits
-        assert bits is not None
-        return Grid.of(bits, self.symmetric_weights if weight else self.symmetric_activations)
+        learned = self.method.startswith("lsq")  # whose activations have an offset, or a sign if need be
+        symmetric = self.symmetric_weights if weight else self.symmetric_activations and not learned
+        return Grid.of(self.bits(weight) or 8, symmetric)
 
     def make_observer(self, weight: bool, axes: Sequence[int]) -> Observer:
         """Return an observer that calibrates a tensor."""
-        name = self.weight_observer if weight else self.observer
+        name = self.weight_observer if weight else "mse" if self.method == "lsq+" else self.observer
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)

@@ -2,140 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from math import prod
 from typing import Any
 
 import amanda
-from amanda import interceptor
 from amanda.errors import AmandaError
-from amanda.tools.kit import Origin, source, tensors_of, weight_input
-from amanda.tools.kit._parts import Parts, form_of
-from amanda.tools.kit._weight_input import is_part_in_graph
-from amanda.tools.kit._weights import ELSEWHERE
-from amanda.tools.quantize._fake import FixedScale
+from amanda.tools.kit import ELSEWHERE, Origin, Parts, WeightInput, source, weight_input
+from amanda.tools.quantize._fake import Scale
 from amanda.tools.quantize._grid import QuantizeError
 from amanda.tools.quantize._options import Options
-from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer, Static
+from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
 
-Keep = Callable[..., Any]
-
-
-class PartQuantizers:
-    """Quantizers of weights that are parts of parameters, by the part; an op may read another each time."""
-
-    def __init__(self) -> None:
-        self.found: dict[Hashable, Quantizer | None] = {}
-        self.parts = Parts()
+Where = tuple[int, int | None]
+"""The position of an input, and the place in a list of tensors there."""
 
 
 class Place:
-    """The quantizers of what an op reads, by the input and by the place in a list of tensors there.
+    """The quantizers of what an op reads.
 
     positions: of those inputs.  made: the quantizers that were met here first.
+    part: returns the quantizer of the part of a parameter that is read as the weight, where that may be
+    another at each execution.
     calibrated, executions: how often it was calibrated, and quantised.
     left: why its weight is left as it is.
     recompute: the op as a function of its inputs; None where it cannot be repeated.
-    has_parts: True if each execution tells which part of a parameter its weight is.
     """
 
     def __init__(
-        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers
+        self, context: amanda.OpContext, options: Options, keep: Callable[..., Any], parts: Parts
     ) -> None:
         self.phase, self.type = context["phase"], context["type"]
         self.module, self.source = context.get_scope(), context.get_source()
         self.recompute = _recompute(context)
-        self._options, self._keep, self._of_parts = options, keep, parts
         self.calibrated = self.executions = 0
         self.output, self.left = Noise(), ""
         self.made: list[Quantizer] = []
-        self._index: int | None = None
-        self._axes: tuple[int, ...] = ()
-        self._varies = False
-        self._part: Callable[..., Quantizer | None] | None = None
-        self._find_weight(context)
-        self.has_parts = self._part is not None and not context.namespace.matches("*/*/graph")
-        self.quantizers = dict(self._quantizers(context))
+        self.part: Callable[[Any, Origin | None], Quantizer | None] | None = None
+        self._options, self._keep = options, keep
+        self.quantizers = dict(self._quantizers(context, parts))
         self.positions = sorted({position for position, _ in self.quantizers})
 
-    def _find_weight(self, context: amanda.OpContext) -> None:
-        """Find the weight, axes that have scales of their own, and what gives the quantizer of each part."""
-        read = weight_input(context)
-        if read is None or (read.is_lost and context.is_static()):
-            return
-        self._index, self._varies = read.index, read.varies
-        layout = "OI" if context["type"] == "embedding" else read.layout
-        rank = len(context["shape"](context.get_inputs()[read.index]) or ())
-        batch = rank - len(layout or "") if read.varies else 0
-        axes = _channel_axes(layout) if self._options.per_channel else ()
-        self._axes = (*range(batch), *(batch + axis for axis in axes))
-        if not read.varies and (read.is_followed or is_part_in_graph(context, read.index)):
-            self._part = partial(self._quantizer_of_part, context, read.index)
-
-    def _quantizer_of_part(
-        self, context: amanda.OpContext, index: int, value: Any, origin: Origin | None
-    ) -> Quantizer | None:
-        """Return the quantizer of the part of a parameter that is read; None where it stays as it is."""
-        if origin is None or origin.form is None:
-            return None
-        identity, form, known = interceptor.ordinal(origin.holder), origin.form, self._of_parts
-        reader, suffix = known.parts.place(context, identity, form, form_of(origin.holder))
-        key = reader, identity, form
-        if key not in known.found:
-            known.found[key] = self._make(context, index, None, value, reader, suffix)
-        return known.found[key]
-
-    def _quantizers(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
-        for position in context["operands"]:
-            value, is_weight = context.get_inputs()[position], position == self._index
-            if is_weight and str(context["dtype"](value)).endswith("]"):
-                self.left = f"it is packed, {context['dtype'](value)}"
-            if is_weight and self._varies and self._options.method.startswith("lsq"):
-                self.left = "its scale is learned, and an index selects what it reads of a parameter"
-                continue
-            listed = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
-            for item, one in listed:
-                if self._part is not None and is_weight and item is None:
-                    quantizer = self._part(one, source(context, position))
-                else:
-                    quantizer = self._make(context, position, item, one, context, "")
+    def _quantizers(self, context: amanda.OpContext, parts: Parts) -> Iterator[tuple[Where, Quantizer]]:
+        weight = weight_input(context)
+        if weight is not None and weight.is_lost and context.is_static():
+            weight = None
+        for where, value in _tensors(context):
+            read = weight if weight is not None and where == (weight.index, None) else None
+            if self._is_wanted(context, value, read):
+                quantizer = self._quantizer(context, where, value, read, parts)
                 if quantizer is not None:
-                    yield (position, item), quantizer
+                    yield where, quantizer
 
-    def _make(
-        self, context: amanda.OpContext, position: int, item: int | None, value: Any,
-        reader: amanda.OpContext, suffix: str,
-    ) -> Quantizer | None:  # fmt: skip
-        """Return the quantizer of one tensor, which keeps state at `reader`; None where it stays as it is."""
-        options, kind = self._options, context["dtype"](value)
-        weight = item is None and position == self._index
-        bits = options.weight_bits if weight else options.activation_bits
-        if kind is None or not kind.startswith(("float", "bfloat")) or bits is None:
-            return None
-        if getattr(value, "is_meta", False):
-            return None
-        axes, xp = self._axes if weight else (), tensors_of(value)
-        channels = prod(context["shape"](value)[axis] for axis in axes)
-        name = f"weight{suffix}" if weight else f"input {position}{'' if item is None else f'.{item}'}"
-        own = Static if weight and options.method == "dynamic" else QUANTIZERS[options.method]
-        quantizer = (Fresh if weight and self._varies else own)(name, weight, axes, channels, options, xp)
+    def _is_wanted(self, context: amanda.OpContext, value: Any, read: WeightInput | None) -> bool:
+        kind = str(context["dtype"](value))
+        if read is not None and kind.endswith("]"):
+            self.left = f"it is packed, {kind}"
+        if read is not None and read.varies and self._options.method.startswith("lsq"):
+            self.left = "its scale is learned, and an index selects what it reads of a parameter"
+            return False
+        is_number = kind.startswith(("float", "bfloat")) and not getattr(value, "is_meta", False)
+        return is_number and self._options.bits(read is not None) is not None
 
-        def kept(part: str, start: Any, trained: bool) -> Any:
-            def make(loaded: Any = start) -> Any:
-                return xp.state(loaded, value, trained)
+    def _quantizer(
+        self, context: amanda.OpContext, where: Where, value: Any, read: WeightInput | None, parts: Parts
+    ) -> Quantizer | None:
+        """Return the quantizer of one tensor; None for a weight that is no part of a parameter at first."""
+        if read is None:
+            position, item = where
+            name = f"input {position}" if item is None else f"input {position}.{item}"
+            return self._made(None, name, (), value, context)
+        make = partial(self._made, read, "weight", self._axes(context, read, value))
+        if not read.is_part:
+            return make(value, context)
 
-            return self._keep(reader, part.replace(" ", ""), make, load=make, renew=xp.update)
+        def part(value: Any, origin: Origin | None) -> Quantizer | None:
+            found: Quantizer | None = parts.kept(context, origin, partial(make, value))
+            return found
 
-        quantizer.keep(kept)
-        self.made.append(quantizer)
-        return quantizer
+        self.part = part if read.is_followed else None
+        return part(value, source(context, read.index))
+
+    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
+        """Return the axes of a weight that have scales of their own: of a batch of weights, and outputs.
+
+        Those are O; I and M of a depthwise convolution.
+        """
+        layout = ("OI" if context["type"] == "embedding" else read.layout) or ""
+        batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
+        letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
+        return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
+
+    def _made(
+        self, read: WeightInput | None, name: str, axes: Sequence[int], value: Any,
+        reader: amanda.OpContext, suffix: str = "",
+    ) -> Quantizer:  # fmt: skip
+        """Return a quantizer that keeps its state at `reader`."""
+        kind, state = QUANTIZERS[self._options.method, read is not None]
+        if read is not None and read.varies:
+            kind, state = Fresh, {}
+        keep = partial(self._keep, reader)
+        self.made.append(kind(name + suffix, read is not None, axes, self._options, state, value, keep))
+        return self.made[-1]
 
     @property
     def is_settled(self) -> bool:
         """True if everything that is to have a scale has one."""
-        return all(one.settled for one in self.quantizers.values() if one.parts)
+        return all(one.settled for one in self.quantizers.values() if one.state)
 
     def settle(self) -> None:
         """Take the scales that follow from what was observed."""
@@ -143,15 +118,13 @@ class Place:
             quantizer.settle()
 
     def observe(self, values: Sequence[Any], origin: Origin | None) -> None:
-        """Observe what the op reads at its positions; origin: of its weight, if it has parts."""
+        """Observe what the op reads at its positions; origin: of its weight, if that is a part."""
         for quantizer, _, _, value in self._given(values, origin):
             quantizer.observe(value)
         self.calibrated += 1
 
-    def quantized(
-        self, values: Sequence[Any], frozen: bool, measure: bool, origin: Origin | None
-    ) -> list[Any]:
-        """Return what takes the place of the values at its positions; origin: of its weight, in parts."""
+    def quantized(self, values: Sequence[Any], frozen: bool, measure: bool, origin: Origin | None) -> Any:
+        """Return what takes the place of the values at its positions, of a single one as itself."""
         results = list(values)
         for quantizer, index, item, value in self._given(values, origin):
             made = quantizer(value, frozen)
@@ -162,7 +135,7 @@ class Place:
             else:
                 results[index] = [*results[index][:item], made, *results[index][item + 1 :]]
         self.executions += 1
-        return results
+        return results if len(results) > 1 else results[0]
 
     def _given(
         self, values: Sequence[Any], origin: Origin | None
@@ -171,22 +144,18 @@ class Place:
         for (position, item), quantizer in self.quantizers.items():
             index = self.positions.index(position)
             value = values[index] if item is None else values[index][item]
-            if self.has_parts and quantizer.is_weight:
-                assert self._part is not None
-                part = self._part(value, origin)
-                if part is None:
-                    self.left = ELSEWHERE
-                    continue
-                quantizer = part
-            if quantizer.xp.is_dense(value):
-                yield quantizer, index, item, value
+            found = self.part(value, origin) if self.part and quantizer.is_weight else quantizer
+            if found is None:
+                self.left = ELSEWHERE
+            elif found.xp.is_dense(value):
+                yield found, index, item, value
 
-    def fixed(self, position: int, value: Callable[[], Any]) -> list[FixedScale]:
+    def fixed(self, position: int, value: Callable[[], Any]) -> dict[int | None, Scale]:
         """Return scales of what the op reads at a position; a weight without one has that of its `value`.
 
         Raises QuantizeError where an activation has none.
         """
-        found = []
+        found = {}
         for item, quantizer in [(item, one) for (at, item), one in self.quantizers.items() if at == position]:
             if quantizer.is_weight and not quantizer.settled:
                 quantizer.observe(quantizer.xp.detach(value()))
@@ -197,24 +166,25 @@ class Place:
                     f"{quantizer.name} has no scale, and nothing runs that it could come of: calibrate the "
                     "model that the file is of, and load what was saved (--state FILE)"
                 )
-            found.append(FixedScale(item, *qparams, quantizer.grid, quantizer.axes))
+            found[item] = Scale(*qparams, quantizer.grid, quantizer.axes)
         return found
 
     def compare(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Measure outputs against those of inputs that were not quantised."""
-        wanted = self.recompute(inputs)
-        listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-        for one, other in zip(listed, outputs, strict=True):
-            self.output.add(one, other)
+        with suppress(AmandaError):  # of an op that cannot be called by itself
+            wanted = self.recompute(inputs)
+            listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+            for one, other in zip(listed, outputs, strict=True):
+                self.output.add(one, other)
 
     def rows(self) -> Iterator[Quantized]:
         """Yield what is known of each tensor."""
         for one in self.made:
-            scale, zero_point = one.qparams() or (None, None)
+            scale, zero_point = map(_numbers, one.qparams() or (None, None))
             yield Quantized(
                 self.phase, self.type, self.module, self.source, one.name, one.grid.bits, one.grid.symmetric,
-                one.grid.low, one.grid.high, one.axes, _numbers(scale), _numbers(zero_point), self.executions,
-                one.noise.sqnr, self.output.sqnr,
+                one.grid.low, one.grid.high, one.axes, scale, zero_point, self.executions, one.noise.sqnr,
+                self.output.sqnr,
             )  # fmt: skip
 
 
@@ -222,19 +192,20 @@ def _numbers(array: Any) -> tuple[float, ...] | None:
     return None if array is None else tuple(map(float, array.reshape(-1)))
 
 
+def _tensors(context: amanda.OpContext) -> Iterator[tuple[Where, Any]]:
+    """Yield where what may be quantised is, and its value."""
+    for position in context["operands"]:
+        value = context.get_inputs()[position]
+        listed = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
+        yield from (((position, item), one) for item, one in listed)
+
+
 def _recompute(context: amanda.OpContext) -> Any:
     """Return the op as a function of its inputs; None for one that draws numbers or writes its input."""
-    if "recompute" in context:
-        return context["recompute"]
-    if context["in_place"] or context.get_attrs().get("dropout_p"):
+    attributes = context.get_attrs()
+    if context["in_place"] or attributes.get("dropout_p") or "seed" in attributes:
         return None
     try:
         return context.get_computation()
     except AmandaError:
         return None
-
-
-def _channel_axes(layout: str | None) -> tuple[int, ...]:
-    """Return the axes of a weight's output channels: O; I and M of a depthwise convolution."""
-    letters = "O" if layout and "O" in layout else "IM"
-    return tuple(i for i, letter in enumerate(layout or "") if letter in letters)

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.kit import Origin, WeightReads, origin
-from amanda.tools.kit._parts import makes_a_weight
-from amanda.tools.kit._weights import SEVERAL
-from amanda.tools.mapping import SEVERAL_WEIGHTS, MappingTool, StandardMapping
-from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.kit import SEVERAL, Origin, Parts, WeightReads, makes_a_weight, origin
+from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._fake import fake_quantize_for_good
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
+from amanda.tools.quantize._operands import operands
 from amanda.tools.quantize._options import TYPES, Method, Options
-from amanda.tools.quantize._place import PartQuantizers, Place
+from amanda.tools.quantize._place import Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 from amanda.tools.select import Patterns, as_remarks, unmatched
@@ -77,10 +75,8 @@ class QuantizeTool(amanda.Tool):
         self._sqnr, self._calibrating, self._frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
         self._several: dict[str, str] = {}
-        self._parts = PartQuantizers()
-        frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
-        rules = [[name, framework.describe] for name, framework in frameworks]
-        self.depends_on(StandardMapping(), MappingTool(rules), WeightReads())
+        self._parts = Parts()
+        self.depends_on(StandardMapping(), operands(), WeightReads())
         self.add_inst_for_op(self._analyse)
 
     @contextmanager
@@ -127,7 +123,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
-        self._places, self._parts, self._several = {}, PartQuantizers(), {}
+        self._places, self._parts, self._several = {}, Parts(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
@@ -138,11 +134,12 @@ class QuantizeTool(amanda.Tool):
         names = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
-            for part, value in quantizer.arrays().items():
-                arrays[names[id(quantizer.state[part])]] = value
-            if quantizer.state and quantizer.settled:
-                name = names[id(quantizer.state["scale"])].removesuffix(".scale")
-                grids[name] = {"low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes}
+            for part, value in quantizer.state.items() if quantizer.settled else ():
+                name = names[id(value)]
+                arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
+                grids[name.removesuffix(f".{part}")] = {
+                    "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes
+                }  # fmt: skip
         return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
 
     def load(self, path: str | Path) -> None:
@@ -194,9 +191,9 @@ class QuantizeTool(amanda.Tool):
         measures = self._sqnr and place.recompute is not None
         if measures:
             context.insert_before_op(self._hold)
-        isolated = self._quantize_part if place.has_parts else self._quantize
-        within = self._quantize_part_within_autograd if place.has_parts else self._quantize_within_autograd
-        routine: Any = within if self.options.trains else isolated
+        routine: Any = self._quantize_part if place.part else self._quantize
+        if self.options.trains:
+            routine = amanda.differentiable(routine)
         context.insert_before_op(routine, inputs=place.positions, place=place)
         if measures:
             context.insert_after_op(self._compare, place=place)
@@ -208,30 +205,20 @@ class QuantizeTool(amanda.Tool):
                 f'method {self.options.method!r} is for models that run; write a file with "static" or "qat"'
             )
         for position in place.positions:
-            parts = place.fixed(position, partial(context.get_value, position))
-            kwargs = {"parts": parts, "rounding": self.options.rounding}
+            scales = place.fixed(position, partial(context.get_value, position))
+            kwargs = {"scales": scales, "rounding": self.options.rounding}
             context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
 
     def _quantize(self, *values: Any, place: Place, read_of: Origin | None = None) -> Any:
-        if self._calibrating:
-            return place.observe(values, read_of)
-        if place.calibrated < self.options.calibration and not place.is_settled:
-            place.observe(values, read_of)
-            if place.calibrated == self.options.calibration:
-                place.settle()
-            return None
-        results = place.quantized(values, self._frozen, self._sqnr, read_of)
-        return results if len(results) > 1 else results[0]
+        counted = place.calibrated < self.options.calibration and not place.is_settled
+        if not (self._calibrating or counted):
+            return place.quantized(values, self._frozen, self._sqnr, read_of)
+        place.observe(values, read_of)
+        if counted and not self._calibrating and place.calibrated == self.options.calibration:
+            place.settle()
+        return None
 
     def _quantize_part(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantize(*values, place=place, read_of=origin(run))
-
-    @amanda.differentiable
-    def _quantize_within_autograd(self, *values: Any, place: Place) -> Any:
-        return self._quantize(*values, place=place)
-
-    @amanda.differentiable
-    def _quantize_part_within_autograd(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
         return self._quantize(*values, place=place, read_of=origin(run))
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
