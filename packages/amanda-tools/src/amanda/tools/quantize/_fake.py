@@ -9,8 +9,7 @@ import amanda
 from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 from amanda.tools.quantize import _pytorch, _tensorflow
-from amanda.tools.quantize._arithmetic import spread
-from amanda.tools.quantize._grid import Grid, Rounding
+from amanda.tools.quantize._grid import Grid, Rounding, spread
 
 _KERNELS = {"torch": _pytorch.kernel, "tensorflow": _tensorflow.kernel}
 

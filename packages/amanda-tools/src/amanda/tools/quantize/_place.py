@@ -51,17 +51,13 @@ class Place:
                 kind = str(context["dtype"](one))
                 if weight is not None and kind.endswith("]"):
                     self.left = f"it is packed, {kind}"
-                if not kind.startswith(("float", "bfloat")) or getattr(one, "is_meta", False):
+                is_number = kind.startswith(("float", "bfloat")) and not getattr(one, "is_meta", False)
+                if not is_number or self._options.bits(weight is not None) is None:
                     continue
-                if self._options.bits(weight is not None) is None:
-                    continue
-                name = f"input {position}" if item is None else f"input {position}.{item}"
-                found = (
-                    self._made(None, name, (), one, context)
-                    if weight is None
-                    else self._of_weight(context, weight, one)
-                )
-                if found is not None:
+                if weight is None:
+                    name = f"input {position}" if item is None else f"input {position}.{item}"
+                    yield (position, item), self._made(name, None, (), one, context)
+                elif (found := self._of_weight(context, weight, one)) is not None:
                     yield (position, item), found
 
     def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
@@ -69,7 +65,7 @@ class Place:
         if read.varies and self._options.method.startswith("lsq"):
             self.left = "its scale is learned, and an index selects what it reads of a parameter"
             return None
-        make = partial(self._made, read, "weight", self._axes(context, read, value))
+        make = partial(self._made, "weight", read, self._axes(context, read, value))
         if not read.is_part:
             return make(value, context)
 
@@ -91,13 +87,12 @@ class Place:
         return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
 
     def _made(
-        self, read: WeightInput | None, name: str, axes: Sequence[int], value: Any,
+        self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
         reader: amanda.OpContext, suffix: str = "",
     ) -> Quantizer:  # fmt: skip
         """Return a quantizer that keeps its state at `reader`."""
-        kind, state = QUANTIZERS[self._options.method, read is not None]
-        if read is not None and read.varies:
-            kind, state = Fresh, {}
+        known = QUANTIZERS[self._options.method, read is not None]
+        kind, state = (Fresh, {}) if read is not None and read.varies else known
         keep = partial(self._tool.keep, reader)
         self.made.append(kind(name + suffix, read is not None, axes, self._options, state, value, keep))
         return self.made[-1]
@@ -133,13 +128,13 @@ class Place:
             if quantizer.is_weight and not quantizer.settled:
                 quantizer.observe(quantizer.xp.detach(context.get_value(position)))
                 quantizer.settle()
-            qparams = quantizer.qparams()
-            if qparams is None:
+            scale = quantizer.scale()
+            if scale is None:
                 raise QuantizeError(
                     f"{quantizer.name} has no scale, and nothing runs that it could come of: calibrate the "
                     "model that the file is of, and load what was saved (--state FILE)"
                 )
-            scales.setdefault(position, {})[item] = Scale(*qparams, quantizer.grid, quantizer.axes)
+            scales.setdefault(position, {})[item] = scale
         for position, found in scales.items():
             kwargs = {"scales": found, "rounding": self._options.rounding}
             context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
@@ -147,45 +142,34 @@ class Place:
     def _read(self, *values: Any, part_of: Origin | None = None) -> Any:
         """Return what takes the place of the values at the positions; None while they calibrate."""
         tool, results = self._tool, list(values)
-        calibrates = self._calibrated < self._options.calibration and not self._is_settled
-        if tool.is_calibrating or calibrates:
-            for quantizer, _, _, value in self._given(values, part_of):
-                quantizer.observe(value)
-            self._calibrated += 1
-            if not tool.is_calibrating and self._calibrated == self._options.calibration:
-                self.settle()
-            return None
-        for quantizer, index, item, value in self._given(values, part_of):
-            made = quantizer(value, tool.is_frozen)
-            if tool.measures:
-                quantizer.noise.add(value, made)
-            if item is None:
-                results[index] = made
-            else:
-                results[index] = [*results[index][:item], made, *results[index][item + 1 :]]
-        self._executions += 1
-        return results if len(results) > 1 else results[0]
-
-    def _read_part(self, *values: Any, run: dict[str, Any]) -> Any:
-        return self._read(*values, part_of=origin(run))
-
-    @property
-    def _is_settled(self) -> bool:
-        """True if everything that is to have a scale has one."""
-        return all(one.settled for one in self._quantizers.values() if one.state)
-
-    def _given(
-        self, values: Sequence[Any], part_of: Origin | None
-    ) -> Iterator[tuple[Quantizer, int, int | None, Any]]:
-        """Yield each quantizer with its tensor, where there is anything to quantise in that."""
-        for (position, item), quantizer in self._quantizers.items():
+        quantizers, wanted = self._quantizers.items(), self._options.calibration
+        is_due = self._calibrated < wanted and not all(one.settled for _, one in quantizers if one.state)
+        calibrates = tool.is_calibrating or is_due
+        for (position, item), quantizer in quantizers:
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
             found = self._part(value, part_of) if self._part and quantizer.is_weight else quantizer
             if found is None:
                 self.left = ELSEWHERE
+            elif found.xp.is_dense(value) and calibrates:
+                found.observe(value)
             elif found.xp.is_dense(value):
-                yield found, index, item, value
+                made = found(value, tool.is_frozen)
+                if tool.measures:
+                    found.noise.add(value, made)
+                if item is not None:
+                    made = [*results[index][:item], made, *results[index][item + 1 :]]
+                results[index] = made
+        if not calibrates:
+            self._executions += 1
+            return results if len(results) > 1 else results[0]
+        self._calibrated += 1
+        if not tool.is_calibrating and self._calibrated == wanted:
+            self.settle()
+        return None
+
+    def _read_part(self, *values: Any, run: dict[str, Any]) -> Any:
+        return self._read(*values, part_of=origin(run))
 
     def _hold(self, *values: Any, run: dict[str, Any]) -> None:
         run[_HELD] = values
@@ -203,15 +187,12 @@ class Place:
     def rows(self) -> Iterator[Quantized]:
         """Yield what is known of each tensor."""
         for one in self.made:
-            scale, zero_point = map(_numbers, one.qparams() or (None, None))
+            grid, known = one.grid, (one.scale() or (None, None))[:2]
+            scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
             yield Quantized(
-                *self._where, one.name, one.grid.bits, one.grid.symmetric, one.grid.low, one.grid.high,
-                one.axes, scale, zero_point, self._executions, one.noise.sqnr, self._output.sqnr,
+                *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
+                zero_point, self._executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
-
-
-def _numbers(array: Any) -> tuple[float, ...] | None:
-    return None if array is None else tuple(map(float, array.reshape(-1)))
 
 
 def _recompute(context: amanda.OpContext) -> Any:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._arithmetic import as_array, group_size
-from amanda.tools.quantize._fake import fake_quantize, straight_through
-from amanda.tools.quantize._grid import Grid, QuantizeError, choose_qparams
+from amanda.tools.quantize._fake import Scale, fake_quantize, straight_through
+from amanda.tools.quantize._grid import Grid, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._lsq import gradient_scale, lsq_gradients, lsq_plus_scale, lsq_quantize, lsq_scale
 from amanda.tools.quantize._observers import Observer, extremes
 from amanda.tools.quantize._options import Options
@@ -84,17 +83,16 @@ class Quantizer:
             self.settle()
         return self._fake(x, self._read("scale"), self._read("zero_point"))
 
-    def qparams(self) -> tuple[Any, Any] | None:
-        """Return scale and zero point as arrays, an offset as a zero point that is no integer.
-
-        Returns None as long as there are none.
-        """
+    def scale(self) -> Scale | None:
+        """Return the scale in arrays, None as long as there is none; an offset as a fractional zero point."""
         if not self.settled or not self.state:
             return None
         scale = self.array("scale")
         if "offset" in self.state:
-            return scale, -self.array("offset") / scale
-        return scale, self.array("zero_point") if "zero_point" in self.state else scale * 0
+            zero_point = -self.array("offset") / scale
+        else:
+            zero_point = self.array("zero_point") if "zero_point" in self.state else scale * 0
+        return Scale(scale, zero_point, self.grid, self.axes)
 
     def array(self, part: str) -> Any:
         """Return state as an array."""

@@ -42,10 +42,11 @@ def _write_on_grid(
     Returns flat positions, those of NaN too.  x, into: contiguous.
     """
     first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
-    rows, made = (one.reshape(-1, *x.shape[first:]) if first else one for one in (x, into))
+    from_first = bool(axes) and not first
+    rows, made = (one if from_first else one.reshape(-1, *x.shape[first:]) for one in (x, into))
     inner = x.shape[first:last] + (1,) * (x.ndim - last)
-    s, z = (np.asarray(one, np.float32).reshape(inner if axes and not first else (1, *inner))
-            for one in (scale, zero_point))  # fmt: skip
+    shape = inner if from_first else (1, *inner)
+    s, z = (np.asarray(one, np.float32).reshape(shape) for one in (scale, zero_point))
     inverse, length = np.float32(1) / s, prod(rows.shape[1:])
     each = max(1, _PIECE // length)
     clipped = []

@@ -13,8 +13,7 @@ from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
-from amanda.tools.quantize._operands import operands
-from amanda.tools.quantize._options import TYPES, Method, Options
+from amanda.tools.quantize._options import TYPES, Method, Options, operands
 from amanda.tools.quantize._place import Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
