@@ -34,7 +34,7 @@ class Place:
         self.made: list[Quantizer] = []
         self._calibrated = self._executions = 0
         self._output = Noise()
-        self._recompute = _recompute(context) if tool.measures else None
+        self._recompute: Any = _recompute(context) if tool.measures else None
         self._part: Callable[[Any, Origin | None], Quantizer | None] | None = None
         self._quantizers = dict(self._found(context))
         self._positions = sorted({position for position, _ in self._quantizers})
