@@ -11,6 +11,7 @@ from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
+from amanda.tools.kit._parts import Parts, makes_a_weight
 from amanda.tools.kit._tensor_tool import OpPlace, OpTensor, TensorTool, op_tensors
 from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
@@ -25,15 +26,15 @@ from amanda.tools.kit._weight_input import (
 from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
-from amanda.tools.kit._weights import Weights
+from amanda.tools.kit._weights import ELSEWHERE, SEVERAL, Weights
 from amanda.tools.kit._windows import Window, windows_of
 
 __all__ = [
-    "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held", "HeldError", "Holders", "OpPlace",
-    "OpTensor", "Origin", "OtherForm", "PerCaller", "Present", "SelectedRows", "TensorMap", "TensorTool",
-    "Tensors", "TensorsError", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
-    "WeightSelection", "WeightTool", "Weights", "Window",
-    "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves", "numpy_type", "op_tensors", "origin",
-    "packed_inputs", "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input",
-    "windows_of",
+    "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held",
+    "HeldError", "Holders", "OpPlace", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
+    "Present", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
+    "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
+    "Weights", "Window", "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves",
+    "makes_a_weight", "numpy_type", "op_tensors", "origin", "packed_inputs", "parameter_inputs",
+    "parameters", "source", "tensors_of", "to_bytes", "weight_input", "windows_of",
 ]  # fmt: skip

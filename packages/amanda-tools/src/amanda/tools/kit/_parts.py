@@ -5,14 +5,17 @@ So the experts of a mixture, which are parts of one parameter and go by the data
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda import interceptor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from amanda.tools.kit._origins import Origin
 
 Form = tuple[Sequence[int], Sequence[int], int]
 """Extents, strides and offset."""
@@ -65,6 +68,23 @@ class Parts:
     def __init__(self) -> None:
         self._readers: dict[Hashable, amanda.OpContext] = {}
         self._holders: dict[amanda.OpContext, list[Hashable]] = {}
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(
+        self, context: amanda.OpContext, origin: Origin | None, make: Callable[[amanda.OpContext, str], Any]
+    ) -> Any:
+        """Return what `make(reader, suffix)` made of a part of a parameter, once for all ops that read it.
+
+        reader, suffix: see `place`.  Returns None for what is no part: what was computed, or selected.
+        """
+        if origin is None or origin.form is None:
+            return None
+        identity, form = interceptor.ordinal(origin.holder), origin.form
+        reader, suffix = self.place(context, identity, form, form_of(origin.holder))
+        key = reader, identity, form
+        if key not in self._kept:
+            self._kept[key] = make(reader, suffix)
+        return self._kept[key]
 
     def place(
         self,
@@ -87,8 +107,3 @@ class Parts:
         number = 0 if is_named else holders.index(identity)
         offset = f"@{part[2]}" if is_part and part is not None else ""
         return reader, offset + (f"#{number}" if number else "")
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._readers.clear()
-        self._holders.clear()

@@ -206,6 +206,10 @@ class Tensors:
         """Return True for a tensor that has elements and stores each of them."""
         return bool(np.asarray(x).size)
 
+    def is_in_host_memory(self, x: Any) -> bool:
+        """Return True for a tensor that NumPy reads without a copy."""
+        return isinstance(x, np.ndarray)
+
     def with_gradient(
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,

@@ -141,7 +141,7 @@ class TensorFlowTensors(Tensors):
 
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
         """Return the least and the largest elements over axes; arrays of a tensor in host memory."""
-        if is_in_host_memory(x):
+        if self.is_in_host_memory(x):
             return super().extent(np.asarray(x), axes)
         x = self.detach(x)
         return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
@@ -153,6 +153,10 @@ class TensorFlowTensors(Tensors):
     def is_dense(self, x: Any) -> bool:
         """Return True for a tensor that has elements."""
         return all(x.shape)
+
+    def is_in_host_memory(self, x: Any) -> bool:
+        """Return True for an eager tensor on the host, which NumPy reads without a copy."""
+        return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and _tf().executing_eagerly()
 
     def with_gradient(
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
@@ -207,11 +211,6 @@ class TensorFlowTensors(Tensors):
         if type(state) is _variable() and not state.trainable:  # a hot path; tapes hear of those that are
             return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
         return _tf().convert_to_tensor(state)
-
-
-def is_in_host_memory(x: Any) -> bool:
-    """Return True for an eager tensor on the host, which NumPy reads without a copy."""
-    return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and _tf().executing_eagerly()
 
 
 def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -30,6 +30,7 @@ class WeightInput:
     is_followed: True where each execution may read another part of a parameter, or a copy of one: in a
     routine `origin(run)` tells.  is_lost: True for a copy or selection that nothing tells of at execution.
     varies: True where the data may select other elements of the parameter at each execution.
+    is_part: True for a part of a parameter that `source` tells; if `is_followed`, the first of those to come.
     """
 
     index: int
@@ -38,6 +39,7 @@ class WeightInput:
     is_followed: bool
     is_lost: bool
     varies: bool
+    is_part: bool
 
 
 def weight_input(context: amanda.OpContext) -> WeightInput | None:
@@ -126,16 +128,18 @@ class WeightReads(amanda.Tool):
             layout = ("OI", "IO")[FACTORS[context["type"]].index(index)]
         holder = context.get_variable(index)
         is_moved = holder is None and self._is_moved(context, index)
+        is_followed = self._is_followed(context, index)
+        varies = is_moved and not context.is_static() and self._varies(context, index)
         return WeightInput(
-            index, layout, holder, self._is_followed(context, index),
-            is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"),
-            varies=is_moved and not context.is_static() and self._varies(context, index),
+            index, layout, holder, is_followed,
+            is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
+            is_part=not varies and (is_followed or _is_part_in_graph(context, index)),
         )  # fmt: skip
 
     def source(self, context: amanda.OpContext, index: int) -> Origin | None:
         """Return what an input is of a parameter; None for what was computed."""
         value = context.get_inputs()[index]
-        if not is_part_in_graph(context, index):
+        if not _is_part_in_graph(context, index):
             return self.origins.source(value)
         return Origin(context.get_variable(index), _unknown, form_of(value))
 
@@ -170,7 +174,7 @@ class WeightReads(amanda.Tool):
         return context.namespace.matches("tensorflow") and self._slices.reads(context, index, chosen=True)
 
 
-def is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
+def _is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
     """Return True where an op of a graph of PyTorch reads the same part of a parameter each time."""
     if not context.namespace.matches("pytorch/*/graph") or context.is_static():
         return False

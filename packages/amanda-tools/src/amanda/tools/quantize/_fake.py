@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import amanda
 from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 from amanda.tools.quantize import _pytorch, _tensorflow
-from amanda.tools.quantize._arithmetic import spread
-from amanda.tools.quantize._grid import Grid, Rounding
+from amanda.tools.quantize._grid import Grid, Rounding, spread
 
-_KERNELS = {"torch": _pytorch, "tensorflow": _tensorflow}
+_KERNELS = {"torch": _pytorch.kernel, "tensorflow": _tensorflow.kernel}
 
 
-class FixedScale(NamedTuple):
-    """Scale and zero point, arrays of NumPy, of a tensor; item: its place in a list of tensors, or None."""
+class Scale(NamedTuple):
+    """Scale and zero point of a tensor, scalars or (channels,); the integers; axes of the channels."""
 
-    item: int | None
     scale: Any
     zero_point: Any
     grid: Grid
-    axes: Sequence[int]
+    axes: Sequence[int] = ()
 
 
 def fake_quantize(
@@ -39,9 +37,9 @@ def fake_quantize(
     C's round does.  kernel: whether one of the framework's may compute it, to the same bits.
     """
     xp = tensors_of(x)
-    fused = kernel_for(x, axes, rounding) if kernel else None
-    if fused is not None:
-        return fused(x, scale, zero_point, grid.low, grid.high, axes)
+    made = _by_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
+    if made is not None:
+        return made
     wide, s, z = _spread(x, scale, zero_point, axes)
     if rounding == "half_up":
         least, most = (grid.low - z) * s, (grid.high - z) * s
@@ -54,40 +52,35 @@ def fake_quantize(
     return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
 
 
-def kernel_for(x: Any, axes: Sequence[int], rounding: Rounding) -> Callable[..., Any] | None:
-    """Return a fast `kernel(x, scale, zero_point, low, high, axes)` that autodiff knows; None for none."""
-    module = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
-    return module.kernel if module is not None and module.has_kernel(x, axes) else None
-
-
-def straight_through(
-    x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: Rounding
-) -> Any:
-    """Return `fake_quantize`, of which the gradient is `fake_quantize_gradient`."""
-    fused = kernel_for(x, axes, rounding)
-    if fused is not None:
-        return fused(x, scale, zero_point, grid.low, grid.high, axes)
+def straight_through(x: Any, *given: Any) -> Any:
+    """Return `fake_quantize(x, *given)`, of which the gradient is `fake_quantize_gradient`."""
+    made = _by_kernel(x, *given)
+    if made is not None:
+        return made
 
     def backward(gradient: Any, x: Any) -> tuple[Any]:
-        return (fake_quantize_gradient(gradient, x, scale, zero_point, grid, axes, rounding),)
+        return (fake_quantize_gradient(gradient, x, *given),)
 
-    def forward(x: Any) -> Any:
-        return fake_quantize(x, scale, zero_point, grid, axes, rounding)
+    return tensors_of(x).with_gradient(lambda x: fake_quantize(x, *given), backward, [x])
 
-    return tensors_of(x).with_gradient(forward, backward, [x])
+
+def _by_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: str) -> Any:
+    """Return what a fast kernel makes, whose gradient autodiff knows; None where the framework has none."""
+    kernel = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
+    return None if kernel is None else kernel(x, scale, zero_point, grid, axes)
 
 
 @amanda.traceable
-def fake_quantize_for_good(x: Any, parts: Sequence[FixedScale], rounding: Rounding = "half_even") -> Any:
-    """Return a tensor, or a list of which some are, on grids that do not change: tensor code alone."""
-    made = list(x) if isinstance(x, (list, tuple)) else x
-    for item, scale, zero_point, grid, axes in parts:  # without kernels, which need data that graphs lack
-        one = x if item is None else x[item]
-        fixed = fake_quantize(one, scale, zero_point, grid, axes, rounding, kernel=False)
-        if item is None:
-            return fixed
-        made[item] = fixed
-    return made
+def fake_quantize_for_good(x: Any, scales: Mapping[int | None, Scale], rounding: Rounding) -> Any:
+    """Return a tensor, or a list of which some are, on grids that do not change: tensor code alone.
+
+    scales: by the place in the list; under None that of `x` itself.
+    """
+
+    def fixed(place: int | None, one: Any) -> Any:  # without kernels, which need data that graphs lack
+        return fake_quantize(one, *scales[place], rounding, kernel=False) if place in scales else one
+
+    return fixed(None, x) if None in scales else [fixed(place, one) for place, one in enumerate(x)]
 
 
 def fake_quantize_gradient(

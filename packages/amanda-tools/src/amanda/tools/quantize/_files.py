@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.results import TooLargeError, check_file, in_words, read_text
+from amanda.tools.results import TooLargeError, check_file, check_schema, in_words, read_text
 
-_SCHEMA, _VERSION = "amanda.quantize.scales", 1
+_NAME, _VERSION = "quantize.scales", 1
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -24,7 +24,7 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
     Raises QuantizeError for another suffix; then nothing is written.
     """
     path = Path(path)
-    told = {"schema": _SCHEMA, "version": _VERSION, **about}
+    told = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
     if path.suffix == ".json":
         kept = {name: {"dtype": str(one.dtype), "values": one.tolist()} for name, one in arrays.items()}
         path.write_text(json.dumps({**told, "arrays": kept}, indent=1) + "\n", encoding="utf-8")
@@ -50,22 +50,18 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
             from safetensors import safe_open
 
             with safe_open(path, framework="numpy") as file:
-                told = json.loads((file.metadata() or {})["amanda"])
+                about = json.loads((file.metadata() or {})["amanda"])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
-            told = json.loads(read_text(path))
+            about = json.loads(read_text(path))
             arrays = {name: np.array(one["values"], _dtype(one["dtype"]))
-                      for name, one in told.pop("arrays").items()}  # fmt: skip
-        schema, version = told.pop("schema"), told.pop("version")
+                      for name, one in about.pop("arrays").items()}  # fmt: skip
+        check_schema(about, _NAME, _VERSION)
     except (OSError, TooLargeError):
         raise
     except Exception as error:
         raise QuantizeError(f"{path} is no file of scales that can be read: {in_words(error)}") from error
-    if schema != _SCHEMA or version > _VERSION:
-        raise QuantizeError(
-            f"{path} holds {schema} of version {version}; {_SCHEMA} up to version {_VERSION} can be read"
-        )
-    return arrays, told
+    return arrays, about
 
 
 def _dtype(name: str) -> str:

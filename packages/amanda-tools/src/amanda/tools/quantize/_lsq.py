@@ -7,8 +7,7 @@ from math import sqrt
 from typing import Any
 
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._arithmetic import group_size, spread, summed
-from amanda.tools.quantize._grid import EPSILON, Grid
+from amanda.tools.quantize._grid import EPSILON, Grid, group_size, spread, summed
 
 
 def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:

@@ -10,14 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._arithmetic import as_array, flattened, other_axes
 from amanda.tools.quantize._fake import fake_quantize
-from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding, choose_qparams
+from amanda.tools.quantize._grid import (
+    Grid,
+    QuantizeError,
+    Rounding,
+    as_array,
+    choose_qparams,
+    flattened,
+    other_axes,
+)
 from amanda.tools.quantize._histogram import Histogram
 
 ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
 
-_SHRUNK = np.linspace(1.0, 0.2, 81)
+_SHRUNK = np.linspace(1.0, 0.2, 81).astype(np.float32)
 
 
 def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
@@ -58,18 +65,16 @@ class MinMaxObserver(Observer):
 
     def __init__(self, axes: Sequence[int] = ()) -> None:
         self._axes = tuple(axes)
-        self._range: tuple[Any, Any] | None = None
+        self._least, self._most = np.asarray(np.inf, np.float32), np.asarray(-np.inf, np.float32)
 
     def _add(self, array: NDArray[Any]) -> None:
         least, most = extremes(array, self._axes)
-        if self._range is not None:
-            least, most = np.minimum(least, self._range[0]), np.maximum(most, self._range[1])
-        self._range = np.asarray(least, np.float32), np.asarray(most, np.float32)
+        self._least = np.asarray(np.minimum(least, self._least), np.float32)
+        self._most = np.asarray(np.maximum(most, self._most), np.float32)
 
     def range(self) -> tuple[Any, Any]:
         """Return the least and the largest number seen."""
-        assert self._range is not None
-        return self._range
+        return self._least, self._most
 
 
 class HistogramObserver(Observer):
@@ -120,7 +125,7 @@ class MseObserver(HistogramObserver):
         """Return the range with the least error."""
         found, best = self.histogram, np.inf
         x, range_ = found.middles.astype(np.float32), (found.least, found.most)
-        for share in _SHRUNK.astype(np.float32):
+        for share in _SHRUNK:
             least, most = (np.asarray(one, np.float32) * share for one in (found.least, found.most))
             qparams = choose_qparams(least, most, self._grid, self._rounding)
             quantised = fake_quantize(x, *qparams, self._grid, (), self._rounding)

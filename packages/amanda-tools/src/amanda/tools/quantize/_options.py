@@ -1,13 +1,16 @@
-"""Options of the tool, checked."""
+"""Options of the tool, checked, and which ops and inputs of ops it quantises."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+import amanda
 from amanda.tools.kit import check_one_of
+from amanda.tools.mapping import MappingTool
 from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 
@@ -18,6 +21,17 @@ TYPES = (
     "scaled_dot_product_attention",
 )  # fmt: skip
 """Types of the ops whose inputs are quantised where none are given."""
+
+_ALONE = {"batch_norm": (0,), "embedding": (0,)}
+_BEFORE_BIAS = {**_ALONE, "conv": (0, 1), "linear": (0, 1)}
+_OPERANDS: Mapping[str, Mapping[str, Sequence[int]]] = {
+    "pytorch": {
+        **_BEFORE_BIAS, "addmm": (1, 2), "baddbmm": (1, 2), "scaled_dot_product_attention": (0, 1, 2),
+        "layer_norm": (0,), "group_norm": (0,),
+    },
+    "tensorflow": _ALONE,
+    "onnxruntime": _BEFORE_BIAS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,12 @@ class Options:
         for bits in (self.weight_bits, self.activation_bits):
             if bits is not None:
                 Grid.of(bits, False)
-        for name in ("percentile", "averaging"):
-            if not isinstance(getattr(self, name), Real):
-                raise QuantizeError(f"{name} is {getattr(self, name)!r}; give a number")
-        if not 50 < self.percentile <= 100:
-            raise QuantizeError(f"percentile is {self.percentile!r}; give more than 50 and at most 100")
-        if not 0 < self.averaging <= 1:
-            raise QuantizeError(f"averaging is {self.averaging!r}; give more than 0 and at most 1")
+        for name, least, most in (("percentile", 50, 100), ("averaging", 0, 1)):
+            given = getattr(self, name)
+            if not isinstance(given, Real):
+                raise QuantizeError(f"{name} is {given!r}; give a number")
+            if not least < given <= most:  # type: ignore[operator]
+                raise QuantizeError(f"{name} is {given!r}; give more than {least} and at most {most}")
         count = self.calibration
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
             raise QuantizeError(f"calibration is {count!r}; give a number of executions, 0 for none")
@@ -78,13 +91,28 @@ class Options:
                  "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
+    def bits(self, weight: bool) -> int | None:
+        """Return the bits of weights, or of activations; None where they stay as they are."""
+        return self.weight_bits if weight else self.activation_bits
+
     def grid(self, weight: bool) -> Grid:
         """Return the integers of weights, or of activations."""
-        bits = self.weight_bits if weight else self.activation_bits
-        assert bits is not None
-        return Grid.of(bits, self.symmetric_weights if weight else self.symmetric_activations)
+        learned = self.method.startswith("lsq")  # whose activations have an offset, or a sign if need be
+        symmetric = self.symmetric_weights if weight else self.symmetric_activations and not learned
+        return Grid.of(self.bits(weight) or 8, symmetric)
 
     def make_observer(self, weight: bool, axes: Sequence[int]) -> Observer:
         """Return an observer that calibrates a tensor."""
-        name = self.weight_observer if weight else self.observer
+        name = self.weight_observer if weight else "mse" if self.method == "lsq+" else self.observer
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
+
+
+def operands() -> MappingTool:
+    """Return the rules that write `operands`: all inputs of an op whose type is in no table."""
+    return MappingTool([[framework, partial(_write, found)] for framework, found in _OPERANDS.items()])
+
+
+def _write(found: Mapping[str, Sequence[int]], context: amanda.OpContext) -> None:
+    kind, count = context["type"], len(context.get_inputs())
+    wanted = found.get("conv" if kind.startswith("conv") else kind, range(count))
+    context["operands"] = [position for position in wanted if position < count]

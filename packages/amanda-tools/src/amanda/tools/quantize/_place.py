@@ -1,240 +1,206 @@
-"""One op whose inputs are quantised, and the parts of parameters that it may read."""
+"""One op whose inputs are quantised: its quantizers, and the routines that call them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda import interceptor
 from amanda.errors import AmandaError
-from amanda.tools.kit import Origin, source, tensors_of, weight_input
-from amanda.tools.kit._parts import Parts, form_of
-from amanda.tools.kit._weight_input import is_part_in_graph
-from amanda.tools.kit._weights import ELSEWHERE
-from amanda.tools.quantize._fake import FixedScale
+from amanda.tools.kit import ELSEWHERE, Origin, WeightInput, origin, source, weight_input
+from amanda.tools.quantize._fake import Scale, fake_quantize_for_good
 from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize._options import Options
-from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer, Static
+from amanda.tools.quantize._quantizer import QUANTIZERS, Fresh, Quantizer
 from amanda.tools.quantize._result import Noise, Quantized
 
-Keep = Callable[..., Any]
+if TYPE_CHECKING:
+    from amanda.tools.quantize._tool import QuantizeTool
 
-
-class PartQuantizers:
-    """Quantizers of weights that are parts of parameters, by the part; an op may read another each time."""
-
-    def __init__(self) -> None:
-        self.found: dict[Hashable, Quantizer | None] = {}
-        self.parts = Parts()
+_HELD = "amanda.tools.quantize"
 
 
 class Place:
-    """The quantizers of what an op reads, by the input and by the place in a list of tensors there.
+    """An op, with the quantizers of what it reads.
 
-    positions: of those inputs.  made: the quantizers that were met here first.
-    calibrated, executions: how often it was calibrated, and quantised.
-    left: why its weight is left as it is.
-    recompute: the op as a function of its inputs; None where it cannot be repeated.
-    has_parts: True if each execution tells which part of a parameter its weight is.
+    made: the quantizers that were met here first.  left: why its weight is left as it is.
     """
 
-    def __init__(
-        self, context: amanda.OpContext, options: Options, keep: Keep, parts: PartQuantizers
-    ) -> None:
-        self.phase, self.type = context["phase"], context["type"]
-        self.module, self.source = context.get_scope(), context.get_source()
-        self.recompute = _recompute(context)
-        self._options, self._keep, self._of_parts = options, keep, parts
-        self.calibrated = self.executions = 0
-        self.output, self.left = Noise(), ""
+    def __init__(self, context: amanda.OpContext, tool: QuantizeTool) -> None:
+        self._tool, self._options = tool, tool.options
+        self._where = context["phase"], context["type"], context.get_scope(), context.get_source()
+        self.name, self.left = f"{context['type']} of {context.get_scope() or context.get_source()}", ""
         self.made: list[Quantizer] = []
-        self._index: int | None = None
-        self._axes: tuple[int, ...] = ()
-        self._varies = False
-        self._part: Callable[..., Quantizer | None] | None = None
-        self._find_weight(context)
-        self.has_parts = self._part is not None and not context.namespace.matches("*/*/graph")
-        self.quantizers = dict(self._quantizers(context))
-        self.positions = sorted({position for position, _ in self.quantizers})
+        self._calibrated = self._executions = 0
+        self._output = Noise()
+        self._recompute: Any = _recompute(context) if tool.measures else None
+        self._part: Callable[[Any, Origin | None], Quantizer | None] | None = None
+        self._quantizers = dict(self._found(context))
+        self._positions = sorted({position for position, _ in self._quantizers})
 
-    def _find_weight(self, context: amanda.OpContext) -> None:
-        """Find the weight, axes that have scales of their own, and what gives the quantizer of each part."""
+    def _found(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
+        """Yield quantizers with the position of the input, and the place in a list of tensors there."""
         read = weight_input(context)
-        if read is None or (read.is_lost and context.is_static()):
-            return
-        self._index, self._varies = read.index, read.varies
-        layout = "OI" if context["type"] == "embedding" else read.layout
-        rank = len(context["shape"](context.get_inputs()[read.index]) or ())
-        batch = rank - len(layout or "") if read.varies else 0
-        axes = _channel_axes(layout) if self._options.per_channel else ()
-        self._axes = (*range(batch), *(batch + axis for axis in axes))
-        if not read.varies and (read.is_followed or is_part_in_graph(context, read.index)):
-            self._part = partial(self._quantizer_of_part, context, read.index)
-
-    def _quantizer_of_part(
-        self, context: amanda.OpContext, index: int, value: Any, origin: Origin | None
-    ) -> Quantizer | None:
-        """Return the quantizer of the part of a parameter that is read; None where it stays as it is."""
-        if origin is None or origin.form is None:
-            return None
-        identity, form, known = interceptor.ordinal(origin.holder), origin.form, self._of_parts
-        reader, suffix = known.parts.place(context, identity, form, form_of(origin.holder))
-        key = reader, identity, form
-        if key not in known.found:
-            known.found[key] = self._make(context, index, None, value, reader, suffix)
-        return known.found[key]
-
-    def _quantizers(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
+        if read is not None and read.is_lost and context.is_static():
+            read = None
         for position in context["operands"]:
-            value, is_weight = context.get_inputs()[position], position == self._index
-            if is_weight and str(context["dtype"](value)).endswith("]"):
-                self.left = f"it is packed, {context['dtype'](value)}"
-            if is_weight and self._varies and self._options.method.startswith("lsq"):
-                self.left = "its scale is learned, and an index selects what it reads of a parameter"
-                continue
-            listed = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
-            for item, one in listed:
-                if self._part is not None and is_weight and item is None:
-                    quantizer = self._part(one, source(context, position))
-                else:
-                    quantizer = self._make(context, position, item, one, context, "")
-                if quantizer is not None:
-                    yield (position, item), quantizer
+            value = context.get_inputs()[position]
+            for item, one in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
+                weight = read if read is not None and (position, item) == (read.index, None) else None
+                kind = str(context["dtype"](one))
+                if weight is not None and kind.endswith("]"):
+                    self.left = f"it is packed, {kind}"
+                is_number = kind.startswith(("float", "bfloat")) and not getattr(one, "is_meta", False)
+                if not is_number or self._options.bits(weight is not None) is None:
+                    continue
+                if weight is None:
+                    name = f"input {position}" if item is None else f"input {position}.{item}"
+                    yield (position, item), self._made(name, None, (), one, context)
+                elif (found := self._of_weight(context, weight, one)) is not None:
+                    yield (position, item), found
 
-    def _make(
-        self, context: amanda.OpContext, position: int, item: int | None, value: Any,
-        reader: amanda.OpContext, suffix: str,
-    ) -> Quantizer | None:  # fmt: skip
-        """Return the quantizer of one tensor, which keeps state at `reader`; None where it stays as it is."""
-        options, kind = self._options, context["dtype"](value)
-        weight = item is None and position == self._index
-        bits = options.weight_bits if weight else options.activation_bits
-        if kind is None or not kind.startswith(("float", "bfloat")) or bits is None:
+    def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
+        """Return the quantizer of the weight, or of the part of a parameter that is read first; or None."""
+        if read.varies and self._options.method.startswith("lsq"):
+            self.left = "its scale is learned, and an index selects what it reads of a parameter"
             return None
-        if getattr(value, "is_meta", False):
-            return None
-        axes, xp = self._axes if weight else (), tensors_of(value)
-        channels = prod(context["shape"](value)[axis] for axis in axes)
-        name = f"weight{suffix}" if weight else f"input {position}{'' if item is None else f'.{item}'}"
-        own = Static if weight and options.method == "dynamic" else QUANTIZERS[options.method]
-        quantizer = (Fresh if weight and self._varies else own)(name, weight, axes, channels, options, xp)
+        make = partial(self._made, "weight", read, self._axes(context, read, value))
+        if not read.is_part:
+            return make(value, context)
 
-        def kept(part: str, start: Any, trained: bool) -> Any:
-            def make(loaded: Any = start) -> Any:
-                return xp.state(loaded, value, trained)
+        def part(value: Any, part_of: Origin | None) -> Quantizer | None:
+            found: Quantizer | None = self._tool.parts.kept(context, part_of, partial(make, value))
+            return found
 
-            return self._keep(reader, part.replace(" ", ""), make, load=make, renew=xp.update)
+        self._part = part if read.is_followed else None
+        return part(value, source(context, read.index))
 
-        quantizer.keep(kept)
-        self.made.append(quantizer)
-        return quantizer
+    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
+        """Return the axes of a weight that have scales of their own: of a batch of weights, and outputs.
 
-    @property
-    def is_settled(self) -> bool:
-        """True if everything that is to have a scale has one."""
-        return all(one.settled for one in self.quantizers.values() if one.parts)
+        Those are O; I and M of a depthwise convolution.
+        """
+        layout = ("OI" if context["type"] == "embedding" else read.layout) or ""
+        batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
+        letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
+        return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
+
+    def _made(
+        self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
+        reader: amanda.OpContext, suffix: str = "",
+    ) -> Quantizer:  # fmt: skip
+        """Return a quantizer that keeps its state at `reader`."""
+        known = QUANTIZERS[self._options.method, read is not None]
+        kind, state = (Fresh, {}) if read is not None and read.varies else known
+        keep = partial(self._tool.keep, reader)
+        self.made.append(kind(name + suffix, read is not None, axes, self._options, state, value, keep))
+        return self.made[-1]
 
     def settle(self) -> None:
         """Take the scales that follow from what was observed."""
         for quantizer in self.made:
             quantizer.settle()
 
-    def observe(self, values: Sequence[Any], origin: Origin | None) -> None:
-        """Observe what the op reads at its positions; origin: of its weight, if it has parts."""
-        for quantizer, _, _, value in self._given(values, origin):
-            quantizer.observe(value)
-        self.calibrated += 1
+    def insert(self, context: amanda.OpContext) -> None:
+        """Insert what quantises the inputs of the op."""
+        if context.is_static():
+            self._insert_for_good(context)
+        elif self._positions:
+            if self._recompute is not None:
+                context.insert_before_op(self._hold)
+            routine: Any = self._read_part if self._part else self._read
+            if self._options.trains:
+                routine = amanda.differentiable(routine)
+            context.insert_before_op(routine, inputs=self._positions)
+            if self._recompute is not None:
+                context.insert_after_op(self._compare)
 
-    def quantized(
-        self, values: Sequence[Any], frozen: bool, measure: bool, origin: Origin | None
-    ) -> list[Any]:
-        """Return what takes the place of the values at its positions; origin: of its weight, in parts."""
-        results = list(values)
-        for quantizer, index, item, value in self._given(values, origin):
-            made = quantizer(value, frozen)
-            if measure:
-                quantizer.noise.add(value, made)
-            if item is None:
-                results[index] = made
-            else:
-                results[index] = [*results[index][:item], made, *results[index][item + 1 :]]
-        self.executions += 1
-        return results
-
-    def _given(
-        self, values: Sequence[Any], origin: Origin | None
-    ) -> Iterator[tuple[Quantizer, int, int | None, Any]]:
-        """Yield each quantizer with its tensor, where there is anything to quantise in that."""
-        for (position, item), quantizer in self.quantizers.items():
-            index = self.positions.index(position)
-            value = values[index] if item is None else values[index][item]
-            if self.has_parts and quantizer.is_weight:
-                assert self._part is not None
-                part = self._part(value, origin)
-                if part is None:
-                    self.left = ELSEWHERE
-                    continue
-                quantizer = part
-            if quantizer.xp.is_dense(value):
-                yield quantizer, index, item, value
-
-    def fixed(self, position: int, value: Callable[[], Any]) -> list[FixedScale]:
-        """Return scales of what the op reads at a position; a weight without one has that of its `value`.
-
-        Raises QuantizeError where an activation has none.
-        """
-        found = []
-        for item, quantizer in [(item, one) for (at, item), one in self.quantizers.items() if at == position]:
+    def _insert_for_good(self, context: amanda.OpContext) -> None:
+        """Put what an op of a file reads on grids that do not change any more."""
+        if self._positions and self._options.method not in ("static", "qat"):
+            method = self._options.method
+            raise QuantizeError(
+                f'method {method!r} is for models that run; write a file with "static" or "qat"'
+            )
+        scales: dict[int, dict[int | None, Scale]] = {}
+        for (position, item), quantizer in self._quantizers.items():
             if quantizer.is_weight and not quantizer.settled:
-                quantizer.observe(quantizer.xp.detach(value()))
+                quantizer.observe(quantizer.xp.detach(context.get_value(position)))
                 quantizer.settle()
-            qparams = quantizer.qparams()
-            if qparams is None:
+            scale = quantizer.scale()
+            if scale is None:
                 raise QuantizeError(
                     f"{quantizer.name} has no scale, and nothing runs that it could come of: calibrate the "
                     "model that the file is of, and load what was saved (--state FILE)"
                 )
-            found.append(FixedScale(item, *qparams, quantizer.grid, quantizer.axes))
-        return found
+            scales.setdefault(position, {})[item] = scale
+        for position, found in scales.items():
+            kwargs = {"scales": found, "rounding": self._options.rounding}
+            context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
 
-    def compare(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _read(self, *values: Any, part_of: Origin | None = None) -> Any:
+        """Return what takes the place of the values at the positions; None while they calibrate."""
+        tool, results = self._tool, list(values)
+        quantizers, wanted = self._quantizers.items(), self._options.calibration
+        is_due = self._calibrated < wanted and not all(one.settled for _, one in quantizers if one.state)
+        calibrates = tool.is_calibrating or is_due
+        for (position, item), quantizer in quantizers:
+            index = self._positions.index(position)
+            value = values[index] if item is None else values[index][item]
+            found = self._part(value, part_of) if self._part and quantizer.is_weight else quantizer
+            if found is None:
+                self.left = ELSEWHERE
+            elif found.xp.is_dense(value) and calibrates:
+                found.observe(value)
+            elif found.xp.is_dense(value):
+                made = found(value, tool.is_frozen)
+                if tool.measures:
+                    found.noise.add(value, made)
+                if item is not None:
+                    made = [*results[index][:item], made, *results[index][item + 1 :]]
+                results[index] = made
+        if not calibrates:
+            self._executions += 1
+            return results if len(results) > 1 else results[0]
+        self._calibrated += 1
+        if not tool.is_calibrating and self._calibrated == wanted:
+            self.settle()
+        return None
+
+    def _read_part(self, *values: Any, run: dict[str, Any]) -> Any:
+        return self._read(*values, part_of=origin(run))
+
+    def _hold(self, *values: Any, run: dict[str, Any]) -> None:
+        run[_HELD] = values
+
+    def _compare(self, *outputs: Any, run: dict[str, Any]) -> None:
         """Measure outputs against those of inputs that were not quantised."""
-        wanted = self.recompute(inputs)
-        listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-        for one, other in zip(listed, outputs, strict=True):
-            self.output.add(one, other)
+        inputs = run.pop(_HELD)
+        if self._executions and not self._tool.is_calibrating:
+            with suppress(AmandaError):  # of an op that cannot be called by itself
+                wanted = self._recompute(inputs)
+                listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+                for one, other in zip(listed, outputs, strict=True):
+                    self._output.add(one, other)
 
     def rows(self) -> Iterator[Quantized]:
         """Yield what is known of each tensor."""
         for one in self.made:
-            scale, zero_point = one.qparams() or (None, None)
+            grid, known = one.grid, (one.scale() or (None, None))[:2]
+            scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
             yield Quantized(
-                self.phase, self.type, self.module, self.source, one.name, one.grid.bits, one.grid.symmetric,
-                one.grid.low, one.grid.high, one.axes, _numbers(scale), _numbers(zero_point), self.executions,
-                one.noise.sqnr, self.output.sqnr,
+                *self._where, one.name, grid.bits, grid.symmetric, grid.low, grid.high, one.axes, scale,
+                zero_point, self._executions, one.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
-
-
-def _numbers(array: Any) -> tuple[float, ...] | None:
-    return None if array is None else tuple(map(float, array.reshape(-1)))
 
 
 def _recompute(context: amanda.OpContext) -> Any:
     """Return the op as a function of its inputs; None for one that draws numbers or writes its input."""
-    if "recompute" in context:
-        return context["recompute"]
-    if context["in_place"] or context.get_attrs().get("dropout_p"):
+    attributes = context.get_attrs()
+    if context["in_place"] or attributes.get("dropout_p") or "seed" in attributes:
         return None
     try:
         return context.get_computation()
     except AmandaError:
         return None
-
-
-def _channel_axes(layout: str | None) -> tuple[int, ...]:
-    """Return the axes of a weight's output channels: O; I and M of a depthwise convolution."""
-    letters = "O" if layout and "O" in layout else "IM"
-    return tuple(i for i, letter in enumerate(layout or "") if letter in letters)

@@ -1,4 +1,4 @@
-"""Quantisation in PyTorch: kernels, and which inputs of ops are quantised."""
+"""The kernel of PyTorch for fake quantisation."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools.quantize._grid import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def has_kernel(x: Tensor, axes: Sequence[int]) -> bool:
-    """Return True if `kernel` takes such a tensor."""
-    import torch
-
-    return x.dtype == torch.float32 and len(axes) < 2
-
-
-def kernel(
-    x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axes: Sequence[int] = ()
-) -> Tensor:
+def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Tensor | None:
     """Return fake quantisation that autograd knows: by PyTorch's kernel on CUDA, elsewhere by its operators.
 
     PyTorch's kernel goes number by number on the host, five times as slow.
+    Returns None for a tensor of another type than float32, and for several axes.
     """
     import torch
 
+    if x.dtype != torch.float32 or len(axes) > 1:
+        return None
+    shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
     scale, zero_point = scale.detach(), zero_point.detach()
     if x.is_cuda:
-        return _fused(x, scale, zero_point, low, high, axes)
-    shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
+        return _fused(x, scale, zero_point, grid, axes, shape)
     s, z = (one.to(x.device, x.dtype).reshape(shape) for one in (scale, zero_point))
     if torch.is_grad_enabled() and x.requires_grad:
-        result: Tensor = _straight_through().apply(x, s, z, low, high)[0]
+        result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
         return result
-    return _integers(x, s, z).clamp_(low, high).sub_(z).mul_(s)
+    return _integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
 
 
-def _fused(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axes: Sequence[int]) -> Tensor:
+def _fused(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
+) -> Tensor:
     """Return what PyTorch's kernel gives, but for NaN, and for what int64 does not hold per channel.
 
     The kernel takes both for the least value; here NaN stays, the other goes to its end of the grid.
@@ -48,11 +45,11 @@ def _fused(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, ax
 
     integers = zero_point.to(torch.int32)
     if axes:
-        most = (scale * 2.0**62).reshape([-1 if axis == axes[0] else 1 for axis in range(x.dim())])
+        most = (scale * 2.0**62).reshape(shape)
         held = x.clamp(-most, most)
-        made = torch.fake_quantize_per_channel_affine(held, scale, integers, axes[0], low, high)
+        made = torch.fake_quantize_per_channel_affine(held, scale, integers, axes[0], grid.low, grid.high)
     else:
-        made = torch.fake_quantize_per_tensor_affine(x, scale, integers, low, high)
+        made = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
     with torch.no_grad():
         return torch.clamp(x, min=made, max=made, out=made)
 
@@ -88,16 +85,3 @@ def _straight_through() -> Any:
                 return gradient * passes, None, None, None, None
 
     return StraightThrough
-
-
-_OPERANDS = {
-    "linear": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "scaled_dot_product_attention": (0, 1, 2),
-    "batch_norm": (0,), "layer_norm": (0,), "group_norm": (0,), "embedding": (0,),
-}  # fmt: skip
-
-
-def describe(context: amanda.OpContext) -> None:
-    """Write `operands`, positions of the inputs that may be quantised."""
-    kind, count = context["type"], len(context.get_inputs())
-    wanted = (0, 1) if kind.startswith("conv") else _OPERANDS.get(kind, range(count))
-    context["operands"] = [i for i in wanted if i < count]

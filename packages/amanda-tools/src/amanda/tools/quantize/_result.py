@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from amanda.tools.quantize._arithmetic import as_array
+from amanda.tools.quantize._grid import as_array
 from amanda.tools.results import Column, Result, not_met, shortened
 
 _number = partial(Column, show="{:.4g}".format, number=True)

@@ -1,18 +1,18 @@
-"""Quantisation in TensorFlow: kernels, and which inputs of ops are quantised."""
+"""The kernel of TensorFlow for fake quantisation."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import amanda
-from amanda.tools.kit._tensors_tensorflow import is_in_host_memory
+from amanda.tools.kit import tensors_of
+from amanda.tools.quantize._grid import Grid
 
 Floats = NDArray[np.float32]
 
@@ -20,34 +20,33 @@ _PIECE = 65_536
 """Elements."""
 
 
-def has_kernel(x: Any, axes: Sequence[int]) -> bool:
-    """Return True if `kernel` takes such a tensor: one in host memory, with axes in a row."""
-    follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
-    return follow and is_in_host_memory(x) and x.dtype == _tf().float32
-
-
-def kernel(x: Any, scale: Any, zero_point: Any, low: int, high: int, axes: Sequence[int] = ()) -> Any:
+def kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Any:
     """Return fake quantisation with the straight-through estimator, which tapes know.
 
     TensorFlow's own rounds otherwise, and its operators one by one take ten times as long.
+    Returns None for a tensor that is not of float32 or not in host memory, and for axes that are no row.
     """
+    follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
+    if not (follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
+        return None
     tensor, array = _empty(x.shape)
-    clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), low, high, axes, array)
+    clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
     return _recorded(tensor, x, clipped)
 
 
 def _write_on_grid(
-    x: Floats, scale: Floats, zero_point: Floats, low: int, high: int, axes: Sequence[int], into: Floats
+    x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], into: Floats
 ) -> NDArray[np.intp]:
     """Write the quantised array, a piece at a time, which stays in the cache; return what was clipped.
 
     Returns flat positions, those of NaN too.  x, into: contiguous.
     """
     first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
-    rows, made = (one.reshape(-1, *x.shape[first:]) if first else one for one in (x, into))
+    from_first = bool(axes) and not first
+    rows, made = (one if from_first else one.reshape(-1, *x.shape[first:]) for one in (x, into))
     inner = x.shape[first:last] + (1,) * (x.ndim - last)
-    s, z = (np.asarray(one, np.float32).reshape(inner if axes and not first else (1, *inner))
-            for one in (scale, zero_point))  # fmt: skip
+    shape = inner if from_first else (1, *inner)
+    s, z = (np.asarray(one, np.float32).reshape(shape) for one in (scale, zero_point))
     inverse, length = np.float32(1) / s, prod(rows.shape[1:])
     each = max(1, _PIECE // length)
     clipped = []
@@ -57,7 +56,7 @@ def _write_on_grid(
         np.multiply(piece, inverse[own], out=out)
         np.rint(out, out=out)
         np.add(out, z[own], out=out)
-        inside = np.clip(out, np.float32(low), np.float32(high))
+        inside = np.clip(out, np.float32(grid.low), np.float32(grid.high))
         outside = inside != out
         if outside.any():
             clipped.append(np.flatnonzero(outside) + start * length)
@@ -99,33 +98,6 @@ def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
 @functools.lru_cache(4096)
 def _constant_shape(shape: tuple[int, ...]) -> Any:
     return _tf().constant(shape, "int32", (len(shape),))
-
-
-def describe(context: amanda.OpContext) -> None:
-    """Write `operands`, positions of the inputs that may be quantised, and `recompute`."""
-    alone = context["type"] in ("batch_norm", "embedding")
-    context["operands"] = [0] if alone else range(len(context.get_inputs()))
-    context["recompute"] = _recompute(context)
-
-
-def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
-    """Return the op as a function of its inputs; None where TensorFlow has none of its name."""
-    from tensorflow.python.framework import op_def_registry
-
-    kind, found = context.get_op_type(), context.get_attrs()
-    definition = op_def_registry.get(kind)
-    raw = getattr(_tf().raw_ops, kind, None)
-    if definition is None or raw is None or definition.is_stateful:
-        return None
-    inputs = definition.input_arg
-    inferred = {name for one in inputs for name in (one.type_attr, one.number_attr, one.type_list_attr)}
-    attributes = {one.name: found[one.name] for one in definition.attr
-                  if one.name in found and one.name not in inferred}  # fmt: skip
-
-    def recompute(values: Sequence[Any]) -> Any:
-        return raw(**{one.name: value for one, value in zip(inputs, values, strict=True)}, **attributes)
-
-    return recompute
 
 
 def _tf() -> Any:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import amanda
-from amanda.tools.kit import Origin, WeightReads, origin
-from amanda.tools.kit._parts import makes_a_weight
-from amanda.tools.kit._weights import SEVERAL
-from amanda.tools.mapping import SEVERAL_WEIGHTS, MappingTool, StandardMapping
-from amanda.tools.quantize import _onnxruntime, _pytorch, _tensorflow
-from amanda.tools.quantize._fake import fake_quantize_for_good
+from amanda.tools.kit import SEVERAL, Parts, WeightReads, makes_a_weight
+from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
-from amanda.tools.quantize._options import TYPES, Method, Options
-from amanda.tools.quantize._place import PartQuantizers, Place
+from amanda.tools.quantize._options import TYPES, Method, Options, operands
+from amanda.tools.quantize._place import Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 from amanda.tools.select import Patterns, as_remarks, unmatched
@@ -74,13 +69,11 @@ class QuantizeTool(amanda.Tool):
             method, weight_bits, activation_bits, wanted, observer, weight_observer, percentile, per_channel,
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
-        self._sqnr, self._calibrating, self._frozen = sqnr, False, False
+        self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
         self._places: dict[str, Place] = {}
         self._several: dict[str, str] = {}
-        self._parts = PartQuantizers()
-        frameworks = (("pytorch", _pytorch), ("tensorflow", _tensorflow), ("onnxruntime", _onnxruntime))
-        rules = [[name, framework.describe] for name, framework in frameworks]
-        self.depends_on(StandardMapping(), MappingTool(rules), WeightReads())
+        self.parts = Parts()
+        self.depends_on(StandardMapping(), operands(), WeightReads())
         self.add_inst_for_op(self._analyse)
 
     @contextmanager
@@ -89,21 +82,21 @@ class QuantizeTool(amanda.Tool):
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
-        self._calibrating = True
+        self.is_calibrating = True
         try:
             yield
         finally:
-            self._calibrating = False
+            self.is_calibrating = False
         for place in self._places.values():
             place.settle()
 
     def freeze(self) -> None:
         """Fix the scales of "qat", which follow the values until then."""
-        self._frozen = True
+        self.is_frozen = True
 
     def unfreeze(self) -> None:
         """Make the scales of "qat" follow the values again."""
-        self._frozen = False
+        self.is_frozen = False
 
     @property
     def result(self) -> QuantizeResult:
@@ -111,7 +104,7 @@ class QuantizeTool(amanda.Tool):
         places = self._places.values()
         rows = [row for place in places for row in place.rows()]
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
-        left = {f"{one.type} of {one.module or one.source}": one.left for one in places if one.left}
+        left = {one.name: one.left for one in places if one.left}
         result = QuantizeResult(rows, self.options.method, waiting, left | self._several)
         result.remarks = as_remarks(self.unmatched())
         return result
@@ -122,12 +115,12 @@ class QuantizeTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget scales and noise; ops are analysed anew."""
-        self._calibrating = self._frozen = False
+        self.is_calibrating = self.is_frozen = False
         self.load_state_dict({})
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
-        self._places, self._parts, self._several = {}, PartQuantizers(), {}
+        self._places, self.parts, self._several = {}, Parts(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
@@ -138,11 +131,12 @@ class QuantizeTool(amanda.Tool):
         names = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
-            for part, value in quantizer.arrays().items():
-                arrays[names[id(quantizer.state[part])]] = value
-            if quantizer.state and quantizer.settled:
-                name = names[id(quantizer.state["scale"])].removesuffix(".scale")
-                grids[name] = {"low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes}
+            for part, value in quantizer.state.items() if quantizer.settled else ():
+                name = names[id(value)]
+                arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
+                grids[name.removesuffix(f".{part}")] = {
+                    "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes
+                }  # fmt: skip
         return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
 
     def load(self, path: str | Path) -> None:
@@ -184,63 +178,5 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self.options, self.keep, self._parts)
-        place = self._places[name]
-        if not place.positions:
-            return
-        if context.is_static():
-            self._inline(context, place)
-            return
-        measures = self._sqnr and place.recompute is not None
-        if measures:
-            context.insert_before_op(self._hold)
-        isolated = self._quantize_part if place.has_parts else self._quantize
-        within = self._quantize_part_within_autograd if place.has_parts else self._quantize_within_autograd
-        routine: Any = within if self.options.trains else isolated
-        context.insert_before_op(routine, inputs=place.positions, place=place)
-        if measures:
-            context.insert_after_op(self._compare, place=place)
-
-    def _inline(self, context: amanda.OpContext, place: Place) -> None:
-        """Put what an op of a file reads on grids that do not change any more."""
-        if self.options.method not in ("static", "qat"):
-            raise QuantizeError(
-                f'method {self.options.method!r} is for models that run; write a file with "static" or "qat"'
-            )
-        for position in place.positions:
-            parts = place.fixed(position, partial(context.get_value, position))
-            kwargs = {"parts": parts, "rounding": self.options.rounding}
-            context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
-
-    def _quantize(self, *values: Any, place: Place, read_of: Origin | None = None) -> Any:
-        if self._calibrating:
-            return place.observe(values, read_of)
-        if place.calibrated < self.options.calibration and not place.is_settled:
-            place.observe(values, read_of)
-            if place.calibrated == self.options.calibration:
-                place.settle()
-            return None
-        results = place.quantized(values, self._frozen, self._sqnr, read_of)
-        return results if len(results) > 1 else results[0]
-
-    def _quantize_part(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantize(*values, place=place, read_of=origin(run))
-
-    @amanda.differentiable
-    def _quantize_within_autograd(self, *values: Any, place: Place) -> Any:
-        return self._quantize(*values, place=place)
-
-    @amanda.differentiable
-    def _quantize_part_within_autograd(self, *values: Any, place: Place, run: dict[str, Any]) -> Any:
-        return self._quantize(*values, place=place, read_of=origin(run))
-
-    def _hold(self, *values: Any, run: dict[str, Any]) -> None:
-        run[_HELD] = values
-
-    def _compare(self, *outputs: Any, place: Place, run: dict[str, Any]) -> None:
-        values = run.pop(_HELD)
-        if place.executions and not self._calibrating:
-            place.compare(values, outputs)
-
-
-_HELD = "amanda.tools.quantize"
+            self._places[name] = Place(context, self)
+        self._places[name].insert(context)
