@@ -68,6 +68,11 @@ class Place:
         """Return the keys of the place in rows."""
         return {key: getattr(self, key) for key in KEYS}
 
+    @property
+    def about(self) -> dict[str, str]:
+        """Return what files say of the place: its keys, its name and its id in hexadecimal digits."""
+        return {**self.names, "name": self.name, "id": f"{self.id:016x}"}
+
 
 def together(places: Sequence[Place]) -> Place:
     """Return a new place with the sums of some, which is named as the first of them is."""

@@ -217,7 +217,7 @@ def _row(place: Place, whole: int) -> tuple[Any, ...]:
 
 
 def _named(place: Place) -> dict[str, str]:
-    return {**place.names, "name": place.name, "id": f"{place.id:016x}", "of": f"{place.op_id:016x}"}
+    return {**place.about, "of": f"{place.op_id:016x}"}
 
 
 def _place(found: Mapping[str, Any]) -> Place:

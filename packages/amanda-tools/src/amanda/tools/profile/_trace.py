@@ -32,9 +32,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         about = "user_annotation", f"ProfilerStep#{step.number}"
         made.append(_complete(*about, _STEPS, step.begin - base, step.end - step.begin, {}))
     for event, track in zip(events, tracks, strict=True):
-        place = event.place
-        args = {**place.names, "name": place.name, "id": f"{place.id:016x}"}
-        made.append(_complete("cpu_op", place.type, track, event.begin - base, event.took, args))
+        about = "cpu_op", event.place.type
+        made.append(_complete(*about, track, event.begin - base, event.took, event.place.about))
     for number, both in enumerate(pairs(events), 1):
         for phase, index, more in zip("sf", both, ({}, {"bp": "e"}), strict=True):
             made.append({"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "tid": tracks[index],

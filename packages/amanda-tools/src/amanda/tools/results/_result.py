@@ -206,10 +206,11 @@ class Result(ABC):
         """
         path = Path(path)
         forms = self._forms()
-        if path.suffix not in forms:
+        suffix = max((one for one in forms if path.name.endswith(one)), key=len, default="")
+        if not suffix:
             known = ", ".join(sorted(forms))
             raise AmandaError(f"{path} has no suffix of a form in which {self.name} can be saved: {known}")
-        text = forms[path.suffix]()
+        text = forms[suffix]()
         path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
         return path
 
