@@ -113,11 +113,12 @@ class ProfileTool(amanda.Tool):
         op, backward = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if (op, backward) not in places:
-            kind, name = context["type"], context.get_op_type()
+            phase, kind, name = context["phase"], context["type"], context.get_op_type()
             if context.is_backward():
-                kind, name = context["backward_type"], str(context.get_backward_op().__name__)
+                phase, kind = "backward", context["backward_type"]
+                name = str(context.get_backward_op().__name__)
             places[op, backward] = Place(
-                context["phase"], kind, context.get_scope(), context.get_source(), name, backward or op, op,
+                phase, kind, context.get_scope(), context.get_source(), name, backward or op, op,
                 runs_others=roles.runs_others, index=len(places),
             )  # fmt: skip
         return places[op, backward]
