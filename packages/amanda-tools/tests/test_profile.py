@@ -18,10 +18,9 @@ from torch.autograd.profiler_util import Kernel
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.profile import Place, ProfileResult, ProfileTool
-from amanda.tools.profile._device import DeviceTimes
+from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import RANGE, seen
-from amanda.tools.profile._recorder import Recorder
-from amanda.tools.profile._schedule import Schedule
+from amanda.tools.profile._recorder import Recorder, Schedule
 from amanda.tools.results import Mergeable
 from amanda.tools.select import select
 
@@ -362,59 +361,67 @@ def test_memory_can_be_left_alone() -> None:
 
 
 class Queue:
-    """A clock whose marks pass when they are told to; a mark is its number."""
+    """A device that reaches marks when it is told to, half a millisecond apart."""
 
     def __init__(self) -> None:
         self.count = self.done = 0
         self.waited = False
-        self.freed: list[int] = []
+        self.used_again: list[int] = []
 
-    def mark(self) -> int:
+    def record(self, mark: Mark | None) -> Mark:
+        if mark is not None:
+            self.used_again.append(mark.number)
         self.count += 1
-        return self.count
+        return Mark(self, self.count)
 
-    def passed(self, mark: int) -> bool:
-        return mark <= self.done
 
-    def wait(self, mark: int) -> None:
-        self.waited = self.waited or mark > self.done
-        self.done = max(self.done, mark)
+class Mark:
+    """A mark in a queue, in the manner of CUDA's events."""
 
-    def between(self, begin: int, end: int) -> float:
-        return 0.5 * (end - begin)
+    def __init__(self, queue: Queue, number: int) -> None:
+        self.queue, self.number = queue, number
 
-    def free(self, mark: int) -> None:
-        self.freed.append(mark)
+    def query(self) -> bool:
+        return self.number <= self.queue.done
+
+    def synchronize(self) -> None:
+        self.queue.waited = self.queue.waited or not self.query()
+        self.queue.done = max(self.queue.done, self.number)
+
+    def elapsed_time(self, end: Mark) -> float:
+        return 0.5 * (end.number - self.number)
 
 
 def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_end() -> None:
-    times, clock, one = DeviceTimes(), Queue(), Place("forward", "", "", "")
-    times.KEPT = 10  # type: ignore[misc]
+    queue, one = Queue(), Place("forward", "", "", "")
+    clock = DeviceClock(queue.record)
+    clock.KEPT = 10
     for _ in range(15):
-        times.add(clock, one, clock.mark(), clock.mark())
+        clock.end(one, clock.begin(one))
     assert one.device is None
-    clock.done = 8
-    times.add(clock, one, clock.mark(), clock.mark())
+    queue.done = 8
+    clock.end(one, clock.begin(one))
     assert one.device == 4 * 500_000
-    assert not clock.waited
-    times.add(clock, one, None, clock.mark())  # where a mark could not be put
-    times.settle()
+    assert not queue.waited
+    clock.end(one, None)  # where a mark could not be put
+    clock.settle()
     assert one.device == 16 * 500_000
-    assert clock.waited
-    assert sorted(clock.freed) == list(range(1, 33))
+    assert queue.waited
+    assert all(clock.begin(one) is not None for _ in range(40))
+    assert sorted(queue.used_again) == list(range(1, 33))
 
 
 def test_marks_of_a_device_are_put_around_the_op_alone() -> None:
-    recorder, clock = Recorder(Schedule(), 10), Queue()
+    recorder, clock = Recorder(Schedule(), 10), DeviceClock(Queue().record)
     outer, inner = Place("forward", "outer", "", ""), Place("forward", "inner", "", "")
-    begin, end = recorder.on_device(outer, clock)
-    begin_inner, end_inner = recorder.on_device(inner, clock)
+    begin, end = recorder.in_sequence(outer, [clock])
+    begin_inner, end_inner = recorder.in_sequence(inner, [clock])
     begin()
     begin_inner()
     end_inner()
     end()
     end()  # one that never began
-    recorder.device_times.settle()
+    clock.settle()
     assert (outer.device, inner.device) == (1_500_000, 500_000)
     assert (outer.calls, inner.calls) == (1, 1)
 

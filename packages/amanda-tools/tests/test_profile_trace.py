@@ -17,9 +17,7 @@ from torch import nn
 
 import amanda
 from amanda.tools.profile import Place, ProfileResult, ProfileTool
-from amanda.tools.profile._log import GRAPH, Event, Thread
-from amanda.tools.profile._recording import Recording, Timeline
-from amanda.tools.profile._schedule import Step
+from amanda.tools.profile._log import GRAPH, Event, Step, Thread, Timeline
 from amanda.tools.profile._trace import pairs
 
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -150,7 +148,7 @@ def test_ops_that_run_side_by_side_are_on_tracks_of_their_own() -> None:
     timeline = Timeline(
         [Event(op, *span, GRAPH) for span in spans], {GRAPH: Thread(1, "any")}, [Step(0, 0, 20)]
     )
-    events = checked(ProfileResult(Recording([op], timeline=timeline)).to_trace())
+    events = checked(ProfileResult([op], timeline=timeline).to_trace())
     tracks = [event["tid"] for event in events if event["ph"] == "X" and event["cat"] == "cpu_op"]
     assert [track - tracks[0] for track in tracks] == [0, 1, 0, 0]
     assert {"graph 0", "graph 1", "steps"} == {

@@ -3,59 +3,49 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from amanda.tools.profile._place import Place
 
 
-class DeviceClock(Protocol):
-    """The clock of a device; nothing here waits for the device except `wait`."""
+class DeviceClock:
+    """Puts marks around ops into the queue of a device, and adds the time between two marks to their op.
 
-    def mark(self) -> Any:
-        """Put a mark behind what was launched; None where that cannot be done now."""
-
-    def passed(self, mark: Any) -> bool:
-        """Return True if the device has reached a mark."""
-
-    def wait(self, mark: Any) -> None:
-        """Wait until it has."""
-
-    def between(self, begin: Any, end: Any) -> float:
-        """Milliseconds from one passed mark to another."""
-
-    def free(self, mark: Any) -> None:
-        """Take a mark back for another use."""
-
-
-class DeviceTimes:
-    """Pairs of marks around ops, and what the device took between them."""
+    record: puts a mark behind what was launched, a new one unless a former one is given, and returns it; None
+    where that cannot be done now.  A mark has the methods of torch.cuda.Event.
+    """
 
     KEPT = 4096
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[DeviceClock, Place, Any, Any]] = deque()
+    def __init__(self, record: Callable[[Any], Any]) -> None:
+        self._record = record
+        self._free: list[Any] = []
+        self._pending: deque[tuple[Place, Any, Any]] = deque()
 
-    def add(self, clock: DeviceClock, place: Place, begin: Any, end: Any) -> None:
-        """Note the marks of one execution; those that have passed are read once many are kept."""
-        if begin is None or end is None:
-            return
-        self._pending.append((clock, place, begin, end))
-        while len(self._pending) > self.KEPT and clock.passed(self._pending[0][3]):
+    def begin(self, place: Place) -> Any:
+        """Return the mark at which an op begins; None where there is none."""
+        return self._record(self._free.pop() if self._free else None)
+
+    def end(self, place: Place, begun: Any) -> None:
+        """Mark the end of an op; marks that have passed are read once many are kept."""
+        ended = None if begun is None else self.begin(place)
+        if ended is not None:
+            self._pending.append((place, begun, ended))
+        while len(self._pending) > self.KEPT and self._pending[0][2].query():
             self._read()
 
     def settle(self) -> None:
         """Wait for all marks and read them."""
         while self._pending:
-            clock, _, _, end = self._pending[0]
-            clock.wait(end)
+            self._pending[0][2].synchronize()
             self._read()
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget the marks."""
         self._pending.clear()
 
     def _read(self) -> None:
-        clock, place, begin, end = self._pending.popleft()
-        place.device = (place.device or 0) + round(1e6 * clock.between(begin, end))
-        clock.free(begin)
-        clock.free(end)
+        place, begun, ended = self._pending.popleft()
+        place.device = (place.device or 0) + round(1e6 * begun.elapsed_time(ended))
+        self._free += (begun, ended)

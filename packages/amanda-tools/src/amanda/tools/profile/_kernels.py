@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from _thread import get_ident
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import amanda
 from amanda.tools.profile._modules import MS, milliseconds
 from amanda.tools.profile._place import KEYS, Place
-from amanda.tools.profile._recorder import Recorder, Routines
 from amanda.tools.results import Column, Result, shortened
 
 RANGE = "amanda: "
@@ -27,31 +24,27 @@ class Kernels:
         self.obstacle = ""
         self._profiler: Any = None
         self._thread = 0
-        self._ranges: defaultdict[int, list[tuple[Place, Any]]] = defaultdict(list)
 
-    def around(self, routines: Routines, place: Place, recorder: Recorder) -> Routines:
-        """Routines that put an op into a range besides; the range is not in the times."""
-        began, ended = routines
+    def begin(self, place: Place) -> Any:
+        """Return the range of an op, which ends when it is dropped; None where torch.profiler cannot run."""
+        if self._profiler is None and not self._start():
+            return None
+        import torch
 
-        @amanda.innermost
-        def begin() -> None:
-            if recorder.recording:
-                self._enter(place)
-            began()
+        return torch.ops.profiler._record_function_enter_new(f"{RANGE}{place.index}", None)
 
-        @amanda.innermost
-        def end() -> None:
-            ended()
-            self._leave(place)
+    def end(self, place: Place, begun: Any) -> None:
+        """End the range of an op."""
+        if begun is not None:
+            import torch
 
-        return begin, end
+            torch.ops.profiler._record_function_exit._RecordFunction(begun)
 
     def stop(self, places: Sequence[Place]) -> None:
         """End the profile that runs, if any, and give each op what was seen in its ranges."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        self._ranges.clear()
         if get_ident() != self._thread:
             self.obstacle = "the profile was asked for on another thread than it was begun on"
             return
@@ -61,26 +54,6 @@ class Kernels:
                 counted = places[index].kernels.setdefault((kernel, device), [0, 0])
                 counted[0] += 1
                 counted[1] += took
-
-    def _enter(self, place: Place) -> None:
-        if self._profiler is None and not self._start():
-            return
-        import torch
-
-        handle = torch.ops.profiler._record_function_enter_new(f"{RANGE}{place.index}", None)
-        self._ranges[get_ident()].append((place, handle))
-
-    def _leave(self, place: Place) -> None:
-        ranges = self._ranges.get(get_ident(), [])
-        if not any(one is place for one, _ in ranges):
-            return
-        import torch
-
-        while ranges:  # what an op that raised has left open is within this one
-            one, handle = ranges.pop()
-            torch.ops.profiler._record_function_exit._RecordFunction(handle)
-            if one is place:
-                return
 
     def _start(self) -> bool:
         import torch
@@ -98,26 +71,20 @@ class Kernels:
 
 
 def seen(events: Iterable[Any]) -> Iterator[tuple[int, str, str, int]]:
-    """For each kernel, or operator on a CPU, the number of the innermost range around it, its name, its
+    """Yield each kernel, and operator on a CPU: the number of the innermost range around it, its name, its
     device, and its nanoseconds without those within it.
     """
     for event in events:
-        index = _range_of(event)
-        if index is None:
+        around = event.cpu_parent
+        while around is not None and not around.name.startswith(RANGE):
+            around = around.cpu_parent
+        if around is None:
             continue
+        index = int(around.name.removeprefix(RANGE))
         for kernel in event.kernels:
             yield index, kernel.name, f"cuda:{kernel.device}", round(1000 * kernel.duration)
         if event.name.startswith("aten::"):
             yield index, event.name, "cpu", round(1000 * event.self_cpu_time_total)
-
-
-def _range_of(event: Any) -> int | None:
-    around = event.cpu_parent
-    while around is not None:
-        if around.name.startswith(RANGE):
-            return int(around.name.removeprefix(RANGE))
-        around = around.cpu_parent
-    return None
 
 
 class KernelResult(Result):
@@ -138,14 +105,13 @@ class KernelResult(Result):
         self._obstacle = obstacle
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each kernel of each op, those with most time first."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        """Return a row for each kernel of each op, those with most time first."""
+        found: dict[tuple[str, ...], list[list[int]]] = {}
         for place in self.places:
-            for kernel, (calls, took) in place.kernels.items():
-                sums = found.setdefault((*place.names.values(), *kernel), [0, 0])
-                sums[0] += calls
-                sums[1] += took
-        rows = [(*key, calls, MS * took) for key, (calls, took) in found.items()]
+            for kernel, counted in place.kernels.items():
+                found.setdefault((*place.names.values(), *kernel), []).append(counted)
+        sums = ((key, [sum(column) for column in zip(*each, strict=True)]) for key, each in found.items())
+        rows = [(*key, calls, MS * took) for key, (calls, took) in sums]
         return sorted(rows, key=lambda row: -row[-1])
 
     def notes(self) -> Sequence[str]:

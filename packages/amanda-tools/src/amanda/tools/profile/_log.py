@@ -1,10 +1,11 @@
-"""The executions that a timeline shows, in little memory."""
+"""The executions and the steps that a timeline shows, in little memory."""
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,14 @@ class Event(NamedTuple):
     thread: int
 
 
+class Step(NamedTuple):
+    """A recorded step, from the begin of its first op to the end of its last; in nanoseconds."""
+
+    number: int
+    begin: int
+    end: int
+
+
 class Thread(NamedTuple):
     """A thread as the operating system knows it."""
 
@@ -31,7 +40,7 @@ class Thread(NamedTuple):
 
     @classmethod
     def present(cls) -> Thread:
-        """The one that this runs on; asking Python for it would make it one of Python's."""
+        """Return the one that this runs on; asking Python for it would make it one of Python's."""
         number = threading.get_native_id()
         named = (one.name for one in threading.enumerate() if one.native_id == number)
         comm = Path(f"/proc/self/task/{number}/comm")
@@ -39,42 +48,80 @@ class Thread(NamedTuple):
         return cls(number, name)
 
 
-class Log:
-    """Keeps as many executions as its limit says, in the order of their ends.
+@dataclass(frozen=True)
+class Timeline:
+    """Data of a trace: executions by their begin, threads, recorded steps, and bytes alive by device.
 
+    dropped: executions that are not in it.
+    """
+
+    events: Sequence[Event] = ()
+    threads: Mapping[int, Thread] = field(default_factory=dict)
+    steps: Sequence[Step] = ()
+    alive: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    dropped: int = 0
+
+
+class Log:
+    """Keeps as many executions, in the order of their ends, and as many steps as its limit says.
+
+    number: of the step that is being recorded, None where none is.
     threads: by `get_ident`, as they were when the first op ended there.  dropped: executions not kept.
     """
 
     def __init__(self, limit: int) -> None:
-        self._left = limit
+        self._limit = self._left = limit
         self._numbers = array("q")  # four for each: objects would be the garbage collector's work
+        self._steps: list[Step] = []
+        self._count = self._spent = 0
+        self._begin: int | None = None
+        self._end = 0
+        self.number: int | None = None
         self.threads: dict[int, Thread] = {}
         self.dropped = 0
 
-    def keep(self, place: Place, begin: int, took: int, thread: int) -> None:
-        """Keep one execution, if there is room."""
+    def keep(self, place: Place, begin: int, end: int, thread: int) -> None:
+        """Add one execution to the step, and keep it if there is room."""
+        if self._begin is None or begin < self._begin:
+            self._begin = begin
+        if end > self._end:
+            self._end = end
         if not self._left:
             self.dropped += 1
             return
         self._left -= 1
-        self._numbers.extend((place.index, begin, took, thread))
+        self._numbers.extend((place.index, begin, end - begin, thread))
         if thread not in self.threads:
             self.threads[thread] = Thread.present()
 
+    def turn(self, number: int | None) -> None:
+        """End the step, if there is one in which anything was executed, and begin the next; None for none."""
+        for step in self._present():
+            self._count += 1
+            self._spent += step.end - step.begin
+            if self._count <= self._limit:
+                self._steps.append(step)
+        self.number, self._begin = number, None
+
+    def join(self, number: int) -> None:
+        """Make one of all steps so far, and go on with it."""
+        begins = [step.begin for step in (*self._steps, *self._present())]
+        self._steps, self._count, self._spent = [], 0, 0
+        self.number, self._begin = number, min(begins, default=None)
+
+    def steps(self) -> tuple[list[Step], int, int]:
+        """Return the steps that are kept, the number of all, and their nanoseconds, with the present one."""
+        present = self._present()
+        spent = self._spent + sum(step.end - step.begin for step in present)
+        return [*self._steps, *present][: self._limit], self._count + len(present), spent
+
+    def _present(self) -> list[Step]:
+        if self.number is None or self._begin is None:
+            return []
+        return [Step(self.number, self._begin, self._end)]
+
     def events(self, places: Sequence[Place]) -> list[Event]:
-        """The executions; places by their index."""
+        """Return the executions by their begin, the longest first; places by their index."""
         numbers = iter(self._numbers.tolist())
-        return [Event(places[index], *rest) for index, *rest in zip(*[numbers] * 4, strict=True)]
-
-
-def lanes(events: Sequence[Event]) -> list[int]:
-    """For each event, in the order of their begins, the first lane that is free: none overlaps another."""
-    free: list[int] = []
-    chosen = []
-    for event in events:
-        lane = next((i for i, end in enumerate(free) if end <= event.begin), len(free))
-        if lane == len(free):
-            free.append(0)
-        free[lane] = event.begin + event.took
-        chosen.append(lane)
-    return chosen
+        events = [Event(places[index], *rest) for index, *rest in zip(*[numbers] * 4, strict=True)]
+        return sorted(events, key=lambda event: (event.begin, -event.took))

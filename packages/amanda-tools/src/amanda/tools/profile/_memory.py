@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from amanda.tools.profile._place import Place
+from amanda.tools.results import amount
 
 
 class Storage(NamedTuple):
@@ -21,44 +23,62 @@ class Storage(NamedTuple):
     memory: Any
 
 
-@dataclass(slots=True)
-class Share:
-    """Bytes that an op has on a device: alive now, and as they were at the peak number `seen`."""
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were alive on a device at once, and by which ops they were made, most first."""
 
-    alive: int = 0
-    before: int = 0
-    seen: int = 0
+    device: str
+    size: int
+    owners: Sequence[tuple[Place, int]]
+
+    def __str__(self) -> str:
+        first = ", ".join(
+            f"{amount(size, 'B')} {place.type}{f' in {place.module}' if place.module else ''}"
+            + ("" if place.phase == "given" else f" ({place.phase})")
+            for place, size in self.owners[:3]
+        )
+        return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
+
+
+def _given() -> Place:
+    return Place("given", "parameters, inputs, older tensors", "", "")
 
 
 @dataclass(eq=False, slots=True)
 class Device:
     """Bytes of one device: alive, and the most that were while steps were recorded, None before.
 
-    peaks: how often a new most was reached.  given: bytes that nobody was seen to make.
+    recording: whether steps are recorded.  limit: changes kept for the timeline.
+    given: bytes that nobody was seen to make, which the place `others` owns.
+    owned: bytes alive by their owner.  changed: bytes added to these since the peak.
     history: nanoseconds, and bytes alive besides those given until then, after each change.
     """
 
     name: str
+    limit: int
+    recording: bool
+    peak: int | None
+    others: Place = field(default_factory=_given)
     alive: int = 0
-    peak: int | None = None
-    peaks: int = 0
     given: int = 0
-    shares: dict[Place, Share] = field(default_factory=dict)
+    owned: defaultdict[Place, int] = field(default_factory=lambda: defaultdict(int))
+    changed: defaultdict[Place, int] = field(default_factory=lambda: defaultdict(int))
     history: list[tuple[int, int]] = field(default_factory=list)
 
-    def change(self, owner: Place, size: int) -> None:
-        """Add to the bytes that an op has alive; negative numbers for fewer."""
-        share = self.shares.setdefault(owner, Share())
-        if share.seen != self.peaks:  # the first change since the peak: keep what was
-            share.before, share.seen = share.alive, self.peaks
-        share.alive += size
+    def change(self, owner: Place, size: int, when: int | None = None) -> None:
+        """Add to the bytes that an op has alive; negative numbers for fewer.  when: None for now."""
+        self.owned[owner] += size
+        self.changed[owner] += size
         self.alive += size
+        if self.recording:
+            if size > 0:
+                self.look()
+            if len(self.history) < self.limit:
+                self.history.append((when or perf_counter_ns(), self.alive - self.given))
 
-    def give(self, owner: Place, size: int) -> None:
+    def give(self, size: int) -> None:
         """Take in bytes that are met now and were there all along: at the peak too."""
-        share = self.shares.setdefault(owner, Share())
-        share.alive += size
-        share.before += size
+        self.owned[self.others] += size
         self.alive += size
         self.given += size
         if self.peak is not None:
@@ -68,16 +88,17 @@ class Device:
         """See whether this is a peak."""
         if self.peak is None or self.alive >= self.peak:
             self.peak = self.alive
-            self.peaks += 1
+            self.changed.clear()
 
-    def at_peak(self) -> dict[Place, int]:
-        """Bytes that were alive at the peak, by their owners."""
-        shares = self.shares.items()
-        sizes = {owner: one.before if one.seen == self.peaks else one.alive for owner, one in shares}
-        return {owner: size for owner, size in sizes.items() if size}
+    def at_peak(self) -> Peak:
+        """Return the peak, with the bytes of each owner at that time."""
+        sizes = [(owner, size - self.changed.get(owner, 0)) for owner, size in self.owned.items()]
+        owners = sorted((one for one in sizes if one[1]), key=lambda one: -one[1])
+        return Peak(self.name, self.peak or 0, owners)
 
 
 class _Held(NamedTuple):
+    memory: weakref.ref[Any]
     size: int
     owner: Place
     device: Device
@@ -86,29 +107,25 @@ class _Held(NamedTuple):
 class Memory:
     """Follows storages from the op that made them to their end, which a weak reference tells.
 
-    What an op was given and no op had made belongs to `given`: parameters, inputs, what lived before.
-    recording: whether the peak is looked for.  limit: changes kept for the timeline.
+    What an op was given and no op had made belongs to `others`: parameters, inputs, what lived before.
+    limit: changes kept for the timeline.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._alive: dict[int, tuple[weakref.ref[Any], _Held]] = {}
+        self._alive: dict[int, _Held] = {}
         self._dead: deque[tuple[int, int]] = deque()
-        self._given: dict[str, Place] = {}
+        self._recording = False
         self.devices: dict[str, Device] = {}
-        self.recording = False
 
-    def start(self) -> None:
-        """Look for the peak from what is alive now on."""
+    def record(self, recording: bool) -> None:
+        """Look for the peak from what is alive now on, or stop it; the peak stays."""
         self.drain()
-        self.recording = True
+        self._recording = recording
         for device in self.devices.values():
-            device.look()
-
-    def stop(self) -> None:
-        """Stop following memory; the peak stays."""
-        self.drain()
-        self.recording = False
+            device.recording = recording
+            if recording:
+                device.look()
 
     def clear(self) -> None:
         """Forget the peaks; what is alive stays known."""
@@ -116,65 +133,41 @@ class Memory:
         for device in self.devices.values():
             device.peak = None
             device.history.clear()
-            if self.recording:
-                device.look()
+        self.record(self._recording)
 
     def meet(self, storages: Iterable[Storage], maker: Place | None) -> None:
         """Take in storages that an op made, or (maker None) was given; known ones belong to their maker."""
         self.drain()
         for storage in storages:
-            known = self._alive.get(storage.key)
-            if known is not None and known[0]() is storage.memory:
-                held = known[1]
+            held = self._alive.get(storage.key)
+            if held is not None and held.memory() is storage.memory:
                 if held.size != storage.size:  # resized in place
-                    self._change(held, storage.size - held.size)
-                    self._alive[storage.key] = known[0], held._replace(size=storage.size)
+                    held.device.change(held.owner, storage.size - held.size)
+                    self._alive[storage.key] = held._replace(size=storage.size)
                 continue
-            device = self._device(storage.device)
-            owner = maker or self._given_on(storage.device)
-            held = _Held(storage.size, owner, device)
-            self._alive[storage.key] = weakref.ref(storage.memory, self._death_of(storage.key)), held
+            device = self.devices.get(storage.device)
+            if device is None:
+                peak = 0 if self._recording else None
+                device = Device(storage.device, self._limit, self._recording, peak)
+                self.devices[storage.device] = device
+            memory = weakref.ref(storage.memory, partial(_note_death, self._dead, storage.key))
+            self._alive[storage.key] = _Held(memory, storage.size, maker or device.others, device)
             if maker is None:
-                device.give(owner, storage.size)
+                device.give(storage.size)
                 continue
-            if self.recording:
+            if self._recording:
                 maker.allocated = (maker.allocated or 0) + storage.size
-            self._change(held, storage.size)
+            device.change(maker, storage.size)
 
     def drain(self) -> None:
         """Take account of what has died."""
         while self._dead:
             key, when = self._dead.popleft()
-            known = self._alive.get(key)
-            if known is not None and known[0]() is None:
+            held = self._alive.get(key)
+            if held is not None and held.memory() is None:
                 del self._alive[key]
-                self._change(known[1], -known[1].size, when)
+                held.device.change(held.owner, -held.size, when)
 
-    def _death_of(self, key: int) -> Callable[[Any], None]:
-        dead = self._dead  # a death comes at any time, on any thread: it is put down, no more
 
-        def died(_: Any) -> None:
-            dead.append((key, perf_counter_ns()))
-
-        return died
-
-    def _device(self, name: str) -> Device:
-        if name not in self.devices:
-            self.devices[name] = Device(name)
-            if self.recording:
-                self.devices[name].look()
-        return self.devices[name]
-
-    def _given_on(self, device: str) -> Place:
-        if device not in self._given:
-            self._given[device] = Place("given", "parameters, inputs, older tensors", "", "")
-        return self._given[device]
-
-    def _change(self, held: _Held, size: int, when: int | None = None) -> None:
-        device = held.device
-        device.change(held.owner, size)
-        if self.recording:
-            if size > 0:
-                device.look()
-            if len(device.history) < self._limit:
-                device.history.append((when or perf_counter_ns(), device.alive - device.given))
+def _note_death(dead: deque[tuple[int, int]], key: int, _: Any) -> None:
+    dead.append((key, perf_counter_ns()))  # it comes at any time, on any thread: no more is done here

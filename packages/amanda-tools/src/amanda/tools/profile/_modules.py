@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._place import Place, together
 from amanda.tools.results import Column, Result, amount, shortened
 
 MS = 1e-6
@@ -36,34 +36,35 @@ class ModuleResult(Result):
         self.places = tuple(places)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows from the outermost module inwards; "" is the model, and what no module calls."""
-        found: dict[str, list[Place]] = {}
+        """Return rows from the outermost module inwards; "" is the model, and what no module calls."""
+        inside: dict[str, list[Place]] = {}
+        own: dict[str, list[Place]] = {}
         for place in self.places:
-            for path in _around(place.module):
-                found.setdefault(path, []).append(place)
-        whole = sum(place.own for place in self.places)
-        return [(path, *_of_module(path, found[path], whole)) for path in sorted(found, key=_in_order)]
+            for path in (paths := _around(place.module)):
+                inside.setdefault(path, []).append(place)
+            own.setdefault(paths[-1], []).append(place)
+        whole, rows = _took(self.places), []
+        for path in sorted(inside, key=_in_order):
+            places, took = inside[path], _took(inside[path])
+            every = together(places)
+            rows.append((
+                path, every.calls, MS * _took(own.get(path, ())), MS * took, MS * _took(places, "forward"),
+                MS * _took(places, "backward"), took / whole if whole else 0.0, every.allocated,
+            ))  # fmt: skip
+        return rows
 
 
-def _around(module: str) -> Iterable[str]:
-    """A module's path and those of the modules around it, outermost first."""
+def _took(places: Iterable[Place], phase: str | None = None) -> int:
+    return sum(place.own for place in places if phase in (None, place.phase))
+
+
+def _around(module: str) -> Sequence[str]:
+    """Return a module's path and those of the modules around it, outermost first."""
     parts = [part for part in module.replace("/", ".").split(".") if part]
     return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
 
 def _in_order(path: str) -> list[tuple[int, int, str]]:
-    """A key that puts `layer.2` ahead of `layer.10`."""
+    """Return a key that puts `layer.2` ahead of `layer.10`."""
     parts = path.split(".") if path else []
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
-
-
-def _of_module(path: str, places: Sequence[Place], whole: int) -> tuple[Any, ...]:
-    def took(*phases: str) -> int:
-        return sum(place.own for place in places if not phases or place.phase in phases)
-
-    own = sum(place.own for place in places if list(_around(place.module))[-1] == path)
-    allocated = [place.allocated for place in places if place.allocated is not None]
-    return (
-        sum(place.calls for place in places), MS * own, MS * took(), MS * took("forward"),
-        MS * took("backward"), took() / whole if whole else 0.0, sum(allocated) if allocated else None,
-    )  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 KEYS = ("phase", "type", "module", "source")
+_SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
+"""Fields that add up where several places are one; of None there is nothing."""
 
 
 @dataclass(eq=False)
@@ -17,6 +20,7 @@ class Place:
     calls: executions that ended; timed: those of them whose begin is known.
     device: time on the device, None where there is none.
     allocated: bytes of the tensors that it made; None where nobody looked.
+    at_peak: bytes of those that were alive at the peaks, in a result.
     index: its place among all.  kernels: by name and device, how often each ran and for how long.
     runs_others: whether ops within it have times of their own that cannot be told from its own.
     """
@@ -36,12 +40,13 @@ class Place:
     most: int = 0
     device: int | None = None
     allocated: int | None = None
+    at_peak: int = 0
     runs_others: bool = False
     index: int = 0
     kernels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def add(self, took: int, inside: int) -> None:
-        """One more execution, with the time of the ops within it."""
+        """Add one execution, with the time of the ops within it."""
         self.calls += 1
         self.timed += 1
         self.total += took
@@ -60,5 +65,24 @@ class Place:
 
     @property
     def names(self) -> dict[str, str]:
-        """Keys of the place in rows."""
+        """Return the keys of the place in rows."""
         return {key: getattr(self, key) for key in KEYS}
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Return what files say of the place: its keys, its name and its id in hexadecimal digits."""
+        return {**self.names, "name": self.name, "id": f"{self.id:016x}"}
+
+
+def together(places: Sequence[Place]) -> Place:
+    """Return a new place with the sums of some, which is named as the first of them is."""
+    made = replace(places[0], kernels={})
+    for name in _SUMS:
+        known = [value for place in places if (value := getattr(place, name)) is not None]
+        setattr(made, name, sum(known) if known else None)
+    made.least = min((place.least for place in places if place.timed), default=0)
+    made.most = max(place.most for place in places)
+    for kernel, (calls, took) in (item for place in places for item in place.kernels.items()):
+        before = made.kernels.get(kernel, (0, 0))
+        made.kernels[kernel] = [before[0] + calls, before[1] + took]
+    return made

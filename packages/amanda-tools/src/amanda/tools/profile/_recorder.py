@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools.profile._device import DeviceClock, DeviceTimes
+from amanda.errors import ToolError
+from amanda.tools.profile._device import DeviceClock
+from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._log import GRAPH, Log
 from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
-from amanda.tools.profile._schedule import Schedule, Windows
 
 DEEPEST = 256
 """Ops within ops; what an op that raised has left behind goes no deeper either."""
@@ -23,39 +25,75 @@ Routines = tuple[Callable[..., None], Callable[..., None]]
 """The routine before an op, and the one after it."""
 
 
+class Schedule(NamedTuple):
+    """Cycles of steps: `wait` and `warmup` pass by, `active` are recorded; `repeat` cycles, 0 for no end.
+
+    active: 0 for all that follow.
+    """
+
+    wait: int = 0
+    warmup: int = 0
+    active: int = 0
+    repeat: int = 0
+
+    def check(self) -> None:
+        """Raise ToolError for numbers of steps that are none."""
+        for name, value in self._asdict().items():
+            check_count(name, value, "steps")
+        if self.repeat and not self.active:
+            raise ToolError(f"repeat={self.repeat} needs active, the number of steps to record in each cycle")
+
+    def records(self, step: int) -> bool:
+        """Return True if a step, counted from 0, is recorded."""
+        passed = self.wait + self.warmup
+        if not self.active:
+            return step >= passed
+        cycle, place = divmod(step, passed + self.active)
+        return place >= passed and (not self.repeat or cycle < self.repeat)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if value) or "all"
+
+
+def check_count(name: str, value: object, unit: str) -> None:
+    """Raise ToolError for an option that is no number of something."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ToolError(f"{name} is a number of {unit}, 0 or more, not {value!r}")
+
+
+Probe = DeviceClock | Kernels
+"""Measures executions besides the program's clock; an outcome of `begin` is dropped where the op raises."""
+
+
+@dataclass(slots=True, eq=False)
 class _Open:
     """An execution under way.
 
-    inside: time of the ops within it.  ours: time of the routines at those.
+    inside: time of the ops within it.  ours: time of the routines at those.  begun: by the probes.
     """
 
-    __slots__ = ("begin", "inside", "mark", "ours", "place")
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.begin = self.inside = self.ours = 0
-        self.mark: Any = None
+    place: Place
+    begin: int = 0
+    inside: int = 0
+    ours: int = 0
+    begun: Sequence[Any] = ()
 
 
 class Recorder:
     """Keeps sums for each op and, up to `limit`, each execution.
 
-    places: by the ids of the forward and the backward op.  memory: told which steps are recorded.
     on_end: called when steps are not recorded any more.
-    recording: whether the present step is.  log: what a timeline shows.
+    places: by the ids of the forward and the backward op.  clocks: of devices.
+    memory: looks for peaks in the recorded steps.  log: has what a timeline shows.
+    recording: whether the present step is recorded.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        limit: int,
-        memory: Memory | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, schedule: Schedule, limit: int, on_end: Callable[[], None] = lambda: None) -> None:
         self.schedule = schedule
-        self.memory = memory
-        self._on_end = on_end
+        self.memory = Memory(limit)
+        self.clocks: dict[str, DeviceClock] = {}
         self.places: dict[tuple[int, int | None], Place] = {}
+        self._on_end = on_end
         self._limit = limit
         self._step = self._first = 0
         self.recording = False
@@ -65,48 +103,42 @@ class Recorder:
         """Forget all executions; the present step is the first."""
         for place in self.places.values():
             place.clear()
-        self.windows = Windows(self._limit)
+        for clock in self.clocks.values():
+            clock.clear()
+        self.memory.clear()
         self.log = Log(self._limit)
-        self.device_times = DeviceTimes()
         self._open: defaultdict[int, deque[_Open]] = defaultdict(partial(deque, maxlen=DEEPEST))
-        if self.memory is not None:
-            self.memory.clear()
         self._first = self._step
         self._begin()
 
     def on_step(self, number: int) -> None:
-        """Begin a step; its number is lower than before if earlier steps turned out to be none."""
-        if number < self._step:
-            self._recount(number)
-        self._step = number
-        self._begin()
+        """Begin a step; its number is lower than before if earlier steps turned out to be none.
 
-    def _recount(self, number: int) -> None:
-        """Count the records so far as one step, or drop them where a schedule records other steps."""
-        self._step = number
-        self._first = min(self._first, number)
-        if self.schedule != Schedule():
-            self.clear()
-        else:
-            self.windows.join(number - self._first)
+        Then the records so far count as one step, or are dropped where a schedule records other steps.
+        """
+        before, self._step = self._step, number
+        if number < before:
+            self._first = min(self._first, number)
+            if self.schedule != Schedule():
+                self.clear()
+            else:
+                self.log.join(number - self._first)
+        self._begin()
 
     def _begin(self) -> None:
         present = self._step - self._first
-        if self.windows.number == present:
+        if self.log.number == present:
             return
-        self.windows.close()
         was, self.recording = self.recording, self.schedule.records(present)
-        if self.recording:
-            self.windows.open(present)
+        self.log.turn(present if self.recording else None)
         if was != self.recording:
             self._open.clear()
             if not self.recording:
                 self._on_end()
-            if self.memory is not None:
-                (self.memory.start if self.recording else self.memory.stop)()
+            self.memory.record(self.recording)
 
-    def in_sequence(self, place: Place) -> Routines:
-        """Routines for an op that ends on the thread that it begins on, the last begun first."""
+    def in_sequence(self, place: Place, probes: Sequence[Probe] = ()) -> Routines:
+        """Return routines for an op that ends on the thread that it begins on, the last begun first."""
 
         @amanda.innermost
         def begin() -> None:
@@ -115,6 +147,8 @@ class Recorder:
             stack = self._open[get_ident()]
             entered = perf_counter_ns() if stack else 0
             one = _Open(place)
+            if probes:
+                one.begun = [probe.begin(place) for probe in probes]
             if stack:
                 stack[-1].ours += perf_counter_ns() - entered
             stack.append(one)
@@ -125,65 +159,30 @@ class Recorder:
             now = perf_counter_ns()
             thread = get_ident()
             stack = self._open.get(thread)
-            if stack:
-                self._ended(place, now, thread, stack)
-
-        return begin, end
-
-    def on_device(self, place: Place, clock: DeviceClock) -> Routines:
-        """Routines as `in_sequence`, which also mark the begin and end in the device's queue."""
-        began, ended = self.in_sequence(place)
-
-        @amanda.innermost
-        def begin() -> None:
-            began()
-            stack = self._open.get(get_ident())
-            if stack and stack[-1].place is place:
-                stack[-1].mark = clock.mark()
-                stack[-1].begin = perf_counter_ns()
-
-        @amanda.innermost
-        def end() -> None:
-            stack = self._open.get(get_ident())
-            mark = stack[-1].mark if stack and stack[-1].place is place else None
-            ended()
-            self.device_times.add(clock, place, mark, clock.mark() if mark is not None else None)
-
-        return begin, end
-
-    def _ended(self, place: Place, now: int, thread: int, stack: deque[_Open]) -> None:
-        one = stack.pop()
-        if one.place is not place:
-            stack.append(one)
-            if all(other.place is not place for other in stack):
+            if not stack or (stack[-1].place is not place and all(one.place is not place for one in stack)):
                 return
-            one = self._unwound(place, stack)
-        took = now - one.begin - one.ours
-        place.add(took, one.inside)
-        self.windows.note(one.begin, now)
-        self.log.keep(place, one.begin, now - one.begin, thread)
-        if stack:
-            around = stack[-1]
-            around.inside += took
-            around.ours += one.ours + perf_counter_ns() - now
+            one, inside, ours = stack.pop(), 0, 0
+            while one.place is not place:  # it raised, and its time was spent in the op around it
+                inside, ours, one = inside + one.inside, ours + one.ours, stack.pop()
+            ours += one.ours
+            if probes:
+                for probe, begun in zip(probes, one.begun, strict=True):
+                    probe.end(place, begun)
+            took = now - one.begin - ours
+            place.add(took, one.inside + inside)
+            self.log.keep(place, one.begin, now, thread)
+            if stack:
+                around = stack[-1]
+                around.inside += took
+                around.ours += ours + perf_counter_ns() - now
 
-    @staticmethod
-    def _unwound(place: Place, stack: deque[_Open]) -> _Open:
-        """The execution that ends, without those within it that raised; their time was spent in it."""
-        inside = ours = 0
-        while stack[-1].place is not place:
-            raised = stack.pop()
-            inside += raised.inside
-            ours += raised.ours
-        one = stack.pop()
-        one.inside += inside
-        one.ours += ours
-        return one
+        return begin, end
 
-    def in_parallel(self, place: Place) -> Routines:
-        """Routines for an op of a graph, which begins and ends on any thread, within one run of the graph.
+    def in_parallel(self, place: Place, is_fed: bool) -> Routines:
+        """Return routines for an op of a graph, which begins and ends on any thread, within one run of it.
 
         Where several executions of it are under way, in a loop, the first begun ends first.
+        is_fed: whether a value goes into the op, by which its begin can be told.
         """
 
         @amanda.innermost
@@ -198,24 +197,15 @@ class Recorder:
             if begun:
                 start = begun.popleft()
                 place.add(now - start, 0)
-                self.windows.note(start, now)
-                self.log.keep(place, start, now - start, GRAPH)
+                self.log.keep(place, start, now, GRAPH)
+            elif not is_fed and self.recording:
+                place.calls += 1
 
         return begin, end
 
-    def counting(self, place: Place) -> Callable[..., None]:
-        """A routine for an op whose begin cannot be told."""
-
-        @amanda.innermost
-        def end(*_: Any) -> None:
-            if self.recording:
-                place.calls += 1
-
-        return end
-
 
 def floor(samples: int = 200) -> float:
-    """Nanoseconds that the routines find between a begin and an end with nothing between them."""
+    """Return the nanoseconds between a begin and an end with nothing between them, as the routines see it."""
     place = Place("forward", "", "", "")
     recorder = Recorder(Schedule(), samples)
     begin, end = recorder.in_sequence(place)

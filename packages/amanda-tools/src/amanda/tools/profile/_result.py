@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from amanda.tools.profile import _trace
-from amanda.tools.profile._exchange import as_dict, from_dict, merged
 from amanda.tools.profile._kernels import KernelResult
+from amanda.tools.profile._log import Timeline
+from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
-from amanda.tools.profile._place import KEYS, Place
-from amanda.tools.profile._recorder import floor
-from amanda.tools.profile._recording import Recording
+from amanda.tools.profile._place import KEYS, Place, together
+from amanda.tools.profile._recorder import Recorder, floor
 from amanda.tools.results import Column, KeyedResult, check_schema
-
-if TYPE_CHECKING:
-    pass
-
 
 _columns = (
     Column("calls", show="{:,}".format, total=True),
@@ -31,11 +28,21 @@ _columns = (
 )
 
 
+_NUMBERS = {
+    "calls": "calls", "timed": "timed", "total": "total_ns", "own": "self_ns", "least": "min_ns",
+    "most": "max_ns", "device": "device_ns", "allocated": "allocated", "at_peak": "at_peak",
+}  # fmt: skip
+"""Fields of a place, by what files call them."""
+
+
+@dataclass(eq=False, repr=False)
 class ProfileResult(KeyedResult):
-    """Times and bytes of everything that was recorded.
+    """Times and bytes of everything that was recorded up to a moment.
 
     places: what was measured, each op apart.  peaks: of each device whose memory was followed.
-    timeline: for traces.  by: the keys of a row, of `KEYS`.
+    timeline: for traces.  wall_ns: of the recorded steps, from the first op of each to its last.
+    schedule: what was asked for, in words.  obstacle: why kernels are not told though they were asked for.
+    told_by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "profile"
@@ -43,70 +50,115 @@ class ProfileResult(KeyedResult):
     counted: ClassVar[Sequence[Column]] = _columns
     width: ClassVar[int] = 36
 
-    def __init__(self, recording: Recording, by: Sequence[str] = KEYS) -> None:
-        self._recording = recording
-        self.places = tuple(place for place in recording.places if place.calls)
-        self.peaks = tuple(recording.peaks)
-        self.timeline = recording.timeline
-        self.tell_by(by, "Profile")
+    places: Sequence[Place]
+    peaks: Sequence[Peak] = ()
+    timeline: Timeline = field(default_factory=Timeline)
+    recorded_steps: int = 0
+    wall_ns: int = 0
+    schedule: str = "all"
+    obstacle: str = ""
+    told_by: Sequence[str] = KEYS
+
+    def __post_init__(self) -> None:
+        self.tell_by(self.told_by, "Profile")
+
+    @classmethod
+    def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
+        """Return a copy of what a recorder has now."""
+        kept = {place: together([place]) for place in recorder.places.values()}
+        places, log, devices = list(kept.values()), recorder.log, recorder.memory.devices.values()
+        peaks = []
+        for peak in (device.at_peak() for device in devices if device.peak):
+            owners = [(kept.get(owner) or together([owner]), held) for owner, held in peak.owners]
+            peaks.append(replace(peak, owners=owners))
+            for owner, held in owners:
+                owner.at_peak += held
+        # what was given is there from the beginning
+        alive = {one.name: [(when, held + one.given) for when, held in one.history] for one in devices}
+        steps, count, spent = log.steps()
+        timeline = Timeline(log.events(places), dict(log.threads), steps, alive, log.dropped)
+        measured = [place for place in places if place.calls]
+        return cls(measured, peaks, timeline, count, spent, str(recorder.schedule), obstacle)
 
     def kernels(self) -> KernelResult:
-        """A row for each kernel of each op, where the tool was asked for them."""
-        return KernelResult(self.places, self._recording.obstacle)
+        """Return a row for each kernel of each op, where the tool was asked for them."""
+        return KernelResult(self.places, self.obstacle)
 
     def modules(self) -> ModuleResult:
-        """A row for each module, with its own ops and with those of the modules in it."""
+        """Return a row for each module, with its own ops and with those of the modules in it."""
         return ModuleResult(self.places)
 
     def total(self, phase: str | None = None) -> float:
-        """Milliseconds in ops of one phase, or of all; ops within ops count once."""
+        """Return milliseconds in ops of one phase, or of all; ops within ops count once."""
         return MS * sum(place.own for place in self.places if phase in (None, place.phase))
 
     @property
     def wall(self) -> float:
-        """Milliseconds that the recorded steps took, from the first op of each to its last."""
-        return MS * self._recording.wall
+        """Return the milliseconds that the recorded steps took, from the first op of each to its last."""
+        return MS * self.wall_ns
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Rows by their keys, those with most time of their own first."""
-        at_peak = self._at_peak()
+        """Return rows by their keys, those with most time of their own first."""
         whole = sum(place.own for place in self.places)
-        rows = [(*key, *_sums(places, whole, at_peak)) for key, places in self.grouped(self.places).items()]
+        rows = [(*key, *_row(together(places), whole)) for key, places in self.grouped(self.places).items()]
         own = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[own] or 0))
 
-    def _at_peak(self) -> dict[int, int]:
-        """Bytes at the peaks by the identity of their place."""
-        found: dict[int, int] = {}
-        for peak in self.peaks:
-            for place, held in peak.owners:
-                found[id(place)] = found.get(id(place), 0) + held
-        return found
-
     def facts(self) -> Mapping[str, Any]:
-        """Totals, steps, peaks with their owners, and each op in nanoseconds."""
+        """Return totals, steps, peaks with their owners, and each op in nanoseconds."""
         return {
             "by": self._by,
             "steps": [{"step": one.number, "ms": MS * (one.end - one.begin)} for one in self.timeline.steps],
             "wall_ms": self.wall,
-            "totals_ms": {phase: self.total(phase) for phase in _phases(self.places)},
+            "totals_ms": {
+                phase: self.total(phase) for phase in dict.fromkeys(place.phase for place in self.places)
+            },
             "executions": {"kept": len(self.timeline.events), "dropped": self.timeline.dropped},
-            **as_dict(self._recording, self._at_peak()),
-        }
+            "schedule": self.schedule,
+            "recorded_steps": self.recorded_steps,
+            "wall_ns": self.wall_ns,
+            "peaks": [
+                {"device": peak.device, "bytes": peak.size,
+                 "owners": [{**_named(place), "bytes": held} for place, held in peak.owners]}
+                for peak in self.peaks
+            ],
+            "places": [
+                {**_named(place), **{name: getattr(place, field) for field, name in _NUMBERS.items()}}
+                for place in self.places
+            ],
+        }  # fmt: skip
 
     def merged(self, *others: ProfileResult) -> ProfileResult:
-        """This and other runs or ranks as one: equal ops add up, peaks stay; the timeline is this one's."""
-        return ProfileResult(merged([self._recording, *(one._recording for one in others)]), self._by)
+        """Return this and other runs or ranks as one: equal ops add up, and the timeline is this one's."""
+        results = (self, *others)
+        equal: dict[tuple[str, ...], list[Place]] = {}
+        for place in (one for result in results for one in result.places):
+            equal.setdefault((*place.names.values(), place.name), []).append(place)
+        return replace(
+            self,
+            places=list(map(together, equal.values())),
+            peaks=[peak for result in results for peak in result.peaks],
+            recorded_steps=sum(result.recorded_steps for result in results),
+            wall_ns=sum(result.wall_ns for result in results),
+            told_by=self._by,
+        )
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> ProfileResult:
         """Return what `to_dict` described, without timeline; raises ValueError for another schema."""
         check_schema(found, cls.name, cls.version)
-        return cls(from_dict(found), found["by"])
+        peaks = [
+            Peak(peak["device"], peak["bytes"], [(_place(one), one["bytes"]) for one in peak["owners"]])
+            for peak in found["peaks"]
+        ]
+        return cls(
+            list(map(_place, found["places"])), peaks, recorded_steps=found["recorded_steps"],
+            wall_ns=found["wall_ns"], schedule=found["schedule"], told_by=found["by"],
+        )  # fmt: skip
 
     def notes(self) -> Sequence[str]:
         """Return what the times measure, the peaks, and what is not in the table."""
-        ops, steps, dropped = self.total(), self._recording.steps, self.timeline.dropped
+        ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
         notes = []
         if self.places:
             share = f", {ops / self.wall:.0%}" if self.wall else ""
@@ -119,8 +171,8 @@ class ProfileResult(KeyedResult):
         untimed = sum(place.calls - place.timed for place in self.places)
         if untimed:
             notes.append(f"{untimed:,} executions have no time: no value goes into them.")
-        if self._recording.obstacle:
-            notes.append(f"torch.profiler did not tell kernels: {self._recording.obstacle}.")
+        if self.obstacle:
+            notes.append(f"torch.profiler did not tell kernels: {self.obstacle}.")
         if dropped:
             kept = len(self.timeline.events)
             notes.append(
@@ -130,7 +182,7 @@ class ProfileResult(KeyedResult):
         return notes
 
     def to_trace(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""
+        """Return the timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""
         return _trace.trace(self.timeline)
 
     def save(self, path: str | Path) -> Path:
@@ -145,27 +197,30 @@ class ProfileResult(KeyedResult):
         return super().save(path)
 
     def to_tensorboard(self, folder: str | Path) -> Path:
-        """Write the timeline as the PyTorch profiler plugin of TensorBoard reads it; the file."""
+        """Write the timeline as the PyTorch profiler plugin of TensorBoard reads it; return the file."""
         return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
 
 
-def _sums(places: Sequence[Place], whole: int, at_peak: Mapping[int, int]) -> tuple[Any, ...]:
-    timed, own = sum(place.timed for place in places), sum(place.own for place in places)
-    total = sum(place.total for place in places)
-    device = [place.device for place in places if place.device is not None]
-    allocated = [place.allocated for place in places if place.allocated is not None]
-    held = [at_peak[id(place)] for place in places if id(place) in at_peak]
+def _row(place: Place, whole: int) -> tuple[Any, ...]:
+    """Return the numbers of a row.  whole: nanoseconds of all ops."""
+    is_timed = place.timed > 0
     return (
-        sum(place.calls for place in places),
-        MS * total if timed else None,
-        MS * own if timed else None,
-        total / timed / 1000 if timed else None,
-        own / whole if whole else 0.0,
-        MS * sum(device) if device else None,
-        sum(allocated) if allocated else None,
-        sum(held) if held else None,
+        place.calls,
+        MS * place.total if is_timed else None,
+        MS * place.own if is_timed else None,
+        place.total / place.timed / 1000 if is_timed else None,
+        place.own / whole if whole else 0.0,
+        None if place.device is None else MS * place.device,
+        place.allocated,
+        place.at_peak or None,
     )
 
 
-def _phases(places: Iterable[Place]) -> Iterable[str]:
-    return dict.fromkeys(place.phase for place in places)
+def _named(place: Place) -> dict[str, str]:
+    return {**place.about, "of": f"{place.op_id:016x}"}
+
+
+def _place(found: Mapping[str, Any]) -> Place:
+    names = {key: found[key] for key in (*KEYS, "name")}
+    numbers = {field: found[name] for field, name in _NUMBERS.items() if name in found}
+    return Place(**names, id=int(found["id"], 16), op_id=int(found["of"], 16), **numbers)

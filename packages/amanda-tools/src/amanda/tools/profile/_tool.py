@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from _thread import get_ident
+from collections.abc import Callable
 from typing import Any
 
 import amanda
-from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.profile import _pytorch, _tensorflow
+from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
-from amanda.tools.profile._memory import Memory
 from amanda.tools.profile._place import Place
-from amanda.tools.profile._recorder import Recorder, Routines
-from amanda.tools.profile._recording import Recording
+from amanda.tools.profile._recorder import Probe, Recorder, Schedule, check_count
 from amanda.tools.profile._result import ProfileResult
-from amanda.tools.profile._schedule import Schedule
+from amanda.tools.profile._rules import RULES, Roles
 from amanda.tools.steps import Steps
 
 
@@ -44,22 +42,19 @@ class ProfileTool(amanda.Tool):
         limit: int = 100_000,
     ) -> None:
         super().__init__()
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise ToolError(f"limit is a number of executions, 0 or more, not {limit!r}")
+        check_count("limit", limit, "executions")
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
-        self._memory = Memory(limit) if memory else None
-        self._kernels = Kernels() if kernels else None
-        self._recorder = Recorder(schedule, limit, self._memory, self._read_kernels)
+        self._follows_memory, self._tells_kernels = memory, kernels
+        self._kernels = Kernels()
+        self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
-        rules = [["*", roles], ["pytorch", _pytorch.roles], ["tensorflow", _tensorflow.roles]]
-        rules += [[f"tensorflow/*/{mode}", _tensorflow.in_graph] for mode in ("graph", "function")]
-        self.depends_on(self._steps, StandardMapping(), MappingTool(rules))
-        self.add_inst_for_op(self._forward)
+        self.depends_on(self._steps, StandardMapping(), MappingTool(RULES))
+        self.add_inst_for_op(self._instrument)
         if backward:
-            self.add_inst_for_op(self._backward, backward=True)
+            self.add_inst_for_op(self._instrument, backward=True)
 
     def step(self) -> None:
         """Begin a step here; from now on none begins by itself."""
@@ -67,13 +62,12 @@ class ProfileTool(amanda.Tool):
 
     @property
     def result(self) -> ProfileResult:
-        """The profile so far."""
-        self._recorder.device_times.settle()
+        """Return the profile so far."""
+        for clock in self._recorder.clocks.values():
+            clock.settle()
         self._read_kernels()
-        if self._memory is not None:
-            self._memory.drain()
-        obstacle = self._kernels.obstacle if self._kernels is not None else ""
-        return ProfileResult(Recording.of(self._recorder, obstacle))
+        self._recorder.memory.drain()
+        return ProfileResult.of(self._recorder, self._kernels.obstacle)
 
     def clear(self) -> None:
         """Forget what was recorded; what was analysed stays, and the present step is step 0."""
@@ -81,97 +75,75 @@ class ProfileTool(amanda.Tool):
         self._recorder.clear()
 
     def _read_kernels(self) -> None:
-        if self._kernels is not None:
-            self._kernels.stop(list(self._recorder.places.values()))
+        self._kernels.stop(list(self._recorder.places.values()))
 
-    def _forward(self, context: amanda.OpContext) -> None:
-        if context["profile.passes"]:
+    def _instrument(self, context: amanda.OpContext) -> None:
+        roles: Roles = context["profile"]
+        if roles.passes:
             return
-        place = self._place(context, context["phase"], context["type"])
-        self._follow_memory(context, place)
-        if context["profile.parallel"] and not _has_tensor(context):
-            context.insert_after_op(self._recorder.counting(place), outputs=[])
-            return
-        begin, end = self._routines(context, place)
-        context.insert_before_op(begin, inputs=None if context["profile.parallel"] else [])
-        context.insert_after_op(end, outputs=[])
-
-    def _backward(self, context: amanda.OpContext) -> None:
-        if context["profile.passes"]:
-            return
-        place = self._place(context, "backward", context["backward_type"])
-        self._follow_memory(context, place)
-        if context["profile.parallel"] and not context.get_grad_outputs():
-            context.insert_after_backward_op(self._recorder.counting(place), grad_inputs=[])
-            return
-        begin, end = self._routines(context, place)
-        context.insert_before_backward_op(begin, grad_outputs=None if context["profile.parallel"] else [])
-        context.insert_after_backward_op(end, grad_inputs=[])
-
-    def _place(self, context: amanda.OpContext, phase: str, kind: str) -> Place:
-        key = context.get_op_id(), context.get_backward_op_id()
-        places = self._recorder.places
-        if key not in places:
-            backward = context.get_backward_op()
-            name = context.get_op_type() if backward is None else str(backward.__name__)
-            places[key] = Place(
-                phase, kind, context.get_scope(), context.get_source(), name, key[1] or key[0], key[0],
-                runs_others=context["profile.runs_others"], index=len(places),
-            )  # fmt: skip
-        return places[key]
-
-    def _routines(self, context: amanda.OpContext, place: Place) -> Routines:
-        if context["profile.parallel"]:
-            return self._recorder.in_parallel(place)
-        if context["profile.device"] is not None:
-            routines = self._recorder.on_device(place, context["profile.device"])
+        before: Callable[..., None] = context.insert_before_op
+        after: Callable[..., None] = context.insert_after_op
+        if context.is_backward():
+            before, after = context.insert_before_backward_op, context.insert_after_backward_op
+        place = self._place(context, roles)
+        if self._follows_memory and roles.storages is not None:
+            kept = (roles.sequence, roles.saved) if context.is_forward() else (None, None)
+            before(self._given, storages=roles.storages, sequence=kept[0])
+            after(self._made, place=place, storages=roles.storages, saved=kept[1])
+        elif self._follows_memory and roles.nbytes is not None:
+            after(self._sized, place=place, nbytes=roles.nbytes)
+        if roles.parallel:
+            is_fed = _is_fed(context)
+            begin, end = self._recorder.in_parallel(place, is_fed)
+            if is_fed:
+                before(begin)
         else:
-            routines = self._recorder.in_sequence(place)
-        if self._kernels is not None and context.namespace.matches("pytorch"):
-            return self._kernels.around(routines, place, self._recorder)
-        return routines
+            begin, end = self._recorder.in_sequence(place, self._probes(roles))
+            before(begin, [])
+        after(end, [])
 
-    def _follow_memory(self, context: amanda.OpContext, place: Place) -> None:
-        if self._memory is None:
-            return
-        forward = context.is_forward()
-        before = context.insert_before_op if forward else context.insert_before_backward_op
-        after = context.insert_after_op if forward else context.insert_after_backward_op
-        if context["profile.storages"] is not None:
-            kwargs = {"storages": context["profile.storages"]}
-            before(self._given, sequence=context["profile.sequence"] if forward else None, **kwargs)
-            after(self._made, place=place, saved=context["profile.saved"] if forward else None, **kwargs)
-        elif context["profile.bytes"] is not None:
-            after(self._sized, place=place, nbytes=context["profile.bytes"])
+    def _probes(self, roles: Roles) -> list[Probe]:
+        """Return what measures an op besides the program's clock: torch.profiler, and the clock of a GPU."""
+        probes: list[Probe] = [self._kernels] if self._tells_kernels and roles.ranges else []
+        if roles.gpu is not None and roles.record is not None:
+            probes.append(self._recorder.clocks.setdefault(roles.gpu, DeviceClock(roles.record)))
+        return probes
+
+    def _place(self, context: amanda.OpContext, roles: Roles) -> Place:
+        op, backward = context.get_op_id(), context.get_backward_op_id()
+        places = self._recorder.places
+        if (op, backward) not in places:
+            phase, kind, name = context["phase"], context["type"], context.get_op_type()
+            if context.is_backward():
+                phase, kind = "backward", context["backward_type"]
+                name = str(context.get_backward_op().__name__)
+            places[op, backward] = Place(
+                phase, kind, context.get_scope(), context.get_source(), name, backward or op, op,
+                runs_others=roles.runs_others, index=len(places),
+            )  # fmt: skip
+        return places[op, backward]
 
     @amanda.observer
     def _given(self, *values: Any, storages: Any, sequence: Any) -> None:
-        assert self._memory is not None
         if sequence is not None:
             self._sequences[get_ident()] = sequence()
-        self._memory.meet(storages(values), None)
+        self._recorder.memory.meet(storages(values), None)
 
     @amanda.observer
     def _made(self, *values: Any, place: Place, storages: Any, saved: Any) -> None:
-        assert self._memory is not None
-        self._memory.meet(storages(values), place)
+        self._recorder.memory.meet(storages(values), place)
         if saved is not None:
-            self._memory.meet(saved(values, self._sequences[get_ident()]), place)
+            self._recorder.memory.meet(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
     def _sized(self, *values: Any, place: Place, nbytes: Any) -> None:
         if self._recorder.recording:
-            place.allocated = (place.allocated or 0) + (nbytes(values) or 0)
+            place.allocated = (place.allocated or 0) + nbytes(values)
 
 
-def roles(context: amanda.OpContext) -> None:
-    """Write what the tool asks for where no framework's rule does."""
-    for key in ("passes", "parallel", "runs_others"):
-        context.setdefault(f"profile.{key}", False)
-    for key in ("storages", "saved", "sequence", "bytes", "device"):
-        context.setdefault(f"profile.{key}", None)
-
-
-def _has_tensor(context: amanda.OpContext) -> bool:
-    values = context.get_inputs()
-    return any(context["shape"](one) is not None or isinstance(one, (list, tuple)) for one in values)
+def _is_fed(context: amanda.OpContext) -> bool:
+    """Return True if a value goes into the op, whose arrival tells when the op begins."""
+    if context.is_backward():
+        return bool(context.get_grad_outputs())
+    values, shape = context.get_inputs(), context["shape"]
+    return any(isinstance(one, (list, tuple)) or shape(one) is not None for one in values)

@@ -196,8 +196,8 @@ class Result(ABC):
 
     @property
     def suffixes(self) -> Sequence[str]:
-        """The forms in which it can be saved, by suffix."""
-        return sorted(self._forms())
+        """Return the suffixes of the forms in which it can be saved, those of several parts last."""
+        return sorted(self._forms(), key=lambda suffix: (suffix.count("."), suffix))
 
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.
@@ -206,10 +206,11 @@ class Result(ABC):
         """
         path = Path(path)
         forms = self._forms()
-        if path.suffix not in forms:
-            known = ", ".join(sorted(forms))
+        suffix = max((one for one in forms if path.name.endswith(one)), key=len, default="")
+        if not suffix:
+            known = ", ".join(self.suffixes)
             raise AmandaError(f"{path} has no suffix of a form in which {self.name} can be saved: {known}")
-        text = forms[path.suffix]()
+        text = forms[suffix]()
         path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
         return path
 

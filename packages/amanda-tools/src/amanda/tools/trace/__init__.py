@@ -8,8 +8,7 @@ tracer.result.save("graph.json")
 """
 
 from amanda.tools.trace._graph import Graph, Op, Tensor
-from amanda.tools.trace._live import GraphSoFar
 from amanda.tools.trace._result import TraceResult, load
-from amanda.tools.trace._tool import TraceTool
+from amanda.tools.trace._tool import GraphSoFar, TraceTool
 
 __all__ = ["Graph", "GraphSoFar", "Op", "Tensor", "TraceResult", "TraceTool", "load"]

@@ -21,21 +21,18 @@ class Following:
     """Follows the tensors of a framework from op to op.
 
     An execution is the same op as one before if its inputs are the same tensors, apart from having been
-    written, and from new ones that come from outside.  executions: most ops of one place; further executions
-    are counted at the last.  limit: most ops.
+    written, and from new ones that come from outside.
     """
 
-    def __init__(self, values: Values, recorder: Recorder, executions: int, limit: int) -> None:
+    def __init__(self, values: Values, recorder: Recorder) -> None:
         self.values = values
         self._living = Living(values, recorder)
         self._recorder = recorder
-        self._executions = executions
-        self._limit = limit
 
     @amanda.observer
     def enter(self, *inputs: Any, place: Place) -> None:
         """Record what an op reads that is about to run."""
-        if self._is_dropped(place):
+        if self._recorder.drops(place):
             return
         target = self._target(place, inputs)
         if target is None:
@@ -44,7 +41,7 @@ class Following:
             read = self._recorder.ops[target].op.inputs
             self._living.identify_all(inputs, read, only_changed=True)
         given = [self._living.given(one) for one in leaves(inputs)]
-        serial, number = self._living.memory.serial, self.values.next_number()
+        serial, number = self._living.serial, self.values.next_number()
         place.begin(Frame(read, target, None, given, serial, number))
 
     @amanda.observer
@@ -60,7 +57,7 @@ class Following:
             place.nodes.append((frame.number, number, index))
             del place.nodes[:-_NODES_KEPT]
         for tensor in written.values():
-            self._living.memory.note(tensor, index)
+            self._living.note_write(tensor, index)
         self._make(place, frame, executed, outputs)
         for position, tensor in written.items():
             if frame.target is None:
@@ -74,14 +71,14 @@ class Following:
     @amanda.observer
     def enter_backward(self, *gradients: Any, place: Place) -> None:
         """Record the gradients that enter a backward op: several where they are added up."""
-        if self._is_dropped(place):
+        if self._recorder.drops(place):
             return
         number, arrived = self.values.arrived(len(gradients))
         forward, place.resumed = place.resumed, None
         if forward is None and place.forward is not None:
             forward = place.forward.maker(number)
         target = place.by_forward.get(forward)
-        if target is None and len(self._recorder.ops) >= self._limit:
+        if target is None and self._recorder.is_full:
             target = place.ops[-1]
         read: list[Position] = []
         for gradient, sent in zip(gradients, arrived, strict=True) if target is None else ():
@@ -138,7 +135,7 @@ class Following:
             if agree(roots, self._recorder.ops[index].roots):
                 return index
         again = self.values.in_backward() and not place.in_backward  # a checkpoint's
-        full = len(place.ops) >= self._executions or len(self._recorder.ops) >= self._limit
+        full = len(place.ops) >= self._recorder.executions or self._recorder.is_full
         return place.ops[-1] if again or full else None
 
     def _executed(self, place: Place, frame: Frame) -> tuple[int, Executed]:
@@ -159,12 +156,6 @@ class Following:
             executed.outputs = tuple(each(make, one, keep=True) for one in outputs)
         self._living.identify_all(outputs, executed.outputs)
 
-    def _is_dropped(self, place: Place) -> bool:
-        if place.ops or len(self._recorder.ops) < self._limit:
-            return False
-        self._recorder.drop(place)
-        return True
-
     def _written(self, place: Place, frame: Frame) -> dict[int, Any]:
         """Return by flat position the inputs that the op itself has written, and no op within it."""
         found: dict[int, Any] = {}
@@ -173,7 +164,7 @@ class Following:
             if tensor is None or any(tensor is one for one in found.values()):
                 continue
             wrote = position in place.facts.written or self.values.version(tensor) != given.version
-            if wrote and not self._living.memory.since(tensor, frame.serial):
+            if wrote and not self._living.writes_since(tensor, frame.serial):
                 found[position] = tensor
         return found
 

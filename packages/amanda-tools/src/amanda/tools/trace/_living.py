@@ -1,17 +1,24 @@
-"""The recorded tensor that each living tensor is."""
+"""The recorded tensor that each living tensor is, after the writes into memory that several share."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from amanda.tools.trace._graph import Position
-from amanda.tools.trace._memory import Memory
-from amanda.tools.trace._recorder import UNKNOWN, Place, Recorder
-from amanda.tools.trace._values import Values
+import numpy as np
 
+from amanda.tools.trace._graph import Position
+from amanda.tools.trace._recorder import UNKNOWN, Place, Recorder
+from amanda.tools.trace._values import Span, Values
+
+_KEPT = 128
+"""Most writes into one memory that are kept; a tensor that was not read meanwhile loses earlier ones."""
+_BASE = 1 << 20
+_WORK: Any = 10_000
 _STATE = ("parameter", "buffer")
 """Kinds that a tensor keeps when it is written."""
 
@@ -33,14 +40,26 @@ class _Known:
     reference: Callable[[], Any]
 
 
+class Write(NamedTuple):
+    """A write by an op.  serial: number of the write."""
+
+    serial: int
+    op: int
+    span: Span
+
+
 class Living:
-    """The living tensors of a framework, held weakly, and what they were recorded as."""
+    """The living tensors of a framework, held weakly: what they were recorded as, and who wrote their memory.
+
+    serial: of the last write.
+    """
 
     def __init__(self, values: Values, recorder: Recorder) -> None:
         self.values = values
-        self.memory = Memory(values)
+        self.serial = 0
         self._recorder = recorder
         self._known: dict[int, _Known] = {}
+        self._writes: weakref.WeakKeyDictionary[Any, list[Write]] = weakref.WeakKeyDictionary()
 
     def given(self, value: Any) -> Given | None:
         """Return an input as it is before the op; None for a value that is no recorded tensor."""
@@ -57,11 +76,37 @@ class Living:
         known = self._known.get(id(tensor))
         if known is None:
             return None
-        for write in self.memory.since(tensor, known.serial):
+        for write in self.writes_since(tensor, known.serial):
             known.index = self.add_version(write.op, known.index, tensor)
             self._recorder.ops[write.op].parts.append(known.index)
-        known.serial = self.memory.serial
+        known.serial = self.serial
         return known.index
+
+    def note_write(self, tensor: Any, op: int) -> None:
+        """Note that an op has written a tensor, for as long as its memory is in use."""
+        found = self.values.memory(tensor)
+        if found is not None:
+            self.serial += 1
+            writes = self._writes.setdefault(found[0], [])
+            writes.append(Write(self.serial, op, found[1]))
+            del writes[:-_KEPT]
+
+    def writes_since(self, tensor: Any, serial: int) -> list[Write]:
+        """Return the writes after one that left something in a tensor, in their order."""
+        found: list[Write] = []
+        place = None if serial == self.serial else self.values.memory(tensor)
+        if place is None:
+            return found
+        memory, span = place
+        for write in reversed(self._writes.get(memory, ())):
+            if write.serial <= serial:
+                break
+            if write.span == span:
+                found.append(write)
+                break  # earlier writes are overwritten
+            if overlap(write.span, span):
+                found.append(write)
+        return found[::-1]
 
     def add_version(self, op: int, before: int | None, tensor: Any) -> int:
         """Record a tensor as an op has left it that wrote it, or a part of its memory.
@@ -80,9 +125,9 @@ class Living:
         """Note the index of a living tensor."""
         known = self._known.get(id(tensor))
         if known is None:
-            self._known[id(tensor)] = _Known(index, self.memory.serial, self._reference(tensor, id(tensor)))
+            self._known[id(tensor)] = _Known(index, self.serial, self._reference(tensor, id(tensor)))
         else:
-            known.index, known.serial = index, self.memory.serial
+            known.index, known.serial = index, self.serial
 
     def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
         try:
@@ -96,7 +141,7 @@ class Living:
         """Note the indices of tensors; only_changed: of those alone that are unknown, or written since."""
         for tensor, index in self._pairs(values, positions):
             known = self._known.get(id(tensor)) if only_changed else None
-            if known is None or self.memory.since(tensor, known.serial):
+            if known is None or self.writes_since(tensor, known.serial):
                 self.identify(tensor, index)
 
     def _pairs(self, values: Sequence[Any], positions: Sequence[Position]) -> Iterator[tuple[Any, int]]:
@@ -156,3 +201,22 @@ class Living:
             if other is not None and place is not None and other[0] is place[0]:
                 return one.tensor
         return None
+
+
+def overlap(one: Span, other: Span) -> bool:
+    """Return True if two tensors of one memory share an element, or if that takes long to find out."""
+    try:
+        return bool(np.shares_memory(_stand_in(one), _stand_in(other), max_work=_WORK))
+    except (np.exceptions.TooHardError, ValueError):
+        return True
+
+
+@lru_cache(1024)
+def _stand_in(span: Span) -> Any:
+    """Return an array at addresses like the tensor's, whose elements nobody reads."""
+    interface = {
+        "version": 3, "shape": span.shape, "typestr": f"|V{span.width}",
+        "data": (_BASE + span.start * span.width, True),
+        "strides": tuple(step * span.width for step in span.strides),
+    }  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import amanda
 from amanda import interceptor
 from amanda.tools.kit._requirements import check
-from amanda.tools.trace._graph import Tensor
 from amanda.tools.trace._values import Ask, Facts, Span, Values
 
 _PASSES_KEPT = 16
@@ -38,12 +36,6 @@ class FrameworkValues(Values):
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor."""
         return isinstance(value, self._torch.Tensor)
-
-    def describe(self, tensor: Any, **fields: Any) -> Tensor:
-        """Return what to record of a tensor."""
-        found = super().describe(tensor, **fields)
-        known = found.shape is not None and None not in found.shape
-        return replace(found, bytes=tensor.numel() * tensor.element_size()) if known else found
 
     def version(self, tensor: Any) -> int | None:
         """Return autograd's count of writes; None for a tensor of the inference mode."""
@@ -88,8 +80,6 @@ class FrameworkValues(Values):
                 id(tensor): (kind, name) for kind, pairs in kinds.items() for name, tensor in pairs
             }
         return self._names[root]
-
-    numbers_nodes = True
 
     def in_backward(self) -> bool:
         """Return True if a backward pass is under way in this thread."""

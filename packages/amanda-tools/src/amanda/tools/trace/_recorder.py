@@ -111,10 +111,13 @@ class Value:
 
 
 class Recorder:
-    """Ops and tensors in the order in which they come."""
+    """Ops and tensors in the order in which they come.
 
-    def __init__(self, executions: int) -> None:
-        self._executions = executions
+    executions: most ops of one place; further executions are counted at the last.  limit: most ops.
+    """
+
+    def __init__(self, executions: int, limit: int) -> None:
+        self.executions, self._limit = executions, limit
         self._frameworks: dict[str, int] = {}
         self.ops: list[Executed] = []
         self.values: list[Value] = []
@@ -152,12 +155,20 @@ class Recorder:
         executed.calls = (executed.calls or 0) + 1
         self._graph = None
 
-    def drop(self, place: Place) -> None:
-        """Count an op that is not recorded."""
+    @property
+    def is_full(self) -> bool:
+        """Return True if no further op is recorded."""
+        return len(self.ops) >= self._limit
+
+    def drops(self, place: Place) -> bool:
+        """Return True for an op that came after the limit, which is counted once."""
+        if place.ops or not self.is_full:
+            return False
         if not place.is_dropped:
             place.is_dropped = True
             self._dropped += 1
             self._graph = None
+        return True
 
     def op(self, index: int) -> Op:
         """Return a recorded op as it is now."""
@@ -186,5 +197,5 @@ class Recorder:
         if self._graph is None:
             ops = tuple(map(self.op, range(len(self.ops))))
             tensors = tuple(map(self.tensor, range(len(self.values))))
-            self._graph = Graph(ops, tensors, tuple(self._frameworks), self._executions, self._dropped)
+            self._graph = Graph(ops, tensors, tuple(self._frameworks), self.executions, self._dropped)
         return self._graph

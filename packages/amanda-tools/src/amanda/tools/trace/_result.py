@@ -17,8 +17,6 @@ from amanda.tools.trace._text import dot, listing
 if TYPE_CHECKING:
     import networkx
 
-MODEL_EXPLORER = ".model-explorer.json"
-
 
 class TraceResult(Result):
     """The ops of a graph in the order in which they were first executed.
@@ -83,19 +81,9 @@ class TraceResult(Result):
         """Return JSON that Model Explorer opens."""
         return json.dumps(collection(self.graph), indent=1)
 
-    def save(self, path: str | Path) -> Path:
-        """Write a file in the form that its suffix names.
-
-        Raises AmandaError for a suffix that names none; then nothing is written.
-        """
-        path = Path(path)
-        if not path.name.endswith(MODEL_EXPLORER):
-            return super().save(path)
-        path.write_text(f"{self.to_model_explorer()}\n", encoding="utf-8")
-        return path
-
     def _forms(self) -> dict[str, Callable[[], str]]:
-        return {**super()._forms(), ".txt": self.to_text, ".dot": self.to_dot}
+        forms = {".txt": self.to_text, ".dot": self.to_dot, ".model-explorer.json": self.to_model_explorer}
+        return {**super()._forms(), **forms}
 
 
 def load(path: str | Path) -> Graph:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.trace._graph import Tensor
 from amanda.tools.trace._values import Ask, Facts, Values
 
 _WRITES = re.compile(r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign")
@@ -37,11 +35,6 @@ class FrameworkValues(Values):
     def is_handle(self, tensor: Any) -> bool:
         """Return True for a reference to a variable, an iterator or a dataset."""
         return self._dtype(tensor) in _HANDLES
-
-    def describe(self, tensor: Any, **fields: Any) -> Tensor:
-        """Return what to record of a tensor; for a handle, the variable's extents and no size."""
-        found = super().describe(tensor, **fields)
-        return replace(found, bytes=None) if found.dtype in (*_HANDLES, "string") else found
 
     def name(self, tensor: Any) -> str | None:
         """Return a symbol's name; eager tensors have none."""

@@ -1,4 +1,4 @@
-"""The tool: brings ops and the tensors at them to the recorder."""
+"""The tool: brings ops and the tensors at them to the recorder, and shows the graph to other tools."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace._attributes import plain
 from amanda.tools.trace._following import Following
-from amanda.tools.trace._graph import Graph, Op
-from amanda.tools.trace._live import GraphSoFar
+from amanda.tools.trace._graph import Graph, Op, Tensor
 from amanda.tools.trace._recorder import Place, Recorder
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._values import values_of
@@ -43,8 +42,7 @@ class TraceTool(amanda.Tool):
             raise ToolError(
                 f"TraceTool was given executions={executions} and limit={limit}; both are 1 or more"
             )
-        self._executions, self._limit, self._attributes = executions, limit, attributes
-        self._count = count
+        self._executions, self._limit, self._attributes, self._count = executions, limit, attributes, count
         self.clear()
         self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
         self.add_inst_for_op(self._before)
@@ -66,7 +64,7 @@ class TraceTool(amanda.Tool):
     def clear(self) -> None:
         """Forget the graph; ops are analysed anew."""
         self.load_state_dict({})
-        self.recorder = Recorder(self._executions)
+        self.recorder = Recorder(self._executions, self._limit)
         self._followings: dict[str, Following] = {}
         self._places: dict[Hashable, Place] = {}
 
@@ -80,7 +78,7 @@ class TraceTool(amanda.Tool):
         if context.is_forward():
             context.insert_before_op(following.enter, place=place)
             return
-        if not following.values.numbers_nodes:
+        if following.values.next_number() is None:
             context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
         context.insert_before_backward_op(following.enter_backward, place=place)
 
@@ -95,7 +93,7 @@ class TraceTool(amanda.Tool):
             context.insert_after_backward_op(following.leave_backward, place=place)
         else:
             context.insert_after_op(following.leave, place=place)
-            if not following.values.numbers_nodes:
+            if following.values.next_number() is None:
                 context.insert_after_op(self._keep_execution, outputs=[], place=place)
 
     @amanda.observer
@@ -118,7 +116,7 @@ class TraceTool(amanda.Tool):
         framework = context.namespace[0]
         if framework not in self._followings:
             values = values_of(framework, context["shape"], context["dtype"])
-            self._followings[framework] = Following(values, self.recorder, self._executions, self._limit)
+            self._followings[framework] = Following(values, self.recorder)
         return self._followings[framework]
 
     def place_of(self, context: amanda.OpContext) -> Place:
@@ -127,7 +125,7 @@ class TraceTool(amanda.Tool):
         place = self._places.get(key)
         if place is None:
             place = self._new_place(context)
-            if len(self.recorder.ops) < self._limit:
+            if not self.recorder.is_full:
                 self._places[key] = place
         return place
 
@@ -142,3 +140,44 @@ class TraceTool(amanda.Tool):
         forward = self._places.get((context.get_op_id(), None)) if backward else None
         symbolic = not context.is_eager()
         return Place(op, facts, str(context.namespace), symbolic, forward)
+
+
+class GraphSoFar:
+    """The graph that led to an op; the op itself is in it once it has been executed."""
+
+    def __init__(self, tool: TraceTool) -> None:
+        self._tool = tool
+
+    @property
+    def graph(self) -> Graph:
+        """Return all that was recorded."""
+        return self._tool.graph
+
+    def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:
+        """Return the recorded tensors that the op of a context is given; of a backward op the gradients."""
+        given = self._tool.following(context).given(context)
+        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(given)))
+
+    def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:
+        """Return the ops that made what the op of a context is given."""
+        return self.ancestors(context, 1)
+
+    def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
+        """Return the producers, their producers and so on, the nearest first, each once.
+
+        distance: over how many tensors at most; None for all.
+        """
+        recorder, found = self._tool.recorder, dict[int, Op]()
+        makers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
+        level = [recorder.op(index) for index in makers if index is not None]
+        while level and distance != 0:
+            found.update({op.index: op for op in level})
+            distance = None if distance is None else distance - 1
+            above = (one for op in level for one in recorder.producers(op)) if distance != 0 else ()
+            level = [*{one.index: one for one in above if one.index not in found}.values()]
+        return tuple(found.values())
+
+    def op(self, context: amanda.OpContext) -> Op | None:
+        """Return the recorded op of a context; None before its first execution."""
+        executed = self._tool.place_of(context).ops
+        return self._tool.recorder.op(executed[-1]) if executed else None

@@ -42,9 +42,6 @@ class Span(NamedTuple):
 class Values:
     """Answers for a framework of which only the words of StandardMapping are known."""
 
-    numbers_nodes = False
-    """True where autodiff numbers the nodes that it makes."""
-
     def __init__(self, shape: Ask, dtype: Ask) -> None:
         self._shape = shape
         self._dtype = dtype
@@ -71,7 +68,8 @@ class Values:
     def describe(self, tensor: Any, **fields: Any) -> Tensor:
         """Return what to record of a tensor: extents, element type, device and size, and given fields."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
-        size = None if shape is None or None in shape else prod(shape) * (itemsize(dtype) or 0)
+        width = itemsize(dtype)
+        size = None if shape is None or None in shape or width is None else prod(shape) * width
         device = getattr(tensor, "device", None)
         return Tensor(-1, shape, dtype, str(device) if device else None, size, **fields)
 
@@ -100,7 +98,7 @@ class Values:
         return False
 
     def next_number(self) -> int | None:
-        """Return the number that autodiff's next node will have."""
+        """Return the number that autodiff's next node will have; None where nodes have no numbers."""
         return None
 
     def arrived(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:

@@ -1,0 +1,178 @@
+"""Rules: what the tool has to know of an op besides the words of StandardMapping, for each framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.tools.kit import leaves
+from amanda.tools.kit._requirements import check
+from amanda.tools.mapping import itemsize
+from amanda.tools.profile._memory import Storage
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Answers for an op, which a rule writes as `context["profile"]`.
+
+    passes: whether it hands values on, and is left out.  parallel: whether it runs beside other ops.
+    runs_others: whether it runs ops that have times of their own.
+    ranges: whether torch.profiler sees what it comes to.
+    gpu: the device that it works on, whose clock is read by what `record` puts into the device's queue.
+    storages: the memory of values.  saved: the memory that a forward op keeps for its backward pass, told by
+    the outputs and by what `sequence` gave before the op.  nbytes: of outputs whose end is not known.
+    """
+
+    passes: bool = False
+    parallel: bool = False
+    runs_others: bool = False
+    ranges: bool = False
+    gpu: str | None = None
+    record: Callable[[Any], Any] | None = None
+    storages: Callable[[Iterable[Any]], list[Storage]] | None = None
+    saved: Callable[[Iterable[Any], int], list[Storage]] | None = None
+    sequence: Callable[[], int] | None = None
+    nbytes: Callable[[Iterable[Any]], int] | None = None
+
+
+def _of_any(context: amanda.OpContext) -> None:
+    context.setdefault("profile", Roles())
+
+
+def _of_pytorch(context: amanda.OpContext) -> None:
+    if context.is_backward():
+        return
+    check("profile", "torch")
+    context["profile"] = Roles(
+        ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record,
+        storages=_storages, saved=_saved, sequence=_sequence,
+    )  # fmt: skip
+
+
+_name_of = cache(str)
+
+
+def _gpu_of(inputs: Iterable[Any]) -> str | None:
+    """Return the GPU whose tensors an op works on; None for other devices."""
+    import torch
+
+    placed = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
+    for value in leaves(inputs):
+        device = value.device if isinstance(value, placed) else value
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return _name_of(device)
+    return None
+
+
+def _record(event: Any) -> Any:
+    """Record an event, a new one for None, in the current stream; return None while a graph is captured."""
+    from torch import cuda
+
+    if cuda.is_current_stream_capturing():
+        return None
+    event = event or cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _storages(values: Iterable[Any]) -> list[Storage]:
+    """Return the storages of the tensors among values, also of those in lists."""
+    import torch
+
+    found = []
+    with torch._C.DisableTorchFunction():
+        for value in leaves(values):
+            if isinstance(value, torch.Tensor):
+                try:
+                    memory = value.untyped_storage()
+                    found.append(Storage(memory._cdata, _name_of(value.device), memory.nbytes(), memory))
+                except (NotImplementedError, RuntimeError):
+                    continue  # sparse, or a wrapper without memory of its own
+    return found
+
+
+def _sequence() -> int:
+    """Return the number that autograd gives to the next node which is made on this thread."""
+    import torch
+
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def _saved(outputs: Iterable[Any], since: int) -> list[Storage]:
+    """Return the storages that the nodes of an op, from a sequence number on, saved for the backward pass.
+
+    Nodes of Python functions, and saved tensors that hooks pack, are left alone.
+    """
+    import torch
+
+    present = _sequence()
+    if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return []
+    found: list[Any] = []
+    seen: set[Any] = set()
+    with torch._C.DisableTorchFunction():
+        nodes = [one.grad_fn for one in leaves(outputs) if isinstance(one, torch.Tensor)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or not since <= node._sequence_nr() < present:
+                continue
+            seen.add(node)
+            found += _saved_by(node)
+            nodes += [one for one, _ in node.next_functions]
+    return _storages(found)
+
+
+def _saved_by(node: Any) -> Iterator[Any]:
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        try:
+            yield getattr(node, name)
+        except RuntimeError:  # freed, or written into since
+            continue
+
+
+@cache
+def _saved_names(kind: Any) -> Sequence[str]:
+    return [name for name in vars(kind) if name.startswith("_saved_")]
+
+
+_SHARED = frozenset(
+    {"ExpandDims", "Identity", "IdentityN", "Placeholder", "PlaceholderWithDefault", "PreventGradient",
+     "ReadVariableOp", "Reshape", "Snapshot", "Squeeze", "StopGradient"}
+)  # fmt: skip
+"""Types of operations of TensorFlow whose outputs are the memory of their inputs."""
+
+_CALLS = frozenset(
+    {"Case", "If", "MapDefun", "PartitionedCall", "RemoteCall", "StatefulPartitionedCall", "StatelessCase",
+     "StatelessIf", "StatelessWhile", "SymbolicGradient", "While"}
+)  # fmt: skip
+"""Types of operations that run others, which have times of their own."""
+
+_FLOW = frozenset(
+    {"ControlTrigger", "Enter", "Exit", "LoopCond", "Merge", "NextIteration", "RefEnter", "RefExit",
+     "RefMerge", "RefNextIteration", "RefSwitch", "Switch", "_SwitchN"}
+)  # fmt: skip
+"""Control flow of version 1, which passes values on."""
+
+
+def _of_tensorflow(context: amanda.OpContext) -> None:
+    kind = context.get_op_type() if context.is_forward() else str(context.get_backward_op().__name__)
+
+    shape, dtype = context["shape"], context["dtype"]
+
+    def nbytes(values: Iterable[Any]) -> int:
+        sizes = ((shape(one) or (), itemsize(dtype(one)) or 0) for one in leaves(values))
+        return 0 if kind in _SHARED else sum(prod(extents) * width for extents, width in sizes)
+
+    context["profile"] = Roles(
+        passes=kind in _FLOW, parallel=not context.is_eager(), runs_others=kind in _CALLS, nbytes=nbytes
+    )
+
+
+RULES: Sequence[Sequence[Any]] = (
+    ("*", _of_any), ("pytorch", _of_pytorch), ("tensorflow", _of_tensorflow),
+)  # fmt: skip
