@@ -45,7 +45,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:ops.profiler._record_function_enter_new",
         "torch:ops.profiler._record_function_exit._RecordFunction",
     ),
-    ("quantize", "tensorflow"): _RECORD,
+    ("quantize", "tensorflow"): (*_RECORD, "tensorflow.python.framework.op_def_registry:get"),
     ("remat", "torch"): (
         *_MEMORY,
         "torch:Tensor._version",

@@ -13,6 +13,7 @@ from amanda.tools.kit import check_one_of
 from amanda.tools.mapping import MappingTool
 from amanda.tools.quantize._grid import Grid, QuantizeError, Rounding
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
+from amanda.tools.quantize._tensorflow import write_recompute
 
 Method = Literal["static", "dynamic", "qat", "lsq", "lsq+"]
 
@@ -108,8 +109,9 @@ class Options:
 
 
 def operands() -> MappingTool:
-    """Return the rules that write `operands`: all inputs of an op whose type is in no table."""
-    return MappingTool([[framework, partial(_write, found)] for framework, found in _OPERANDS.items()])
+    """Return the rules that write `operands`, all inputs where no table has the type, and `recompute`."""
+    rules = [[framework, partial(_write, found)] for framework, found in _OPERANDS.items()]
+    return MappingTool([*rules, ["tensorflow", write_recompute]])
 
 
 def _write(found: Mapping[str, Sequence[int]], context: amanda.OpContext) -> None:

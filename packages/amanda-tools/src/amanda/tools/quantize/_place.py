@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -178,11 +177,10 @@ class Place:
         """Measure outputs against those of inputs that were not quantised."""
         inputs = run.pop(_HELD)
         if self._executions and not self._tool.is_calibrating:
-            with suppress(AmandaError):  # of an op that cannot be called by itself
-                wanted = self._recompute(inputs)
-                listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-                for one, other in zip(listed, outputs, strict=True):
-                    self._output.add(one, other)
+            wanted = self._recompute(inputs)
+            listed = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+            for one, other in zip(listed, outputs, strict=True):
+                self._output.add(one, other)
 
     def rows(self) -> Iterator[Quantized]:
         """Yield what is known of each tensor."""
@@ -197,8 +195,9 @@ class Place:
 
 def _recompute(context: amanda.OpContext) -> Any:
     """Return the op as a function of its inputs; None for one that draws numbers or writes its input."""
-    attributes = context.get_attrs()
-    if context["in_place"] or attributes.get("dropout_p") or "seed" in attributes:
+    if "recompute" in context:
+        return context["recompute"]
+    if context["in_place"] or context.get_attrs().get("dropout_p"):
         return None
     try:
         return context.get_computation()

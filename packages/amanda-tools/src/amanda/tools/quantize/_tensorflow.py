@@ -1,16 +1,17 @@
-"""The kernel of TensorFlow for fake quantisation."""
+"""Quantisation in TensorFlow: the kernel, and how an op is run a second time."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import amanda
 from amanda.tools.kit import tensors_of
 from amanda.tools.quantize._grid import Grid
 
@@ -98,6 +99,31 @@ def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
 @functools.lru_cache(4096)
 def _constant_shape(shape: tuple[int, ...]) -> Any:
     return _tf().constant(shape, "int32", (len(shape),))
+
+
+def write_recompute(context: amanda.OpContext) -> None:
+    """Write `recompute`, which eager TensorFlow has no `get_computation` for; see `_recompute`."""
+    context["recompute"] = _recompute(context)
+
+
+def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
+    """Return the op as a function of its inputs; None where TensorFlow has none of its name."""
+    from tensorflow.python.framework import op_def_registry
+
+    kind, found = context.get_op_type(), context.get_attrs()
+    definition = op_def_registry.get(kind)
+    raw = getattr(_tf().raw_ops, kind, None)
+    if definition is None or raw is None or definition.is_stateful:
+        return None
+    inputs = definition.input_arg
+    inferred = {name for one in inputs for name in (one.type_attr, one.number_attr, one.type_list_attr)}
+    attributes = {one.name: found[one.name] for one in definition.attr
+                  if one.name in found and one.name not in inferred}  # fmt: skip
+
+    def recompute(values: Sequence[Any]) -> Any:
+        return raw(**{one.name: value for one, value in zip(inputs, values, strict=True)}, **attributes)
+
+    return recompute
 
 
 def _tf() -> Any:
