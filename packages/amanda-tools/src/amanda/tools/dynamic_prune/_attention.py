@@ -11,7 +11,7 @@ from autoray import do
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
     PRODUCTS,
@@ -22,9 +22,9 @@ from amanda.tools.dynamic_prune._patterns import (
     scores_of,
 )
 from amanda.tools.dynamic_prune._pytorch import attend
-from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
+from amanda.tools.dynamic_prune._result import DynamicPruneResult
 from amanda.tools.dynamic_prune._skimming import Attention, Decision, Skimming
-from amanda.tools.kit import DataflowNode
+from amanda.tools.kit import DataflowNode, check_one_of
 from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
@@ -69,7 +69,13 @@ class AttentionPruneTool(DynamicPruneTool):
         seed: int = 0,
     ) -> None:
         super().__init__(seed, Decision)
-        _check(unit, by, block, protect, hidden)
+        check_one_of("unit", unit, ("token", "block"), AmandaError)
+        check_one_of("by", by, ("attention", "learned"), AmandaError)
+        for name, count, least, of in (
+            ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
+        ):  # fmt: skip
+            if not isinstance(count, (int, np.integer)) or count < least:
+                raise AmandaError(f"{name} is {count!r}; it is a number of {of}, {least} at least")
         size, share = block if unit == "block" else 1, checked_share("keep", keep)
         self._skimming = Skimming(size, protect, share, by == "learned", self._noise, self._present)
         self._strength, self._hidden = strength, hidden
@@ -83,8 +89,8 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
-        ran = [said for _, said in self._said() if said.later is not None and self._skimming.learned]
-        if not ran:
+        ran = [said for said in self._said(self._ops.values()) if said.later is not None]
+        if not ran or not self._skimming.learned:
             return 0.0
         share = sum(1.0 if said.alive is None else do("mean", said.alive) for said in ran) / len(ran)
         return self._strength * (share - self._skimming.keep) ** 2
@@ -112,36 +118,29 @@ class AttentionPruneTool(DynamicPruneTool):
                 context.insert_after_op(self._restore, outputs=[0], node=node, one=added.notes["sum"])
 
     def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> Attention:
-        if self.place(context) not in self._ops:
-            scores, given = node.shapes[0] or (), product.shapes[0] or ()
-            heads = (
-                head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
-            )
-            count = heads or (scores[1] if len(scores) == 4 else 1) or 1
-            self._ops[self.place(context)] = Attention(
-                Pruned(context["type"], context.get_scope(), context.get_source(),
-                       "tokens" if self._skimming.size == 1 else f"blocks of {self._skimming.size}"),
-                node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
-                self._skim(context, count) if self._skimming.learned else (),
-            )  # fmt: skip
-        one: Attention = self._ops[self.place(context)]
+        scores, given = node.shapes[0] or (), product.shapes[0] or ()
+        heads = head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
+        count = heads or (scores[1] if len(scores) == 4 else 1) or 1
+        size, learned = self._skimming.size, self._skimming.learned
+        one = self._known(self._ops, context, lambda: Attention(
+            self._row(context, "tokens" if size == 1 else f"blocks of {size}"), node, heads,
+            given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
+            self._skim(context, count) if learned else (),
+        ))  # fmt: skip
         node.notes["attention"] = one
         one.node = node
         return one
 
     def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
-        """The predictor's parameters, of which the last lets all tokens be kept at first."""
-        like, width = context.get_inputs()[0], 2 * heads
+        """Return the predictor's parameters, of which the last lets all tokens be kept at first."""
+        like, width, hidden, normal = context.get_inputs()[0], 2 * heads, self._hidden, self._first.normal
         makers = {
-            "skim.hidden.weight": lambda: self._normal(width**-0.5, (width, self._hidden)),
-            "skim.hidden.bias": lambda: np.zeros(self._hidden, np.float32),
-            "skim.weight": lambda: self._normal(0.1 * self._hidden**-0.5, (self._hidden, 1)),
-            "skim.bias": lambda: np.ones(1, np.float32),
+            "skim.hidden.weight": lambda: normal(0, width**-0.5, (width, hidden)),
+            "skim.hidden.bias": lambda: np.zeros(hidden),
+            "skim.weight": lambda: normal(0, 0.1 * hidden**-0.5, (hidden, 1)),
+            "skim.bias": lambda: np.ones(1),
         }
-        return tuple(self._trainable(context, name, like, make) for name, make in makers.items())
-
-    def _normal(self, std: float, shape: tuple[int, ...]) -> Array:
-        return self._first.normal(0, std, shape).astype(np.float32)
+        return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
 
     def _look_at_sum(self, context: amanda.OpContext, node: DataflowNode, found: Residual) -> None:
         attention = self._flow.nearest([node.inputs[found.branch]], "attention")
@@ -155,13 +154,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _prune(self, probabilities: Any, one: Attention) -> Any:
-        shape = tuple(probabilities.shape)
-        if len(shape) == 3:
-            heads = one.heads or 1
-            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            pruned = do("reshape", self._skimming.attend(split, one), shape)
-        else:
-            pruned = self._skimming.attend(probabilities, one)
+        pruned = self._skimming.attend(probabilities, one)
         self._flow.made(one.node, [pruned])
         return pruned
 
@@ -189,14 +182,3 @@ class AttentionPruneTool(DynamicPruneTool):
         restored = normed * stays + state * (1 - stays)
         self._flow.made(node, [restored])
         return restored
-
-
-def _check(unit: str, by: str, block: int, protect: int, hidden: int) -> None:
-    for name, value, known in (("unit", unit, ("token", "block")), ("by", by, ("attention", "learned"))):
-        if value not in known:
-            raise AmandaError(f"{name} is {value!r}; it is one of {', '.join(map(repr, known))}")
-    for name, count, least, of in (
-        ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
-    ):  # fmt: skip
-        if not isinstance(count, (int, np.integer)) or count < least:
-            raise AmandaError(f"{name} is {count!r}; it is a number of {of}, {least} at least")

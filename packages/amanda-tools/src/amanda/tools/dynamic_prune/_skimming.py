@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from autoray import astype, do, get_dtype_name
+from autoray import do
 
 from amanda.tools.dynamic_prune._math import (
+    as_type_of,
     binary_gumbel,
     density_count,
     per_token,
     per_unit,
     renormalised,
     stop,
-    wide,
     winners,
 )
 from amanda.tools.dynamic_prune._result import Pruned
@@ -72,7 +72,14 @@ class Skimming:
     present: PerCaller[Decision]
 
     def attend(self, probabilities: Any, one: Attention) -> Any:
-        """The probabilities without what was dropped: (N, H, T, T); decides what is dropped next."""
+        """Return probabilities without what was dropped, and decide what is dropped next.
+
+        probabilities: (N, H, T, T), or (N * H, T, T).
+        """
+        if len(probabilities.shape) == 3:
+            shape, heads = tuple(probabilities.shape), one.heads or 1
+            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
+            return do("reshape", self.attend(split, one), shape)
         batch, heads, queries, keys = probabilities.shape
         said = self.present.of(one)
         said.alive = said.later = None
@@ -83,7 +90,7 @@ class Skimming:
         if before is not None and tuple(before.shape) == (batch, keys):
             said.alive = before
             # A key of which most was attended to would get a gradient without bound.
-            alive = astype(stop(before), get_dtype_name(probabilities))
+            alive = as_type_of(stop(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
         if said.alive is None:
@@ -96,7 +103,7 @@ class Skimming:
 
     def _left(self, probabilities: Any, one: Attention, said: Decision, previous: Decision | None) -> Any:
         """Return 0/1 of the tokens that are left for later layers: (N, T)."""
-        received = do("sum", wide(probabilities), axis=-2)
+        received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive = do("ones_like", received[:, 0]) if said.alive is None else said.alive
         units = per_unit(alive, self.size)
@@ -116,13 +123,13 @@ class Skimming:
 
     def _predicted(self, probabilities: Any, received: Any, one: Attention) -> Any:
         """0/1 of the units that the predictor keeps: (N, units)."""
-        own = do("diagonal", wide(probabilities), axis1=-2, axis2=-1)
+        own = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
         features = per_unit(do("concatenate", (received, own), axis=1), self.size)
-        features = do("transpose", astype(features, get_dtype_name(one.skim[0])), (0, 2, 1))
+        features = do("transpose", as_type_of(features, one.skim[0]), (0, 2, 1))
         weight, bias, last, offset = one.skim
         hidden = features @ weight + bias
         logits = (do("tanh", hidden) @ last + offset)[..., 0]
-        return astype(binary_gumbel(logits, self.noise(logits)), get_dtype_name(received))
+        return as_type_of(binary_gumbel(logits, self.noise(logits)), received)
 
     def along(self, attention: Attention, states: Any) -> Any:
         """Return 0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
@@ -137,4 +144,4 @@ class Skimming:
             said.carries = shape in (own, own[::-1])
             return None
         alive = said.alive if shape == own else do("transpose", said.alive, (1, 0))
-        return astype(alive, get_dtype_name(states))[..., None]
+        return as_type_of(alive, states)[..., None]

@@ -25,7 +25,7 @@ from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import Weights
-from amanda.tools.kit._windows import Window, windows_of
+from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
     "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held", "HeldError", "Holders", "Origin",
@@ -33,5 +33,6 @@ __all__ = [
     "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights",
     "Window",
     "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves", "origin", "packed_inputs",
-    "parameter_inputs", "parameters", "source", "tensors_of", "to_bytes", "weight_input", "windows_of",
+    "parameter_inputs", "parameters", "source", "spatial_axes", "tensors_of", "to_bytes", "weight_input",
+    "windows_of",
 ]  # fmt: skip
