@@ -99,19 +99,14 @@ class ActivationPruneTool(DynamicPruneTool):
         if not temperature > 0:
             raise AmandaError(f"temperature is {temperature!r}; it is a number above 0")
         self._temperature = temperature
-        self._blocks: dict[str, _Block] = {}
 
     def loss(self) -> Any:
         """Return strength times the squared distance from the budget, of this thread's last execution."""
-        done = [one for one in self._said(self._blocks.values()) if one.used is not None]
+        done = [one for one in self._said() if one.used is not None]
         if not done:
             return 0.0
         used, total = [one.used for one in done], [one.total for one in done]
         return self._strength * budget_loss(used, total, self._budget, self.progress)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._blocks.clear()
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
@@ -132,7 +127,7 @@ class ActivationPruneTool(DynamicPruneTool):
             windows = windows_of(context.get_attrs(), layout, (extents["H"], extents["W"]))
         except NotImplementedError:
             return None
-        return self._known(self._ops, context, lambda: _Convolution(
+        return self._known(context, lambda: _Convolution(
             self._row(context, "positions"), layout, prod(extents.values()), windows
         ))  # fmt: skip
 
@@ -149,7 +144,7 @@ class ActivationPruneTool(DynamicPruneTool):
                 one.block = block
             return block
 
-        return self._known(self._blocks, context, make)
+        return self._known(context, make)
 
     def _uniform(self, fan_in: int, *shape: int) -> Any:
         return self._first.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ class DynamicPruneTool(amanda.Tool):
         self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._flow, self._present = Dataflow(), PerCaller[Any](self, state)
         self._ops: dict[str, Any] = {}
+        self._rows: dict[str, Pruned] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._enter)
         self.add_inst_for_op(self._leave, require_outputs=True)
@@ -49,36 +50,35 @@ class DynamicPruneTool(amanda.Tool):
     @property
     def result(self) -> DynamicPruneResult:
         """The share of each op that was pruned so far."""
-        return DynamicPruneResult(self._pruned())
+        return DynamicPruneResult(self._rows.values())
 
     def clear(self) -> None:
         """Forget what was pruned, and what was predicted for the last input; what was analysed stays."""
         self._present.clear()
-        for one in self._ops.values():
-            one.pruned.clear()
+        for row in self._rows.values():
+            row.clear()
 
     def loss(self) -> Any:
         """Return what training adds to its loss, of the last execution by this thread; 0.0 without one."""
         return 0.0
 
-    def _pruned(self) -> Iterable[Pruned]:
-        return (one.pruned for one in self._ops.values())
+    def _said(self) -> list[Any]:
+        """Return what was predicted at each op in this thread's last execution."""
+        return [said for said in map(self._present.last, self._ops.values()) if said is not None]
 
-    def _said(self, ops: Iterable[Any]) -> list[Any]:
-        """Return what was predicted at ops in this thread's last execution."""
-        return [said for said in map(self._present.last, ops) if said is not None]
-
-    def _known(self, ops: dict[str, Any], context: amanda.OpContext, make: Callable[[], T]) -> T:
-        """Return what is kept of an op in `ops`, which is made where the op is analysed first."""
+    def _known(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
+        """Return what the tool keeps of an op, which is made where the op is analysed first."""
         place = self.place(context)
-        if place not in ops:
-            ops[place] = make()
-        known: T = ops[place]
+        if place not in self._ops:
+            self._ops[place] = make()
+        known: T = self._ops[place]
         return known
 
     def _row(self, context: amanda.OpContext, unit: str) -> Pruned:
-        """Return the counts of an op whose units are pruned."""
-        return Pruned(context["type"], context.get_scope(), context.get_source(), unit)
+        """Return a new row of the result, of an op whose units are pruned."""
+        row = Pruned(context["type"], context.get_scope(), context.get_source(), unit)
+        self._rows[self.place(context)] = row
+        return row
 
     def _enter(self, context: amanda.OpContext) -> None:
         if context["phase"] == "forward":
@@ -106,6 +106,7 @@ class DynamicPruneTool(amanda.Tool):
     def _forget(self) -> None:
         """Forget ops, which will be analysed anew."""
         self._ops.clear()
+        self._rows.clear()
 
     def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
         """Return a predictor's parameter at an op, on the device of `like`.

@@ -67,7 +67,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
-        said = [one.saliency for one in self._said(self._ops.values()) if one.saliency is not None]
+        said = [one.saliency for one in self._said() if one.saliency is not None]
         return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
@@ -105,7 +105,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
         std = 0.1 * (2 / given) ** 0.5
         normal = self._first.normal
-        return self._known(self._ops, context, lambda: _Layer(
+        return self._known(context, lambda: _Layer(
             self._row(context, "channels"), context["layout"],
             self._trainable(context, x, "saliency.weight", lambda: normal(0, std, (given, made))),
             self._trainable(context, x, "saliency.bias", lambda: np.ones(made)),

@@ -40,3 +40,7 @@ def attend(
     blind = scores.isneginf().all(-1, keepdim=True)
     probabilities = scores.softmax(-1).masked_fill(blind, 0.0)
     return functional.dropout(prune(probabilities), dropout_p) @ value
+
+
+ATTENTIONS = {"torch": attend}
+"""Attention whose probabilities are pruned, by the library of its tensors."""
