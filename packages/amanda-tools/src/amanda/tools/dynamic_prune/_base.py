@@ -100,13 +100,9 @@ class DynamicPruneTool(amanda.Tool):
         own = self.state_dict()
         known = not self.waiting_state() and _shapes(own) == _shapes(state)
         if not (known and all(_renew(value, state[name]) for name, value in own.items())):
-            self._forget()
+            self._ops.clear()
+            self._rows.clear()
             super().load_state_dict(state, strict)
-
-    def _forget(self) -> None:
-        """Forget ops, which will be analysed anew."""
-        self._ops.clear()
-        self._rows.clear()
 
     def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
         """Return a predictor's parameter at an op, on the device of `like`.

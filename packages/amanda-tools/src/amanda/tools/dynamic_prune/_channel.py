@@ -102,12 +102,13 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
         given = context["shape"](x)[context["layout"].index("C")]
         made = extents["O"] if "O" in extents else extents["I"] * extents["M"]
-        # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
-        std = 0.1 * (2 / given) ** 0.5
         normal = self._first.normal
         return self._known(context, lambda: _Layer(
             self._row(context, "channels"), context["layout"],
-            self._trainable(context, x, "saliency.weight", lambda: normal(0, std, (given, made))),
+            # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
+            self._trainable(
+                context, x, "saliency.weight", lambda: normal(0, 0.1 * (2 / given) ** 0.5, (given, made))
+            ),
             self._trainable(context, x, "saliency.bias", lambda: np.ones(made)),
             prod(extents.values()),
         ))  # fmt: skip

@@ -99,11 +99,6 @@ def _axes(op: Place) -> list[int] | None:
     return axes if axes or "keep_dims" in op.attributes else None
 
 
-def _equation(op: Place) -> str:
-    values = (op.attributes.get("equation"), *op.inputs, *op.attributes.values())
-    return next(_text(one) for one in values if isinstance(one, (str, bytes)))
-
-
 def _softmax(op: Place) -> dict[str, Any]:
     """Return what the softmax of an attention depends on beside queries and keys."""
     mask = next((one for one in op.inputs[3:] if isinstance(one, np.ndarray)), None)
@@ -133,11 +128,6 @@ def _adaptive(size: int, count: int) -> Indices:
     return np.where(found < ends[:, None], found, size)
 
 
-def _signs(first: int, second: int) -> Callable[[Place], Sequence[Any]]:
-    """Return the scales of a sum, of which `alpha` scales the second."""
-    return lambda op: (first, second * op.attributes.get("alpha", 1))
-
-
 def _of_norm(op: Place) -> Sequence[Any]:
     """Return by what a batch norm scales each channel; in training the variance is that of the batch."""
     data, gamma, _, _, variance = op.inputs[:5]
@@ -155,7 +145,7 @@ _ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
     **dict.fromkeys(("mean", "sum", "amax"), lambda op: {"axes": _axes(op)}),
     "cat": lambda op: {"axis": int(op.given("dim", "axis", at=1, default=0))},
     "stack": lambda op: {"axis": int(op.given("dim", "axis", default=0))},
-    "einsum": lambda op: {"equation": _equation(op)},
+    "einsum": lambda op: {"equation": _text(op.given("equation", at=0))},
     "linear": lambda op: {"turned": (False, op.weight_layout != "IO")},
     "matmul": lambda op: {"turned": [any(map(op.attributes.get, names)) for names in _TURNED]},
     **dict.fromkeys(("addmm", "baddbmm"), lambda op: {"factors": ((1, 0), (2, 0))}),
@@ -164,8 +154,10 @@ _ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
 """By the word of an op: what its rule takes."""
 
 SCALES: dict[str, Callable[[Place], Sequence[Any]]] = {
-    "add": _signs(1, 1), "sub": _signs(1, -1), "BiasAdd": _signs(1, 1), "bias_add": _signs(1, 1),
-    "rsub": lambda op: (-op.attributes.get("alpha", 1), 1), "neg": lambda op: (-1,),
+    "BiasAdd": lambda op: (1, 1), "bias_add": lambda op: (1, 1), "neg": lambda op: (-1,),
+    "add": lambda op: (1, op.attributes.get("alpha", 1)),
+    "sub": lambda op: (1, -op.attributes.get("alpha", 1)),
+    "rsub": lambda op: (-op.attributes.get("alpha", 1), 1),
     "mul": lambda op: op.inputs[1::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _of_norm,
 }  # fmt: skip
 """By the word of an op that scales or shifts: by what it scales each input; what `div` divides by."""
