@@ -52,7 +52,7 @@ class _Block:
 
     @property
     def stride(self) -> tuple[int, int]:
-        """Of the whole branch."""
+        """Return the stride of the whole branch."""
         rows, columns = zip(*(one.windows for one in self.convolutions), strict=True)
         return prod(one.stride for one in rows), prod(one.stride for one in columns)
 
@@ -192,8 +192,10 @@ class ActivationPruneTool(DynamicPruneTool):
 
 
 def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
-    """Those at the end of a branch with what computes positions of themselves between, each with how many
-    channels it reads; the first of the branch first."""
+    """Return the convolutions at the end of a branch, in order, each with how many channels it reads.
+
+    Between them are ops that compute each position of itself.
+    """
     found: list[tuple[_Convolution, int]] = []
     for node in ops:
         one = node.notes.get("convolution")

@@ -124,7 +124,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """The tokens that were pruned so far; MACs are those of the products of queries, keys and values."""
+        """Return what was pruned so far; MACs are those of the products of queries, keys and values."""
         notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
         return DynamicPruneResult(self._rows.values(), notes)
 

@@ -49,7 +49,7 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """The share of each op that was pruned so far."""
+        """Return the share of each op that was pruned so far."""
         return DynamicPruneResult(self._rows.values())
 
     def clear(self) -> None:

@@ -64,7 +64,7 @@ class Extraction:
         self.missing: dict[str, str] = {}
 
     def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
-        """A path for each sample, back from one element of each row of an output (samples, classes)."""
+        """Return a path for each sample, from one element of each row of an output (samples, classes)."""
         samples, classes = start.outputs[0].shape
         rows = np.arange(samples) * classes + np.asarray(labels)
         scores = start.op.outputs[0]
@@ -89,7 +89,7 @@ class Extraction:
         ]
 
     def _step(self, index: int) -> Step | None:
-        """The step of an op that makes what is on a path; None where the path ends."""
+        """Return the step of an op that makes what is on a path; None where the path ends."""
         step = self._steps.get(index)
         if step is not None and step.type in self._rules:
             return step if step.varying else None
@@ -122,7 +122,7 @@ class Extraction:
                 self._active.setdefault(tensor, []).extend(elements)
 
     def _chosen(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
-        """(outputs, terms): which of the terms are on the path."""
+        """Return (outputs, terms): True for the terms that are on the path."""
         found = terms.contributions
         if found is None:
             return np.ones(next(iter(terms.sources.values())).shape, bool)
@@ -208,7 +208,7 @@ def _layers(found: _Found, samples: int) -> list[Layer]:
 
 
 def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
-    """Flat indices for each sample, within what is the sample's own where that is one block of the tensor."""
+    """Return flat indices for each sample, within the sample's own block of the tensor where there is one."""
     every = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
     of, indices = np.divmod(every, max(size, 1))
     own = indices - of * (size // samples)
@@ -219,7 +219,7 @@ def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tup
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
-    """Module and type, and a number for each further one of the same."""
+    """Return module and type of each step, and a number for each further one of the same."""
     seen: dict[str, int] = {}
     names = []
     for step in steps:

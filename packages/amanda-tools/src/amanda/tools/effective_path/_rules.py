@@ -46,7 +46,7 @@ def _matrices(
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
-    """The product of two matrices, or of batches of them; of a linear layer the second is the weight."""
+    """Return the products that a product of matrices sums; the second of a linear layer is the weight."""
     where: Sequence[Where] = step.arguments.get("factors", ((0, 0), (1, 0)))
     turned = step.arguments.get("turned", (False, False))
     read, values, count = _matrices(
@@ -56,7 +56,7 @@ def matmul(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def einsum(step: Step, rows: Indices, output: int) -> Terms:
-    """Two factors by an equation without an ellipsis.
+    """Return the products that an equation of two factors sums, which has no ellipsis.
 
     Raises NotImplementedError for others.
     """
@@ -76,7 +76,7 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def attention(step: Step, rows: Indices, output: int) -> Terms:
-    """softmax(q k^T) v, of which the values are the neurons and the shares of the softmax their weights."""
+    """Return the terms of softmax(q k^T) v: values, which the shares of the softmax weigh."""
     query, key, value = (np.asarray(one, np.float64) for one in step.inputs[:3])
     if query.shape[:-2] != value.shape[:-2]:
         raise NotImplementedError("whose heads are shared")
@@ -108,7 +108,7 @@ def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str
 
 
 def convolution(step: Step, rows: Indices, output: int) -> Terms:
-    """Every output sums weight times input over its group's channels and its window."""
+    """Return weight times input for the channels of an output's group and the output's window."""
     assert step.weight is not None
     layout, weight_layout = step.layout or "", step.weight_layout or ""
     data, weight = step.tensor((0, 0)), step.tensor((step.weight, 0))
@@ -131,7 +131,7 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
-    """(outputs, terms) flat indices of what a pooling or a reduction reads, and their number in all."""
+    """Return (outputs, terms) flat indices of what a pooling or a reduction reads, and their number."""
     data = step.tensor(step.data)
     if "tables" in step.arguments:
         mesh, count = _under_windows(step, rows, output, {})
@@ -144,14 +144,14 @@ def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
 
 
 def average(step: Step, rows: Indices, output: int) -> Terms:
-    """Every output sums what is under its window, or along its axes."""
+    """Return what is under an output's window, or along the axes of a reduction."""
     read, count = _gathered(step, rows, output)
     values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
     return Terms({step.data: read}, np.where(read < 0, 0, values), count)
 
 
 def maximum(step: Step, rows: Indices, output: int) -> Terms:
-    """The largest under the window or along axes, and of equal ones the first, is all that matters."""
+    """Return the largest under the window or along axes, and of equal ones the first."""
     read, count = _gathered(step, rows, output)
     values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
     largest = np.zeros(read.shape)
@@ -160,7 +160,7 @@ def maximum(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def summation(step: Step, rows: Indices, output: int) -> Terms:
-    """a + b: of what varies, the summands that make most of it; a constant is no part of the path."""
+    """Return the summands of a + b that vary; a constant is no part of the path."""
     if len(step.varying) < 2:
         return elementwise(step, rows, output)
     scales = step.arguments["scales"]
@@ -175,20 +175,20 @@ def summation(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def elementwise(step: Step, rows: Indices, output: int) -> Terms:
-    """Every element of the output has one of each input that varies, which may be broadcast."""
+    """Return for each output one element of each input that varies, which may be broadcast."""
     shape = step.outputs[output].shape
     return Terms({where: aligned(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying})
 
 
 def reshaped(step: Step, rows: Indices, output: int) -> Terms:
-    """The same elements in the same order, in another shape."""
+    """Return the same elements in the same order: the op gives them another shape."""
     if step.tensor(step.data).size != step.outputs[output].size:
         raise NotImplementedError("it gives another number of elements than it reads")
     return Terms({step.data: rows[:, None]})
 
 
 def moved(step: Step, rows: Indices, output: int) -> Terms:
-    """Elements in another place: `arguments["move"]` does to flat indices what the op does to its input."""
+    """Return where elements came from: the `move` does to flat indices what the op does to its input."""
     data = step.tensor(step.data)
     made = step.arguments["move"](np.arange(data.size).reshape(data.shape))
     found: NDArray[Any] = made[output] if isinstance(made, list) else made
@@ -196,7 +196,7 @@ def moved(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def joined(step: Step, rows: Indices, output: int) -> Terms:
-    """Several tensors side by side along an axis, or along a new one."""
+    """Return elements of several tensors, which the op lays side by side along an axis, or a new one."""
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
     tensors = step.inputs[position]

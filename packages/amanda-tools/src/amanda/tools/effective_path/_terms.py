@@ -44,11 +44,11 @@ class Step:
 
     @property
     def data(self) -> Where:
-        """The first tensor that varies."""
+        """Return the place of the first tensor that varies."""
         return self.varying[0] if self.varying else (0, 0)
 
     def tensor(self, where: Where) -> NDArray[Any]:
-        """The array at a place among the inputs."""
+        """Return the array at a place among the inputs."""
         value = self.inputs[where[0]]
         array: NDArray[Any] = value[where[1]] if isinstance(value, (list, tuple)) else value
         return array
@@ -76,7 +76,7 @@ Rule = Callable[..., Terms]
 def leading(
     contributions: Numbers, value: Numbers, theta: float, mode: Mode = "cumulative"
 ) -> NDArray[np.bool_]:
-    """The fewest positive contributions whose sum reaches theta times a neuron's value.
+    """Return True for the fewest positive contributions that reach theta times a neuron's value in sum.
 
     contributions: (neurons, terms).  value: (neurons,); those that are not positive have none, and of NaN the
     value is the sum of the positive contributions.  Where all of them do not reach it, it is all of them; of
@@ -106,7 +106,7 @@ _LARGEST = 32
 
 
 def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
-    """The largest positive ones, until their sum is enough."""
+    """Return True for the largest positive contributions, until their sum is enough."""
     order = np.argsort(-contributions, axis=1, kind="stable")
     ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
     # Of infinite ones no difference can be taken: the sums before each are those after its neighbour.

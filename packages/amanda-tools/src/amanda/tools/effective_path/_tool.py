@@ -60,7 +60,7 @@ class EffectivePathTool(amanda.Tool):
 
     @property
     def result(self) -> EffectivePathResult:
-        """The paths of the samples of the last pass, and their densities."""
+        """Return the paths of the samples of the last pass, and their densities."""
         try:
             return EffectivePathResult(self.paths(), self.theta, self._missing)
         except PathError as error:
@@ -99,7 +99,7 @@ class EffectivePathTool(amanda.Tool):
         place.outputs = [place.kept(value) for value in outputs]
 
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:
-        """A path for each sample of the last pass.
+        """Return a path for each sample of the last pass.
 
         labels: which class to explain of each sample; by default the one with the largest output.
         Raises PathError where no pass has given (samples, classes), or no path leads back from there.
@@ -157,7 +157,7 @@ def _is_scores(outputs: Sequence[Any]) -> bool:
 
 
 def _varying(graph: Graph) -> set[int]:
-    """The tensors that depend on what comes from outside, or is drawn, and is no state of the model."""
+    """Return the tensors that depend on what comes from outside or is drawn, and is no state of the model."""
     found: set[int] = set()
     for tensor in graph.tensors:  # in the order in which they were met
         made_by = None if tensor.producer is None else graph.ops[tensor.producer].reads
