@@ -157,7 +157,8 @@ class Extraction:
                 if position >= len(scales):
                     break
                 by = np.asarray(scales[position], np.float64)
-                by = by.reshape(-1)[aligned(rows, reader.outputs[0].shape, by.shape)]
+                if by.ndim:
+                    by = by.reshape(-1)[aligned(rows, reader.outputs[0].shape, by.shape)]
                 scale = scale * (1 / by if reader.type == "div" else by)
                 values = reader.outputs[0].reshape(-1)[rows].astype(np.float64)
             tensor = reader.op.outputs[0]

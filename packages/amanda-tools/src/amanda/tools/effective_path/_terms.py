@@ -143,5 +143,7 @@ class Mesh:
 
 def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
     """Return flat indices into an operand that was broadcast to a shape, of which rows are flat indices."""
+    if shape == operand:
+        return rows
     mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))
     return mesh.indices(range(-len(operand), 0), operand)[:, 0]
