@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
-from autoray import astype, do, get_dtype_name
+from autoray import do
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, spatial_axes
-from amanda.tools.dynamic_prune._math import binary_gumbel, budget_loss, local, needed, stop
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._math import as_type_of, binary_gumbel, budget_loss, local, needed, stop
 from amanda.tools.dynamic_prune._patterns import residual
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode, Window, windows_of
+from amanda.tools.kit import DataflowNode, Window, spatial_axes, windows_of
 
 _POINTWISE = frozenset(
     {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
@@ -51,7 +52,7 @@ class _Block:
 
     @property
     def stride(self) -> tuple[int, int]:
-        """Of the whole branch."""
+        """Return the stride of the whole branch."""
         rows, columns = zip(*(one.windows for one in self.convolutions), strict=True)
         return prod(one.stride for one in rows), prod(one.stride for one in columns)
 
@@ -98,20 +99,14 @@ class ActivationPruneTool(DynamicPruneTool):
         if not temperature > 0:
             raise AmandaError(f"temperature is {temperature!r}; it is a number above 0")
         self._temperature = temperature
-        self._blocks: dict[str, _Block] = {}
 
     def loss(self) -> Any:
         """Return strength times the squared distance from the budget, of this thread's last execution."""
-        said = [self._present.last(block) for block in self._blocks.values()]
-        done = [one for one in said if one is not None and one.used is not None]
+        done = [one for one in self._said() if one.used is not None]
         if not done:
             return 0.0
         used, total = [one.used for one in done], [one.total for one in done]
         return self._strength * budget_loss(used, total, self._budget, self.progress)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._blocks.clear()
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         if context["type"] in ("conv2d", "depthwise_conv2d") and "N" in (context["layout"] or ""):
@@ -126,37 +121,33 @@ class ActivationPruneTool(DynamicPruneTool):
             context.insert_before_op(self._at_end, inputs=[found.branch], block=block)
 
     def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
-        if self.place(context) not in self._ops:
-            shape = context["shape"](context.get_inputs()[context["weight_index"]])
-            extents = dict(zip(context["weight_layout"], shape, strict=True))
-            kernel = extents["H"], extents["W"]
-            try:
-                windows = windows_of(context.get_attrs(), context["layout"], kernel)
-            except NotImplementedError:
-                return None
-            self._ops[self.place(context)] = _Convolution(
-                Pruned(context["type"], context.get_scope(), context.get_source(), "positions"),
-                context["layout"], prod(extents.values()), windows,
-            )  # fmt: skip
-        known: _Convolution = self._ops[self.place(context)]
-        return known
+        shape, layout = context["shape"](context.get_inputs()[context["weight_index"]]), context["layout"]
+        extents = dict(zip(context["weight_layout"], shape, strict=True))
+        try:
+            windows = windows_of(context.get_attrs(), layout, (extents["H"], extents["W"]))
+        except NotImplementedError:
+            return None
+        return self._known(context, lambda: _Convolution(
+            self._row(context, "positions"), layout, prod(extents.values()), windows
+        ))  # fmt: skip
 
     def _block(self, context: amanda.OpContext, inner: Sequence[tuple[_Convolution, int]]) -> _Block:
-        if self.place(context) not in self._blocks:
-            like, channels = context.get_inputs()[0], inner[0][1]
-            block = self._blocks[self.place(context)] = _Block(
+        def make() -> _Block:
+            channels, unit = inner[0][1], partial(self._trainable, context, context.get_inputs()[0])
+            block = _Block(
                 [one for one, _ in inner],
-                self._trainable(context, "mask.kernel", like, lambda: self._uniform(9, (3, 3, channels))),
-                self._trainable(context, "mask.weight", like, lambda: self._uniform(1, (channels, 1))),
-                self._trainable(context, "mask.bias", like, lambda: np.zeros(1, np.float32)),
+                unit("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
+                unit("mask.weight", lambda: self._uniform(channels, channels, 1)),
+                unit("mask.bias", lambda: np.zeros(1)),
             )
             for one, _ in inner:
                 one.block = block
-        return self._blocks[self.place(context)]
+            return block
 
-    def _uniform(self, window: int, shape: tuple[int, ...]) -> Any:
-        bound = (window * shape[-1 if window > 1 else 0]) ** -0.5
-        return self._first.uniform(-bound, bound, shape).astype(np.float32)
+        return self._known(context, make)
+
+    def _uniform(self, fan_in: int, *shape: int) -> Any:
+        return self._first.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)
 
     @amanda.differentiable
     def _at_convolution(self, x: Any, one: _Convolution) -> Any:
@@ -181,15 +172,14 @@ class ActivationPruneTool(DynamicPruneTool):
     def _decide(self, x: Any, block: _Block) -> None:
         """Compute the masks of a branch from what it reads."""
         said, layout = self._present.of(block), block.convolutions[0].layout
-        x = astype(x, get_dtype_name(block.kernel))
+        x = as_type_of(x, block.kernel)
         logits = local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         logits = logits + mean[:, :, None]
         mask = said.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
-        sizes = [(int(x.shape[layout.index("H")]), int(x.shape[layout.index("W")]))]
+        sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for one in block.convolutions[:-1]:
-            rows, columns = (at.places(size) for at, size in zip(one.windows, sizes[-1], strict=True))
-            sizes.append((rows, columns))
+            sizes.append([at.places(size) for at, size in zip(one.windows, sizes[-1], strict=True)])
         used: Any = 0.0
         said.total = 0
         for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
@@ -202,8 +192,10 @@ class ActivationPruneTool(DynamicPruneTool):
 
 
 def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
-    """Those at the end of a branch with what computes positions of themselves between, each with how many
-    channels it reads; the first of the branch first."""
+    """Return the convolutions at the end of a branch, in order, each with how many channels it reads.
+
+    Between them are ops that compute each position of itself.
+    """
     found: list[tuple[_Convolution, int]] = []
     for node in ops:
         one = node.notes.get("convolution")
@@ -221,6 +213,6 @@ def _reads_vectors(node: DataflowNode) -> bool:
 
 
 def _masked(value: Any, mask: Any, layout: str) -> Any:
-    """Zero where the mask is."""
-    mask = astype(mask, get_dtype_name(value))
+    """Return a value, and zero where the mask is."""
+    mask = as_type_of(mask, value)
     return value * (mask[:, None] if layout.index("C") == 1 else mask[..., None])

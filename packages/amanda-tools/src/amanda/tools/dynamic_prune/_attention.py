@@ -11,7 +11,17 @@ from autoray import do
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.dynamic_prune._base import Array, DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._math import (
+    as_type_of,
+    binary_gumbel,
+    density_count,
+    per_token,
+    per_unit,
+    renormalised,
+    stop,
+    winners,
+)
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
     PRODUCTS,
@@ -21,14 +31,46 @@ from amanda.tools.dynamic_prune._patterns import (
     residual,
     scores_of,
 )
-from amanda.tools.dynamic_prune._pytorch import attend
+from amanda.tools.dynamic_prune._pytorch import ATTENTIONS
 from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
-from amanda.tools.dynamic_prune._skimming import Attention, Decision, Skimming
-from amanda.tools.kit import DataflowNode
+from amanda.tools.kit import DataflowNode, check_one_of, tensors_of
 from amanda.tools.mapping import backend_of
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+
+
+@dataclass(eq=False)
+class _Attention:
+    """An attention.
+
+    heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
+    before it.  skim: parameters of the learned predictor.
+    """
+
+    pruned: Pruned
+    node: DataflowNode
+    heads: int | None
+    width: int
+    previous: _Attention | None
+    skim: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class _Decision:
+    """The decision of an attention for the last input; at a residual connection `state`, what is added to.
+
+    alive: 0/1, (N, T), the tokens that the attention was given; None for all.  later: those that are left for
+    the next.  count: of the units that are left, where each input keeps as many.  carries: True where the
+    sequences of later layers are the same, as far as residual connections show: windows of images are others
+    in each layer.
+    """
+
+    alive: Any = None
+    later: Any = None
+    count: int = 0
+    carries: bool = True
+    state: Any = None
 
 
 @dataclass(eq=False)
@@ -39,7 +81,7 @@ class _Sum:
     back to the state that was added to.
     """
 
-    attention: Attention
+    attention: _Attention
     is_normed: bool
 
 
@@ -68,37 +110,43 @@ class AttentionPruneTool(DynamicPruneTool):
         hidden: int = 16,
         seed: int = 0,
     ) -> None:
-        super().__init__(seed, Decision)
-        _check(unit, by, block, protect, hidden)
-        size, share = block if unit == "block" else 1, checked_share("keep", keep)
-        self._skimming = Skimming(size, protect, share, by == "learned", self._noise, self._present)
-        self._strength, self._hidden = strength, hidden
+        super().__init__(seed, _Decision)
+        check_one_of("unit", unit, ("token", "block"), AmandaError)
+        check_one_of("by", by, ("attention", "learned"), AmandaError)
+        for name, count, least, of in (
+            ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
+        ):  # fmt: skip
+            if not isinstance(count, (int, np.integer)) or count < least:
+                raise AmandaError(f"{name} is {count!r}; it is a number of {of}, {least} at least")
+        self._size, self._protect, self._hidden = block if unit == "block" else 1, protect, hidden
+        self._share, self._strength, self._learned = checked_share("keep", keep), strength, by == "learned"
         self._fused: set[str] = set()
 
     @property
     def result(self) -> DynamicPruneResult:
-        """The tokens that were pruned so far; MACs are those of the products of queries, keys and values."""
+        """Return what was pruned so far; MACs are those of the products of queries, keys and values."""
         notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
-        return DynamicPruneResult(self._pruned(), notes)
+        return DynamicPruneResult(self._rows.values(), notes)
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
-        ran = [said for _, said in self._said() if said.later is not None and self._skimming.learned]
-        if not ran:
+        ran = [said for said in self._said() if said.later is not None]
+        if not ran or not self._learned:
             return 0.0
         share = sum(1.0 if said.alive is None else do("mean", said.alive) for said in ran) / len(ran)
-        return self._strength * (share - self._skimming.keep) ** 2
+        return self._strength * (share - self._share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         kind = context["type"]
         if kind in _FUSED:
             self._fused.add(kind)
         elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
-            if backend_of(context.get_inputs()[0]) != "torch":
+            attend = ATTENTIONS.get(backend_of(context.get_inputs()[0]))
+            if attend is None:
                 self._fused.add(kind)
                 return
             one = self._attention(context, node, node)
-            context.replace_op(partial(attend, partial(self._skimming.attend, one=one)))
+            context.replace_op(partial(attend, partial(self._attend, one=one)))
         elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
@@ -111,37 +159,30 @@ class AttentionPruneTool(DynamicPruneTool):
             if added is not None and "sum" in added.notes:
                 context.insert_after_op(self._restore, outputs=[0], node=node, one=added.notes["sum"])
 
-    def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> Attention:
-        if self.place(context) not in self._ops:
-            scores, given = node.shapes[0] or (), product.shapes[0] or ()
-            heads = (
-                head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
-            )
-            count = heads or (scores[1] if len(scores) == 4 else 1) or 1
-            self._ops[self.place(context)] = Attention(
-                Pruned(context["type"], context.get_scope(), context.get_source(),
-                       "tokens" if self._skimming.size == 1 else f"blocks of {self._skimming.size}"),
-                node, heads, given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
-                self._skim(context, count) if self._skimming.learned else (),
-            )  # fmt: skip
-        one: Attention = self._ops[self.place(context)]
+    def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
+        scores, given = node.shapes[0] or (), product.shapes[0] or ()
+        heads = head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
+        count = heads or (scores[1] if len(scores) == 4 else 1) or 1
+        size, learned = self._size, self._learned
+        one = self._known(context, lambda: _Attention(
+            self._row(context, "tokens" if size == 1 else f"blocks of {size}"), node, heads,
+            given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
+            self._skim(context, count) if learned else (),
+        ))  # fmt: skip
         node.notes["attention"] = one
         one.node = node
         return one
 
     def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
-        """The predictor's parameters, of which the last lets all tokens be kept at first."""
-        like, width = context.get_inputs()[0], 2 * heads
+        """Return the predictor's parameters, of which the last lets all tokens be kept at first."""
+        like, width, hidden, normal = context.get_inputs()[0], 2 * heads, self._hidden, self._first.normal
         makers = {
-            "skim.hidden.weight": lambda: self._normal(width**-0.5, (width, self._hidden)),
-            "skim.hidden.bias": lambda: np.zeros(self._hidden, np.float32),
-            "skim.weight": lambda: self._normal(0.1 * self._hidden**-0.5, (self._hidden, 1)),
-            "skim.bias": lambda: np.ones(1, np.float32),
+            "skim.hidden.weight": lambda: normal(0, width**-0.5, (width, hidden)),
+            "skim.hidden.bias": lambda: np.zeros(hidden),
+            "skim.weight": lambda: normal(0, 0.1 * hidden**-0.5, (hidden, 1)),
+            "skim.bias": lambda: np.ones(1),
         }
-        return tuple(self._trainable(context, name, like, make) for name, make in makers.items())
-
-    def _normal(self, std: float, shape: tuple[int, ...]) -> Array:
-        return self._first.normal(0, std, shape).astype(np.float32)
+        return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
 
     def _look_at_sum(self, context: amanda.OpContext, node: DataflowNode, found: Residual) -> None:
         attention = self._flow.nearest([node.inputs[found.branch]], "attention")
@@ -154,23 +195,77 @@ class AttentionPruneTool(DynamicPruneTool):
         context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
 
     @amanda.differentiable
-    def _prune(self, probabilities: Any, one: Attention) -> Any:
-        shape = tuple(probabilities.shape)
-        if len(shape) == 3:
-            heads = one.heads or 1
-            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            pruned = do("reshape", self._skimming.attend(split, one), shape)
-        else:
-            pruned = self._skimming.attend(probabilities, one)
+    def _prune(self, probabilities: Any, one: _Attention) -> Any:
+        pruned = self._attend(probabilities, one)
         self._flow.made(one.node, [pruned])
         return pruned
+
+    def _attend(self, probabilities: Any, one: _Attention) -> Any:
+        """Return probabilities without what was dropped, and decide what is dropped next.
+
+        probabilities: (N, H, T, T), or (N * H, T, T).
+        """
+        if len(probabilities.shape) == 3:
+            shape, heads = tuple(probabilities.shape), one.heads or 1
+            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
+            return do("reshape", self._attend(split, one), shape)
+        batch, heads, queries, keys = probabilities.shape
+        said = self._present.of(one)
+        said.alive = said.later = None
+        if queries != keys:
+            return probabilities
+        previous = None if one.previous is None else self._present.of(one.previous)
+        before = previous.later if previous is not None and previous.carries else None
+        if before is not None and tuple(before.shape) == (batch, keys):
+            said.alive = before
+            # A key of which most was attended to would get a gradient without bound.
+            alive = as_type_of(stop(before), probabilities)
+            probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
+        macs = 2 * int(batch * heads * queries * keys) * one.width
+        if said.alive is None:
+            one.pruned.add(0.0, macs, 0.0)
+        else:
+            shares = do("mean", stop(said.alive), axis=-1)
+            one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
+        said.later = self._left(probabilities, one, said, previous)
+        return probabilities
+
+    def _left(self, probabilities: Any, one: _Attention, said: _Decision, previous: _Decision | None) -> Any:
+        """Return 0/1 of the tokens that are left for later layers: (N, T)."""
+        received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
+        length = int(received.shape[-1])
+        alive = do("ones_like", received[:, 0]) if said.alive is None else said.alive
+        units = per_unit(alive, self._size)
+        count = int(units.shape[-1])
+        if said.alive is not None and previous is not None:
+            count = previous.count
+        guarded = np.arange(units.shape[-1]) * self._size < self._protect
+        first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
+        if self._learned:
+            hard = self._predicted(probabilities, received, one)
+            left = units * (first + (1 - first) * hard)
+        else:
+            score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
+            said.count = max(density_count(self._share, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, said.count) * units
+        return per_token(left, self._size, length)
+
+    def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
+        """Return 0/1 of the units that the predictor keeps: (N, units)."""
+        own = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
+        features = per_unit(do("concatenate", (received, own), axis=1), self._size)
+        features = do("transpose", as_type_of(features, one.skim[0]), (0, 2, 1))
+        weight, bias, last, offset = one.skim
+        hidden = features @ weight + bias
+        logits = (do("tanh", hidden) @ last + offset)[..., 0]
+        return as_type_of(binary_gumbel(logits, self._noise(logits)), received)
 
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
         """Add nothing to dropped tokens at a residual connection."""
         said = self._present.of(one)
         said.state = None
-        stays = self._skimming.along(one.attention, branch)
+        stays = self._along(one.attention, branch)
         if stays is None:
             return None
         if one.is_normed:
@@ -183,20 +278,24 @@ class AttentionPruneTool(DynamicPruneTool):
         """Take dropped tokens back to what they were before a residual connection and its normalisation."""
         said = self._present.of(one)
         state, said.state = said.state, None
-        stays = None if state is None else self._skimming.along(one.attention, normed)
+        stays = None if state is None else self._along(one.attention, normed)
         if stays is None:
             return None
         restored = normed * stays + state * (1 - stays)
         self._flow.made(node, [restored])
         return restored
 
+    def _along(self, attention: _Attention, states: Any) -> Any:
+        """Return 0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
 
-def _check(unit: str, by: str, block: int, protect: int, hidden: int) -> None:
-    for name, value, known in (("unit", unit, ("token", "block")), ("by", by, ("attention", "learned"))):
-        if value not in known:
-            raise AmandaError(f"{name} is {value!r}; it is one of {', '.join(map(repr, known))}")
-    for name, count, least, of in (
-        ("block", block, 1, "tokens"), ("protect", protect, 0, "tokens"), ("hidden", hidden, 1, "neurons")
-    ):  # fmt: skip
-        if not isinstance(count, (int, np.integer)) or count < least:
-            raise AmandaError(f"{name} is {count!r}; it is a number of {of}, {least} at least")
+        Gives None where all are, and where the states are of other sequences than it attended in.
+        """
+        said = self._present.of(attention)
+        if said.later is None:
+            return None
+        shape, own = tuple(states.shape[:2]), tuple(said.later.shape)
+        if said.alive is None or shape not in (own, own[::-1]):
+            said.carries = shape in (own, own[::-1])
+            return None
+        alive = said.alive if shape == own else do("transpose", said.alive, (1, 0))
+        return as_type_of(alive, states)[..., None]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from autoray import do, get_dtype_name
-from numpy.typing import NDArray
+from autoray import get_dtype_name
 
 import amanda
 from amanda.errors import AmandaError
@@ -16,7 +15,7 @@ from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import Dataflow, DataflowNode, PerCaller, tensors_of
 from amanda.tools.mapping import StandardMapping
 
-Array = NDArray[np.float32]
+T = TypeVar("T")
 
 
 class DynamicPruneTool(amanda.Tool):
@@ -39,6 +38,7 @@ class DynamicPruneTool(amanda.Tool):
         self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._flow, self._present = Dataflow(), PerCaller[Any](self, state)
         self._ops: dict[str, Any] = {}
+        self._rows: dict[str, Pruned] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._enter)
         self.add_inst_for_op(self._leave, require_outputs=True)
@@ -49,26 +49,36 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """The share of each op that was pruned so far."""
-        return DynamicPruneResult(self._pruned())
+        """Return the share of each op that was pruned so far."""
+        return DynamicPruneResult(self._rows.values())
 
     def clear(self) -> None:
         """Forget what was pruned, and what was predicted for the last input; what was analysed stays."""
         self._present.clear()
-        for one in self._ops.values():
-            one.pruned.clear()
+        for row in self._rows.values():
+            row.clear()
 
     def loss(self) -> Any:
         """Return what training adds to its loss, of the last execution by this thread; 0.0 without one."""
         return 0.0
 
-    def _pruned(self) -> Iterable[Pruned]:
-        return (one.pruned for one in self._ops.values())
+    def _said(self) -> list[Any]:
+        """Return what was predicted at each op in this thread's last execution."""
+        return [said for said in map(self._present.last, self._ops.values()) if said is not None]
 
-    def _said(self) -> list[tuple[Any, Any]]:
-        """Return each op with what was predicted there in this thread's last execution."""
-        found = [(one, self._present.last(one)) for one in self._ops.values()]
-        return [(one, said) for one, said in found if said is not None]
+    def _known(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
+        """Return what the tool keeps of an op, which is made where the op is analysed first."""
+        place = self.place(context)
+        if place not in self._ops:
+            self._ops[place] = make()
+        known: T = self._ops[place]
+        return known
+
+    def _row(self, context: amanda.OpContext, unit: str) -> Pruned:
+        """Return a new row of the result, of an op whose units are pruned."""
+        row = Pruned(context["type"], context.get_scope(), context.get_source(), unit)
+        self._rows[self.place(context)] = row
+        return row
 
     def _enter(self, context: amanda.OpContext) -> None:
         if context["phase"] == "forward":
@@ -90,19 +100,16 @@ class DynamicPruneTool(amanda.Tool):
         own = self.state_dict()
         known = not self.waiting_state() and _shapes(own) == _shapes(state)
         if not (known and all(_renew(value, state[name]) for name, value in own.items())):
-            self._forget()
+            self._ops.clear()
+            self._rows.clear()
             super().load_state_dict(state, strict)
 
-    def _forget(self) -> None:
-        """Forget ops, which will be analysed anew."""
-        self._ops.clear()
-
-    def _trainable(self, context: amanda.OpContext, name: str, like: Any, make: Callable[[], Array]) -> Any:
-        """A predictor's parameter at an op, on the device of `like`.
+    def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
+        """Return a predictor's parameter at an op, on the device of `like`.
 
         Raises AmandaError where one of another shape was loaded.
         """
-        start, tensors = make(), tensors_of(like)
+        start, tensors = np.asarray(make(), np.float32), tensors_of(like)
         dtype = "float64" if get_dtype_name(like) == "float64" else "float32"  # half would not train
 
         def state(value: Any) -> Any:
@@ -119,7 +126,7 @@ class DynamicPruneTool(amanda.Tool):
         return self.keep(context, name, lambda: state(start), load=load, renew=tensors.update)
 
     def _noise(self, like: Any) -> Any:
-        """Logistic noise for the logits of a gate in training."""
+        """Return logistic noise for the logits of a gate in training; None else."""
         if not self.training:
             return None
         uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
@@ -136,22 +143,10 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def checked_share(name: str, value: float) -> float:
-    """A share in (0, 1].
+    """Return a share in (0, 1].
 
     Raises AmandaError for another number.
     """
     if not isinstance(value, Real) or not 0 < value <= 1:
         raise AmandaError(f"{name} is {value!r}; it is a share above 0, and 1 at most")
     return value
-
-
-def row(vector: Any, axis: int, rank: int) -> Any:
-    """(N, C) as a tensor of this rank, with C at `axis`."""
-    extents = [1] * rank
-    extents[0], extents[axis] = vector.shape
-    return do("reshape", vector, tuple(extents))
-
-
-def spatial_axes(layout: str) -> Sequence[int]:
-    """Positions of the axes that are neither batch nor channels."""
-    return [i for i, axis in enumerate(layout) if axis not in "NC"]

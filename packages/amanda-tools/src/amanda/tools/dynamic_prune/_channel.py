@@ -7,21 +7,13 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from autoray import astype, do, get_dtype_name
+from autoray import do
 
 import amanda
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share, row, spatial_axes
-from amanda.tools.dynamic_prune._math import (
-    density_count,
-    indicator,
-    saliency,
-    shares,
-    stop,
-    subsample,
-    winners,
-)
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, checked_share
+from amanda.tools.dynamic_prune._math import as_type_of, density_count, saliency, shares, stop, winners
 from amanda.tools.dynamic_prune._result import Pruned
-from amanda.tools.kit import DataflowNode
+from amanda.tools.kit import DataflowNode, spatial_axes
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
@@ -75,7 +67,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
-        said = [one.saliency for _, one in self._said() if one.saliency is not None]
+        said = [one.saliency for one in self._said() if one.saliency is not None]
         return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
@@ -106,37 +98,32 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
 
     def _layer(self, context: amanda.OpContext) -> _Layer:
-        if self.place(context) not in self._ops:
-            index, layout = context["weight_index"], context["layout"]
-            x, kernel = context.get_inputs()[0], context.get_inputs()[index]
-            extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
-            given = context["shape"](x)[layout.index("C")]
-            made = extents["O"] if "O" in extents else extents["I"] * extents["M"]
-            self._ops[self.place(context)] = _Layer(
-                Pruned(context["type"], context.get_scope(), context.get_source(), "channels"),
-                layout,
-                self._trainable(context, "saliency.weight", x, lambda: self._weight(given, made)),
-                self._trainable(context, "saliency.bias", x, lambda: np.ones(made, np.float32)),
-                prod(extents.values()),
-            )
-        layer: _Layer = self._ops[self.place(context)]
-        return layer
-
-    def _weight(self, given: int, made: int) -> Any:
-        """A tenth of what He et al. 2015 initialise with: a trained model begins near what it was."""
-        return self._first.normal(0, 0.1 * (2 / given) ** 0.5, (given, made)).astype(np.float32)
+        x, kernel = context.get_inputs()[0], context.get_inputs()[context["weight_index"]]
+        extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
+        given = context["shape"](x)[context["layout"].index("C")]
+        made = extents["O"] if "O" in extents else extents["I"] * extents["M"]
+        normal = self._first.normal
+        return self._known(context, lambda: _Layer(
+            self._row(context, "channels"), context["layout"],
+            # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
+            self._trainable(
+                context, x, "saliency.weight", lambda: normal(0, 0.1 * (2 / given) ** 0.5, (given, made))
+            ),
+            self._trainable(context, x, "saliency.bias", lambda: np.ones(made)),
+            prod(extents.values()),
+        ))  # fmt: skip
 
     @amanda.differentiable
     def _predict(self, x: Any, layer: _Layer) -> None:
-        squeezed = subsample(x, spatial_axes(layer.layout))
-        squeezed = astype(squeezed, get_dtype_name(layer.weight))
+        squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
+        squeezed = as_type_of(squeezed, layer.weight)
         said = self._present.of(layer)
         said.saliency = saliency(squeezed, layer.weight, layer.bias)
         count = density_count(self._density, int(layer.bias.shape[0]))
         kept = winners(said.saliency, count)
         said.gate = said.saliency * kept
-        given = do("mean", indicator(stop(said.gate) > 0, kept), axis=-1)
-        read = do("mean", indicator(stop(squeezed) > 0, kept), axis=-1)
+        given = do("mean", as_type_of(stop(said.gate) > 0, kept), axis=-1)
+        read = do("mean", as_type_of(stop(squeezed) > 0, kept), axis=-1)
         said.given, said.computed = do("mean", given), do("mean", given * read)
 
     @amanda.observer
@@ -149,8 +136,10 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         gate = self._present.of(layer).gate
         if gate is None:
             return value
-        gate = astype(shares(gate) if evenly else gate, get_dtype_name(value))
-        return value * row(gate, layer.layout.index("C"), len(value.shape))
+        gate = as_type_of(shares(gate) if evenly else gate, value)
+        extents = [gate.shape[0]] + [1] * (len(value.shape) - 1)
+        extents[layer.layout.index("C")] = gate.shape[1]
+        return value * do("reshape", gate, tuple(extents))
 
     @staticmethod
     @amanda.differentiable

@@ -12,33 +12,27 @@ from autoray import astype, do, get_dtype_name
 from amanda.tools.kit import Window, tensors_of
 
 
-def subsample(x: Any, axes: Sequence[int]) -> Any:
-    """Mean magnitude over the spatial axes: (N, C).  Source: Gao et al. 2019, with the L1 norm."""
-    return do("mean", do("abs", x), axis=tuple(axes))
-
-
 def saliency(x: Any, weight: Any, bias: Any) -> Any:
     """Return the predicted saliency of each output channel: relu(x weight + bias).
 
     x: (N, I).  weight: (I, O).  bias: (O,).  Returns (N, O).  Source: Gao et al. 2019.
     """
     predicted = x @ weight + bias
-    return predicted * indicator(predicted > 0, predicted)
+    return predicted * as_type_of(predicted > 0, predicted)
 
 
 def winners(values: Any, count: int) -> Any:
-    """0/1 mask of the `count` largest along the last axis; of equal ones the first.
+    """Return a 0/1 mask of the `count` largest along the last axis; of equal ones the first.
 
     values: (..., C).  Source: k-winners-take-all, Gao et al. 2019.
     """
-    return indicator(tensors_of(values).ranks(-stop(values)) < count, values)
+    return as_type_of(tensors_of(values).ranks(-stop(values)) < count, values)
 
 
 def shares(gate: Any) -> Any:
-    """A gate divided by its mean over what is not zero along the last axis."""
-    total = do("sum", gate, axis=-1, keepdims=True)
-    count = do("sum", indicator(gate > 0, gate), axis=-1, keepdims=True)
-    return gate * count / (total + indicator(total == 0, total))
+    """Return a gate divided by its mean over what is not zero along the last axis."""
+    count = do("sum", as_type_of(gate > 0, gate), axis=-1, keepdims=True)
+    return gate * count / _total(gate)
 
 
 def density_count(density: float, size: int) -> int:
@@ -46,25 +40,20 @@ def density_count(density: float, size: int) -> int:
     return min(size, max(1, math.ceil(density * size - 1e-9)))
 
 
-def indicator(condition: Any, like: Any) -> Any:
-    """0/1 in the type of `like`."""
-    return astype(condition, get_dtype_name(like))
-
-
-def wide(value: Any) -> Any:
-    """Return a tensor in float32, or in its own type if that is wider."""
-    return tensors_of(value).wide(value)
+def as_type_of(value: Any, like: Any) -> Any:
+    """Return a tensor in the element type of another; a condition as 0/1."""
+    return astype(value, get_dtype_name(like))
 
 
 def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> Any:
-    """0/1 whether logits and noise are above zero, with the gradient of their sigmoid.
+    """Return 0/1 whether logits and noise are above zero, with the gradient of their sigmoid.
 
     noise: logistic, of the shape of logits; None for none.
     Source: Jang et al. 2017 for two classes; Verelst & Tuytelaars 2020.
     """
     shifted = logits if noise is None else logits + noise
     soft = (do("tanh", shifted / (2 * temperature)) + 1) / 2
-    hard = indicator(shifted > 0, logits)
+    hard = as_type_of(shifted > 0, logits)
     return soft + stop(hard - soft)
 
 
@@ -74,7 +63,7 @@ def stop(value: Any) -> Any:
 
 
 def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
-    """A convolution of 3x3 to one channel, with a margin of one: (N, height, width).
+    """Return a convolution of 3x3 to one channel, with a margin of one: (N, height, width).
 
     x: (N, C, H, W) or (N, H, W, C), as the layout says.  kernel: (3, 3, C).
     """
@@ -90,7 +79,7 @@ def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
 
 
 def needed(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
-    """0/1 of a convolution's input positions of which any that `mask` keeps is computed.
+    """Return 0/1 of a convolution's input positions of which any that `mask` keeps is computed.
 
     mask: 0/1, (N, height, width) of what the convolution gives.  size: of its input.  Returns (N, *size).
     """
@@ -102,19 +91,17 @@ def needed(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
         tensors_of(mask).cast(_reaches(one, of, int(count)), mask)
         for one, of, count in zip(windows, size, mask.shape[1:], strict=True)
     )
-    return indicator(do("transpose", rows, (1, 0)) @ stop(mask) @ columns > 0.5, mask)
+    return as_type_of(do("transpose", rows, (1, 0)) @ stop(mask) @ columns > 0.5, mask)
 
 
 def _reaches(window: Window, size: int, count: int) -> Any:
-    """0/1 (count, size): whether the window at a place reads an element."""
-    ahead, _ = window.pads(size)
-    offset = np.arange(size) + ahead - np.arange(count)[:, None] * window.stride
-    inside = (offset >= 0) & (offset < window.reach) & (offset % window.dilation == 0)
-    return inside.astype(np.float32)
+    """Return 0/1 (count, size): whether the window at a place reads an element."""
+    read = window.positions(size, count)[:, :, None] == np.arange(size)
+    return read.any(1).astype(np.float32)
 
 
 def per_unit(values: Any, size: int) -> Any:
-    """Means over blocks of `size` along the last axis, of the last what is left.
+    """Return means over blocks of `size` along the last axis, of the last what is left.
 
     values: (..., T).  Returns (..., ceil(T / size)).
     """
@@ -126,7 +113,7 @@ def per_unit(values: Any, size: int) -> Any:
 
 
 def per_token(units: Any, size: int, length: int) -> Any:
-    """Each unit's value at each of its `size` tokens, `length` in all: (..., T)."""
+    """Return each unit's value at each of its `size` tokens, `length` in all: (..., T)."""
     if size == 1:
         return units
     spread = do("stack", [units] * size, axis=-1)
@@ -134,13 +121,18 @@ def per_token(units: Any, size: int, length: int) -> Any:
 
 
 def renormalised(probabilities: Any, keys: Any) -> Any:
-    """A softmax over the kept keys alone.
+    """Return a softmax over the kept keys alone.
 
     probabilities: (..., S), rows of sum 1.  keys: 0/1, broadcast against it.
     """
     kept = probabilities * keys
-    total = do("sum", kept, axis=-1, keepdims=True)
-    return kept / (total + indicator(total == 0, total))
+    return kept / _total(kept)
+
+
+def _total(values: Any) -> Any:
+    """Return the sum along the last axis to divide by: 1 where it is 0."""
+    total = do("sum", values, axis=-1, keepdims=True)
+    return total + as_type_of(total == 0, total)
 
 
 def budget_loss(used: Sequence[Any], total: Sequence[Any], target: float, progress: float = 1.0) -> Any:
@@ -155,7 +147,7 @@ def budget_loss(used: Sequence[Any], total: Sequence[Any], target: float, progre
     shares = [one / all_ for one, all_ in zip(used, total, strict=True)]
     loss = (sum(used) / sum(total) - target) ** 2
     for share in shares:
-        below = indicator(share < lower, share) * (lower - share)
-        above = indicator(share > upper, share) * (share - upper)
+        below = as_type_of(share < lower, share) * (lower - share)
+        above = as_type_of(share > upper, share) * (share - upper)
         loss = loss + (below**2 + above**2) / len(shares)
     return loss

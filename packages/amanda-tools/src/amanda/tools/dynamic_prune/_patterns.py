@@ -70,7 +70,7 @@ def _layered(flow: Dataflow, number: int) -> set[int | None]:
 
 
 def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
-    """The product of queries and keys that a softmax is of; None where it is of something else."""
+    """Return the product of queries and keys that a softmax reads; None where it reads something else."""
     size = node.shapes[0]
     if size is None or len(size) not in (3, 4):
         return None

@@ -69,7 +69,7 @@ class DynamicPruneResult(Result):
         )
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each op that was executed."""
+        """Return a row for each op that was executed."""
         return self._rows
 
     def notes(self) -> Sequence[str]:
@@ -78,6 +78,6 @@ class DynamicPruneResult(Result):
 
     @property
     def saved(self) -> float:
-        """Share of the multiply-accumulates of these ops that is saved."""
+        """Return the share of the multiply-accumulates of these ops that is saved."""
         macs = sum(row[-2] for row in self._rows)
         return sum(row[-1] for row in self._rows) / macs if macs else 0.0

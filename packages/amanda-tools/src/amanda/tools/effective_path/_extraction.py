@@ -8,13 +8,23 @@ from math import prod
 
 import numpy as np
 
-from amanda.tools.effective_path._folding import folded
 from amanda.tools.effective_path._path import EffectivePath, Layer
-from amanda.tools.effective_path._terms import Indices, Mode, Rule, Step, Terms, Where, leading
+from amanda.tools.effective_path._terms import (
+    Indices,
+    Mode,
+    Numbers,
+    Rule,
+    Step,
+    Terms,
+    Where,
+    aligned,
+    leading,
+)
 from amanda.tools.trace import Graph
 
 STATE = ("parameter", "buffer", "constant")
 """Kinds of tensors that do not depend on what a model is given."""
+_SAME = frozenset({"reshape", "squeeze", "unsqueeze", "identity", "Identity", "contiguous", "clone", "to"})
 CHUNK = 1 << 18
 """So many terms are looked at at once."""
 
@@ -24,15 +34,18 @@ Keys = list[Indices]
 
 @dataclass
 class _Found:
-    """The inputs and outputs of one op that are on the paths."""
+    """The inputs and outputs of one op that are on the paths.
+
+    weight: the place of the weight among the inputs, where the op sums products with it.
+    """
 
     step: Step
     output: int
     fan_in: int = 1
     synapses: int = 0
+    weight: Where | None = None
     chosen: Keys = field(default_factory=list)
     elements: dict[Where, Keys] = field(default_factory=dict)
-    weights: Keys = field(default_factory=list)
 
 
 class Extraction:
@@ -51,7 +64,7 @@ class Extraction:
         self.missing: dict[str, str] = {}
 
     def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
-        """A path for each sample, back from one element of each row of an output (samples, classes)."""
+        """Return a path for each sample, from one element of each row of an output (samples, classes)."""
         samples, classes = start.outputs[0].shape
         rows = np.arange(samples) * classes + np.asarray(labels)
         scores = start.op.outputs[0]
@@ -76,7 +89,7 @@ class Extraction:
         ]
 
     def _step(self, index: int) -> Step | None:
-        """The step of an op that makes what is on a path; None where the path ends."""
+        """Return the step of an op that makes what is on a path; None where the path ends."""
         step = self._steps.get(index)
         if step is not None and step.type in self._rules:
             return step if step.varying else None
@@ -95,26 +108,27 @@ class Extraction:
         one = rule(step, keys[:1] % size, output)
         found.fan_in = max(indices.shape[1] for indices in one.sources.values())
         found.synapses = one.synapses
+        found.weight = next((at for at in one.sources if one.weighted and at == (step.weight, 0)), None)
         length = max(1, CHUNK // found.fan_in)
         for first in range(0, len(keys), length):
             part = keys[first : first + length]
             terms = rule(step, part % size, output)
             chosen = self._chosen(step, part % size, output, terms, is_head)
-            self._note(found, part, chosen, terms)
-        for where, elements in found.elements.items():
-            position = step.op.inputs[where[0]]
-            tensor = position[where[1]] if isinstance(position, tuple) else position
-            if tensor is not None:
+            _note(found, part, chosen, terms)
+        for (i, j), elements in found.elements.items():
+            position = step.op.inputs[i]
+            tensor = position[j] if isinstance(position, tuple) else position
+            if tensor is not None and (i, j) != found.weight:
                 self._active.setdefault(tensor, []).extend(elements)
 
     def _chosen(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
-        """(outputs, terms): which of the terms are on the path."""
+        """Return (outputs, terms): True for the terms that are on the path."""
         found = terms.contributions
         if found is None:
             return np.ones(next(iter(terms.sources.values())).shape, bool)
         values = found.sum(1)
         if terms.weighted:
-            values, scale = folded(self._graph, self._steps, step, rows, output)
+            values, scale = self._folded(step, rows, output)
             found = found * scale[:, None]
         if is_head:
             values = np.where(values > 0, values, np.nan)
@@ -125,37 +139,62 @@ class Extraction:
             return found > 0
         return leading(found, values, self._theta, self._mode)
 
-    def _note(self, found: _Found, keys: Indices, chosen: Indices, terms: Terms) -> None:
-        samples = keys // found.step.outputs[found.output].size
-        exists = np.zeros_like(chosen)
-        for where, indices in terms.sources.items():
-            reached = chosen & (indices >= 0)
-            exists |= reached
-            elements = np.unique((samples[:, None] * found.step.tensor(where).size + indices)[reached])
-            if terms.weighted and where == (found.step.weight, 0):
-                found.weights.append(elements)
-            else:
-                found.elements.setdefault(where, []).append(elements)
-        if found.synapses:
-            row, term = np.nonzero(exists)
-            found.chosen.append(keys[row] * found.fan_in + term)
+    def _folded(self, step: Step, rows: Indices, output: int) -> tuple[Numbers, Numbers]:
+        """Return the values that elements of an output have in the end, and by what they were scaled.
+
+        As long as nothing but one op with constants reads it, the sum and that op are one, as a convolution
+        and its bias, scale or batch norm are.
+        """
+        values = step.outputs[output].reshape(-1)[rows].astype(np.float64)
+        scale, size, tensor = np.ones(len(rows)), step.outputs[output].size, step.op.outputs[output]
+        while isinstance(tensor, int):
+            readers = [index for index in self._graph.tensors[tensor].consumers if index in self._steps]
+            reader = self._steps[readers[0]] if len(readers) == 1 else None
+            if reader is None or len(reader.varying) != 1 or reader.outputs[0].size != size:
+                break
+            if reader.type not in _SAME:
+                scales, position = reader.arguments.get("scales", ()), reader.data[0]
+                if position >= len(scales):
+                    break
+                by = np.asarray(scales[position], np.float64)
+                if by.ndim:
+                    by = by.reshape(-1)[aligned(rows, reader.outputs[0].shape, by.shape)]
+                scale = scale * (1 / by if reader.type == "div" else by)
+                values = reader.outputs[0].reshape(-1)[rows].astype(np.float64)
+            tensor = reader.op.outputs[0]
+        return values, scale
+
+
+def _note(found: _Found, keys: Indices, chosen: Indices, terms: Terms) -> None:
+    """Record the terms that were chosen of elements of an output."""
+    samples = keys // found.step.outputs[found.output].size
+    exists = np.zeros_like(chosen)
+    for where, indices in terms.sources.items():
+        reached = chosen & (indices >= 0)
+        exists |= reached
+        elements = np.unique((samples[:, None] * found.step.tensor(where).size + indices)[reached])
+        found.elements.setdefault(where, []).append(elements)
+    if found.synapses:
+        row, term = np.nonzero(exists)
+        found.chosen.append(keys[row] * found.fan_in + term)
 
 
 def _layers(found: _Found, samples: int) -> list[Layer]:
     """Return the parts of an op that are on the path of each sample."""
-    step, tensors = found.step, list(found.elements)
+    step = found.step
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
     size: int = 0
     shape: tuple[int, ...] = ()
-    for where in tensors:
+    for where in (one for one in found.elements if one != found.weight):
         tensor = step.tensor(where)
         parts, part_size = _by_sample(found.elements[where], tensor.size, samples)
         for mine, part in zip(neurons, parts, strict=True):
             mine.append(part + size)
         size += part_size
         shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
-    weight = step.tensor((step.weight, 0)) if found.weights and step.weight is not None else np.zeros(0)
-    weights, weight_size = _by_sample(found.weights, weight.size, samples, shared=True)
+    weight = np.zeros(0) if found.weight is None else step.tensor(found.weight)
+    held = [] if found.weight is None else found.elements[found.weight]
+    weights, weight_size = _by_sample(held, weight.size, samples, shared=True)
     terms = step.outputs[found.output].size * found.fan_in
     synapses, per_sample = _by_sample(found.chosen, terms, samples)
     total = found.synapses * per_sample // terms
@@ -170,7 +209,7 @@ def _layers(found: _Found, samples: int) -> list[Layer]:
 
 
 def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
-    """Flat indices for each sample, within what is the sample's own where that is one block of the tensor."""
+    """Return flat indices for each sample, within the sample's own block of the tensor where there is one."""
     every = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
     of, indices = np.divmod(every, max(size, 1))
     own = indices - of * (size // samples)
@@ -181,7 +220,7 @@ def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tup
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
-    """Module and type, and a number for each further one of the same."""
+    """Return module and type of each step, and a number for each further one of the same."""
     seen: dict[str, int] = {}
     names = []
     for step in steps:

@@ -52,7 +52,7 @@ class Layer:
     fan_in: int = 1
 
     def part(self, which: Part) -> Indices:
-        """Flat indices of neurons, synapses or weights.
+        """Return flat indices of neurons, synapses or weights.
 
         Raises PathError for another word.
         """
@@ -62,12 +62,12 @@ class Layer:
         return found
 
     def density(self, which: Part = "synapses") -> float | None:
-        """The share that is on the path; None where the op has none."""
+        """Return the share that is on the path; None where the op has none."""
         size = self.sizes[PARTS.index(which)]
         return len(self.part(which)) / size if size else None
 
     def mask(self, which: Literal["neurons", "weights"] = "neurons") -> NDArray[np.bool_]:
-        """True where a neuron, without the axis of the batch, or a weight is on the path."""
+        """Return True where a neuron, without the axis of the batch, or a weight is on the path."""
         shape = self.weight_shape if which == "weights" else self.shape
         mask = np.zeros(prod(shape), bool)
         mask[self.part(which)] = True
@@ -103,7 +103,7 @@ class EffectivePath:
         return EffectivePath(layers, self.label if self.label == other.label else None)
 
     def density(self, which: Part = "synapses") -> float | None:
-        """The share of all layers together that is on the path."""
+        """Return the share of all layers together that is on the path."""
         size = sum(layer.sizes[PARTS.index(which)] for layer in self.layers.values())
         return self.count(which) / size if size else None
 
@@ -112,30 +112,29 @@ class EffectivePath:
         return sum(len(layer.part(which)) for layer in self.layers.values())
 
     def overlaps(self, other: EffectivePath, which: Part = "synapses") -> dict[str, float]:
-        """By layer: the share of this path that is on the other, too; 1 where this path has none.
+        """Return by layer the share of this path that is on the other, too; 1 where this path has none.
 
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
         """
-        return {name: _share(*one) for name, one in self._common(other, which).items()}
+        common = self._common(other, which)
+        return {name: _share(common[name], len(one.part(which))) for name, one in self.layers.items()}
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
-        """The same of all layers together."""
-        found = self._common(other, which).values()
-        return _share(sum(common for common, _ in found), sum(size for _, size in found))
+        """Return the same of all layers together."""
+        return _share(sum(self._common(other, which).values()), self.count(which))
 
     def jaccard(self, other: EffectivePath, which: Part = "synapses") -> float:
         """Return the size of the intersection over that of the union."""
-        common = sum(common for common, _ in self._common(other, which).values())
+        common = sum(self._common(other, which).values())
         return _share(common, self.count(which) + other.count(which) - common)
 
-    def _common(self, other: EffectivePath, which: Part) -> dict[str, tuple[int, int]]:
-        """By layer: how many both have, and how many this path has."""
-        found = {}
-        for name, layer in self.layers.items():
-            mine, theirs = layer.part(which), other.layers.get(name)
-            both = 0 if theirs is None else np.intersect1d(mine, theirs.part(which), assume_unique=True).size
-            found[name] = int(both), len(mine)
-        return found
+    def _common(self, other: EffectivePath, which: Part) -> dict[str, int]:
+        """Return by layer how many both paths have."""
+        theirs = {name: layer.part(which) for name, layer in other.layers.items()}
+        return {
+            name: np.intersect1d(layer.part(which), theirs.get(name, ()), assume_unique=True).size
+            for name, layer in self.layers.items()
+        }
 
     def save(self, path: str | Path) -> Path:
         """Write an npz file, which `load` reads back."""

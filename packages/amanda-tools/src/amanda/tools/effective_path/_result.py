@@ -42,7 +42,7 @@ class EffectivePathResult(PlottedResult):
         self.title = f"Effective paths of {len(self.paths)} samples, theta {theta:g}"
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each layer; counts and densities are means."""
+        """Return a row for each layer; counts and densities are means."""
         rows = []
         for name, layer in union(self.paths).layers.items() if self.paths else ():
             layers = [path.layers[name] for path in self.paths if name in path.layers]
@@ -60,7 +60,7 @@ class EffectivePathResult(PlottedResult):
         return [f"There is no path: {self.reason}."] if self.reason else notes
 
     def facts(self) -> Mapping[str, Any]:
-        """theta, the neuron of the output that each path explains, and its whole density."""
+        """Return theta, the neuron of the output that each path explains, and the path's whole density."""
         paths = [
             {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}
             for path in self.paths
@@ -68,7 +68,7 @@ class EffectivePathResult(PlottedResult):
         return {"theta": self.theta, "paths": paths, "missing": self.missing, "reason": self.reason}
 
     def draw(self, axes: Axes) -> None:
-        """Bars for each layer: the share of its neurons, synapses and weights."""
+        """Draw bars for each layer: the share of its neurons, synapses and weights."""
         rows = self.rows()
         names = [column.name for column in self.columns]
         for i, part in enumerate(PARTS):

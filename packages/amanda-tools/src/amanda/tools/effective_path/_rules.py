@@ -2,88 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.effective_path._terms import Indices, Rule, Step, Terms, Where, aligned, strides_of
-from amanda.tools.effective_path._windows import average_pooling, convolution, max_pooling
+from amanda.tools.effective_path._terms import Indices, Mesh, Numbers, Rule, Step, Terms, Where, aligned
+from amanda.tools.kit import spatial_axes
 
 
-def contraction(
-    step: Step, rows: Indices, output: int, factors: Sequence[Where], labels: Sequence[Any]
-) -> Terms:
-    """Two factors, summed over the labels that the output lacks; labels of both and of the output.
+def _products(
+    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], labels: Sequence[Sequence[Any]]
+) -> tuple[list[Indices], Numbers, int]:
+    """Multiply two tensors and sum over the labels that the output lacks; return terms of its elements.
 
-    A label of extent 1 is broadcast.
+    shape: of the output.  labels: of the axes of both factors and of the output; extents of 1 are broadcast.
+    Returns the indices of both factors, the products, and the number of terms of all elements.
     """
-    one, other = (step.tensor(where) for where in factors)
-    shape = step.outputs[output].shape
     extents: dict[Any, int] = {}
-    for tensor, names in ((one, labels[0]), (other, labels[1])):
+    for tensor, names in zip(factors, labels[:2], strict=True):
         for name, extent in zip(names, tensor.shape, strict=True):
             extents[name] = max(extents.get(name, 1), extent)
-    summed = [name for name in extents if name not in labels[2]]
-    extent = [extents[name] for name in summed] or [1]
-    terms = np.unravel_index(np.arange(prod(extent)), extent)
-    at = {name: index[:, None] for name, index in zip(labels[2], np.unravel_index(rows, shape), strict=True)}
-    at.update({name: index[None] for name, index in zip(summed, terms, strict=False)})
-    read = []
-    for tensor, names in ((one, labels[0]), (other, labels[1])):
-        index = np.zeros((len(rows), len(terms[0])), np.int64)
-        for name, stride, size in zip(names, strides_of(tensor.shape), tensor.shape, strict=True):
-            index = index + at[name] * (stride if size > 1 else 0)
-        read.append(index)
-    values = one.reshape(-1)[read[0]].astype(np.float64) * other.reshape(-1)[read[1]]
-    return Terms(dict(zip(factors, read, strict=True)), values, prod(shape) * len(terms[0]), weighted=True)
+    summed = {name: extent for name, extent in extents.items() if name not in labels[2]}
+    mesh = Mesh(rows, dict(zip(labels[2], shape, strict=True)), summed)
+    read = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
+    one, other = (tensor.reshape(-1)[index] for tensor, index in zip(factors, read, strict=True))
+    return read, one.astype(np.float64) * other, prod(shape) * prod(summed.values())
 
 
-def linear(step: Step, rows: Indices, output: int) -> Terms:
-    """x (..., in) by weight (out, in)."""
-    lead = list(range(step.tensor((0, 0)).ndim - 1))
-    turned = step.weight_layout == "IO"
-    labels = ([*lead, "in"], ["in", "out"] if turned else ["out", "in"], [*lead, "out"])
-    return contraction(step, rows, output, ((0, 0), (1, 0)), labels)
+def _matrices(
+    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], turned: Sequence[bool]
+) -> tuple[list[Indices], Numbers, int]:
+    """Multiply (..., n, k) by (..., k, m), each of them turned or a vector; see `_products`."""
+    labels: list[Sequence[Any]] = [
+        [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_turned else axes)] if tensor.ndim > 1 else "k"
+        for tensor, axes, is_turned in zip(factors, ("nk", "km"), turned, strict=True)
+    ]
+    batch = range(2 - max(2, *(tensor.ndim for tensor in factors)), 0)
+    own = (axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1)
+    return _products(rows, shape, factors, [*labels, [*batch, *own]])
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
-    """(..., n, k) by (..., k, m), either of them turned or a vector; behind them what is added."""
-    factors: Sequence[Where] = step.arguments.get("factors", ((0, 0), (1, 0)))
-    one, other = (step.tensor(where) for where in factors)
-    rank = step.outputs[output].ndim
-    vectors = (one.ndim == 1, other.ndim == 1)
-    batch = list(range(rank - 2 + sum(vectors)))
+    """Return the products that a product of matrices sums; the second of a linear layer is the weight."""
+    where: Sequence[Where] = step.arguments.get("factors", ((0, 0), (1, 0)))
     turned = step.arguments.get("turned", (False, False))
-    left: list[Any] = [*_last(batch, one.ndim - 2), *(("k", "n") if turned[0] else ("n", "k"))]
-    right: list[Any] = [*_last(batch, other.ndim - 2), *(("m", "k") if turned[1] else ("k", "m"))]
-    left, right = (["k"] if alone else names for alone, names in zip(vectors, (left, right), strict=True))
-    out = [*batch, *([] if vectors[0] else ["n"]), *([] if vectors[1] else ["m"])]
-    return contraction(step, rows, output, factors, (left, right, out))
+    read, values, count = _matrices(
+        rows, step.outputs[output].shape, [step.tensor(one) for one in where], turned
+    )
+    return Terms(dict(zip(where, read, strict=True)), values, count, weighted=True)
 
 
 def einsum(step: Step, rows: Indices, output: int) -> Terms:
-    """Two factors by an equation without an ellipsis.
+    """Return the products that an equation of two factors sums, which has no ellipsis.
 
     Raises NotImplementedError for others.
     """
     equation = step.arguments["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
     names = terms.split(",")
-    tensors = [
+    where = [
         (i, j) for i, value in enumerate(step.inputs)
         for j, one in enumerate(value if isinstance(value, (list, tuple)) else [value])
         if isinstance(one, np.ndarray)
     ]  # fmt: skip
-    if len(names) != 2 or len(tensors) != 2 or "." in equation or not arrow:
+    if len(names) != 2 or len(where) != 2 or "." in equation or not arrow:
         raise NotImplementedError(f"einsum {equation!r}")
-    return contraction(step, rows, output, tensors, (*names, out))
+    factors = [step.tensor(one) for one in where]
+    read, values, count = _products(rows, step.outputs[output].shape, factors, [*names, out])
+    return Terms(dict(zip(where, read, strict=True)), values, count, weighted=True)
 
 
 def attention(step: Step, rows: Indices, output: int) -> Terms:
-    """softmax(q k^T) v, of which the values are the neurons and the shares of the softmax their weights."""
+    """Return the terms of softmax(q k^T) v: values, which the shares of the softmax weigh."""
     query, key, value = (np.asarray(one, np.float64) for one in step.inputs[:3])
     if query.shape[:-2] != value.shape[:-2]:
         raise NotImplementedError("whose heads are shared")
@@ -95,83 +88,107 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
-    *lead, at, channel = np.unravel_index(rows, step.outputs[output].shape)
-    batch = np.ravel_multi_index(lead, value.shape[:-2]) if lead else np.zeros_like(rows)
-    count, width = value.shape[-2:]
-    read = (batch[:, None] * count + np.arange(count)) * width + channel[:, None]
-    terms = shares.reshape(-1, *shares.shape[-2:])[batch, at] * value.reshape(-1)[read]
-    return Terms({(2, 0): read}, terms, step.outputs[output].size * count, weighted=True)
+    read, values, count = _matrices(rows, step.outputs[output].shape, (shares, value), (False, False))
+    return Terms({(2, 0): read[1]}, values, count, weighted=True)
 
 
-def _last(values: list[int], count: int) -> list[int]:
-    return values[len(values) - count :] if count else []
+def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
+    """Return coordinates of what is under the window of each output, and how often windows read something.
+
+    channels: extents of axes of the terms that come before those of the window, "h" and "w".
+    """
+    shape, layout, tables = step.outputs[output].shape, step.layout or "", step.arguments["tables"]
+    spatial = [layout[axis] for axis in spatial_axes(layout)]
+    window = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
+    mesh = Mesh(rows, dict(zip(layout, shape, strict=True)), {**channels, **window})
+    for axis, table in zip(spatial, tables, strict=True):
+        mesh.at[axis] = table[mesh.at[axis], mesh.at[axis.lower()]]
+    places = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
+    return mesh, places * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
+
+
+def convolution(step: Step, rows: Indices, output: int) -> Terms:
+    """Return weight times input for the channels of an output's group and the output's window."""
+    assert step.weight is not None
+    layout, weight_layout = step.layout or "", step.weight_layout or ""
+    data, weight = step.tensor((0, 0)), step.tensor((step.weight, 0))
+    extents = dict(zip(weight_layout, weight.shape, strict=True))
+    is_depthwise = "M" in extents  # (..., I, M): each channel has M outputs of its own
+    mesh, count = _under_windows(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
+    at = mesh.at
+    if is_depthwise:
+        at["C"], at["M"] = np.divmod(at["C"], extents["M"])
+        at["I"] = at["C"]
+    else:
+        at["O"], groups = at["C"], data.shape[layout.index("C")] // extents["I"]
+        at["C"] = at["O"] // (extents["O"] // groups) * extents["I"] + at["I"]
+    read = np.maximum(mesh.indices(layout, data.shape), -1)
+    used = mesh.indices([axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape)
+    outside = read < 0
+    values = data.reshape(-1)[read].astype(np.float64) * weight.reshape(-1)[used]
+    sources = {(0, 0): read, (step.weight, 0): np.where(outside, -1, used)}
+    return Terms(sources, np.where(outside, 0, values), count, weighted=True)
+
+
+def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
+    """Return (outputs, terms) flat indices of what a pooling or a reduction reads, and their number."""
+    data = step.tensor(step.data)
+    if "tables" in step.arguments:
+        mesh, count = _under_windows(step, rows, output, {})
+        return np.maximum(mesh.indices(step.layout or "", data.shape), -1), count
+    axes, extents = step.arguments.get("axes"), dict(enumerate(data.shape))
+    gone = {axis % data.ndim for axis in (extents if axes is None else axes)}
+    kept = {axis: extent for axis, extent in extents.items() if axis not in gone}
+    mesh = Mesh(rows, kept, {axis: extents[axis] for axis in sorted(gone)})
+    return mesh.indices(range(data.ndim), data.shape), data.size
+
+
+def average(step: Step, rows: Indices, output: int) -> Terms:
+    """Return what is under an output's window, or along the axes of a reduction."""
+    read, count = _gathered(step, rows, output)
+    values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
+    return Terms({step.data: read}, np.where(read < 0, 0, values), count)
+
+
+def maximum(step: Step, rows: Indices, output: int) -> Terms:
+    """Return the largest under the window or along axes, and of equal ones the first."""
+    read, count = _gathered(step, rows, output)
+    values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
+    largest = np.zeros(read.shape)
+    np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
+    return Terms({step.data: read}, largest, count)
 
 
 def summation(step: Step, rows: Indices, output: int) -> Terms:
-    """a + b: of what varies, the summands that make most of it; a constant is no part of the path."""
+    """Return the summands of a + b that vary; a constant is no part of the path."""
     if len(step.varying) < 2:
         return elementwise(step, rows, output)
-    signs = step.arguments.get("signs", (1, 1))
+    scales = step.arguments["scales"]
     shape, count = step.outputs[output].shape, len(step.varying)
     sources, contributions = {}, np.zeros((len(rows), count))
     for i, where in enumerate(step.varying):
         array = step.tensor(where)
         index = aligned(rows, shape, array.shape)
         sources[where] = np.where(np.arange(count) == i, index[:, None], -1)
-        contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * signs[min(i, len(signs) - 1)]
+        contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * scales[min(i, len(scales) - 1)]
     return Terms(sources, contributions, prod(shape) * count)
 
 
-def reduction(step: Step, rows: Indices, output: int) -> Terms:
-    """The mean or the sum over axes."""
-    read = _reduced(step, rows, output)
-    values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
-    return Terms({step.data: read}, values, step.tensor(step.data).size)
-
-
-def maximum(step: Step, rows: Indices, output: int) -> Terms:
-    """The largest over axes, and of equal ones the first."""
-    read = _reduced(step, rows, output)
-    values = step.tensor(step.data).reshape(-1)[read]
-    largest = np.zeros(read.shape)
-    np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
-    return Terms({step.data: read}, largest, step.tensor(step.data).size)
-
-
-def _reduced(step: Step, rows: Indices, output: int) -> Indices:
-    """(outputs, terms) flat indices of what each output is made of."""
-    data = step.tensor(step.data)
-    axes = step.arguments.get("axes")
-    gone = sorted({axis % data.ndim for axis in (range(data.ndim) if axes is None else axes)})
-    kept = [axis for axis in range(data.ndim) if axis not in gone]
-    indices = np.arange(data.size).reshape(data.shape).transpose([*kept, *gone])
-    found: Indices = indices.reshape(prod(data.shape[axis] for axis in kept), -1)[rows]
-    return found
-
-
 def elementwise(step: Step, rows: Indices, output: int) -> Terms:
-    """Every element of the output has one of each input that varies, which may be broadcast."""
+    """Return for each output one element of each input that varies, which may be broadcast."""
     shape = step.outputs[output].shape
-    sources = {where: aligned(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying}
-    return Terms(sources)
-
-
-def first_elementwise(step: Step, rows: Indices, output: int) -> Terms:
-    """The same of the first input alone."""
-    return Terms(
-        {step.data: aligned(rows, step.outputs[output].shape, step.tensor(step.data).shape)[:, None]}
-    )
+    return Terms({where: aligned(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying})
 
 
 def reshaped(step: Step, rows: Indices, output: int) -> Terms:
-    """The same elements in the same order, in another shape."""
+    """Return the same elements in the same order: the op gives them another shape."""
     if step.tensor(step.data).size != step.outputs[output].size:
         raise NotImplementedError("it gives another number of elements than it reads")
     return Terms({step.data: rows[:, None]})
 
 
 def moved(step: Step, rows: Indices, output: int) -> Terms:
-    """Elements in another place: `arguments["move"]` does to flat indices what the op does to its input."""
+    """Return where elements came from: the `move` does to flat indices what the op does to its input."""
     data = step.tensor(step.data)
     made = step.arguments["move"](np.arange(data.size).reshape(data.shape))
     found: NDArray[Any] = made[output] if isinstance(made, list) else made
@@ -179,17 +196,25 @@ def moved(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def joined(step: Step, rows: Indices, output: int) -> Terms:
-    """Several tensors side by side along an axis, or along a new one."""
+    """Return elements of several tensors, which the op lays side by side along an axis, or a new one."""
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
     tensors = step.inputs[position]
-    axis = step.arguments.get("axis", 0)
-    which = join([np.full(one.shape, j) for j, one in enumerate(tensors)], axis=axis).reshape(-1)[rows]
-    index = join([np.arange(one.size).reshape(one.shape) for one in tensors], axis=axis).reshape(-1)[rows]
+    ends = np.cumsum([one.size for one in tensors])
+    parts = [
+        np.arange(end - one.size, end).reshape(one.shape) for one, end in zip(tensors, ends, strict=True)
+    ]
+    found = join(parts, axis=step.arguments.get("axis", 0)).reshape(-1)[rows][:, None]
     return Terms({
-        (position, j): np.where(which == j, index, -1)[:, None] for j in range(len(tensors))
+        (position, j): np.where((found >= end - one.size) & (found < end), found - (end - one.size), -1)
+        for j, (one, end) in enumerate(zip(tensors, ends, strict=True))
     })  # fmt: skip
 
+
+FIRST = frozenset(
+    {"batch_norm", "instance_norm", "group_norm", "layer_norm", "softmax", "log_softmax", "prelu"}
+)
+"""Words of ops that compute element by element of their first input, with weights and statistics."""
 
 _ELEMENTWISE = """
     BiasAdd abs alias alpha_dropout bias_add celu clamp clone contiguous detach div dropout dropout2d elu
@@ -197,31 +222,32 @@ _ELEMENTWISE = """
     masked_fill mish mul neg pow reciprocal relu relu6 rrelu rsqrt selu sigmoid silu softplus softsign sqrt
     square tanh to type type_as where LeakyRelu StopGradient
 """.split()
-_RESHAPED = "reshape squeeze unsqueeze view unflatten ravel".split()
-_MOVED = """
-    permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand expand_as
-    repeat narrow select index_select flip roll
-""".split()
+_PASSING: dict[str, Rule] = {
+    **dict.fromkeys([*_ELEMENTWISE, *FIRST], elementwise),
+    **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshaped),
+    **dict.fromkeys("""
+        permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand
+        expand_as repeat narrow select index_select flip roll
+    """.split(), moved),
+    **dict.fromkeys(("cat", "stack"), joined),
+}  # fmt: skip
 
-FIRST = frozenset(
-    {"batch_norm", "instance_norm", "group_norm", "layer_norm", "softmax", "log_softmax", "prelu"}
-)
-"""Words of ops that compute element by element of their first input, with weights and statistics."""
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "depthwise_conv2d")
+_POOLINGS = {
+    f"{size}{kind}_pool{n}d": rule for kind, rule in (("max", maximum), ("avg", average))
+    for size in ("", "adaptive_") for n in (1, 2, 3)
+}  # fmt: skip
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise), **dict.fromkeys(FIRST, first_elementwise),
-    **dict.fromkeys(_RESHAPED, reshaped), **dict.fromkeys(_MOVED, moved),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), convolution),
-    **{f"max_pool{n}d": max_pooling for n in (1, 2, 3)},
-    **{f"adaptive_max_pool{n}d": max_pooling for n in (1, 2, 3)},
-    **{f"avg_pool{n}d": average_pooling for n in (1, 2, 3)},
-    **{f"adaptive_avg_pool{n}d": average_pooling for n in (1, 2, 3)},
-    "linear": linear, "matmul": matmul, "addmm": matmul, "baddbmm": matmul, "einsum": einsum,
-    "scaled_dot_product_attention": attention,
-    "add": summation, "sub": summation, "rsub": summation, "mean": reduction, "sum": reduction,
-    "amax": maximum, "cat": joined, "stack": joined,
+    **_PASSING, **_POOLINGS, **dict.fromkeys(_CONVOLUTIONS, convolution),
+    **dict.fromkeys(("linear", "matmul", "addmm", "baddbmm"), matmul), "einsum": einsum,
+    "scaled_dot_product_attention": attention, **dict.fromkeys(("add", "sub", "rsub"), summation),
+    "mean": average, "sum": average, "amax": maximum,
 }  # fmt: skip
 """Rule by the op's word, or the framework's own name where there is no word."""
 
-PASSING = FIRST | frozenset(_ELEMENTWISE + _RESHAPED + _MOVED + ["cat", "stack"])
+PASSING = frozenset(_PASSING)
 """Words of ops whose rule reads shapes alone, unless they scale by a constant."""
+
+WINDOWED = (*_CONVOLUTIONS, *_POOLINGS)
+"""Words of ops that read `tables` of windows."""

@@ -18,6 +18,9 @@ Mode = Literal["cumulative", "absolute"]
 Where = tuple[int, int]
 """A tensor among the inputs: the position, and the item where a list is there, else 0."""
 
+OUTSIDE = -(1 << 40)
+"""Coordinate of what is outside of a tensor: any flat index that is computed with it is negative."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -41,11 +44,11 @@ class Step:
 
     @property
     def data(self) -> Where:
-        """The first tensor that varies."""
+        """Return the place of the first tensor that varies."""
         return self.varying[0] if self.varying else (0, 0)
 
     def tensor(self, where: Where) -> NDArray[Any]:
-        """The array at a place among the inputs."""
+        """Return the array at a place among the inputs."""
         value = self.inputs[where[0]]
         array: NDArray[Any] = value[where[1]] if isinstance(value, (list, tuple)) else value
         return array
@@ -73,7 +76,7 @@ Rule = Callable[..., Terms]
 def leading(
     contributions: Numbers, value: Numbers, theta: float, mode: Mode = "cumulative"
 ) -> NDArray[np.bool_]:
-    """The fewest positive contributions whose sum reaches theta times a neuron's value.
+    """Return True for the fewest positive contributions that reach theta times a neuron's value in sum.
 
     contributions: (neurons, terms).  value: (neurons,); those that are not positive have none, and of NaN the
     value is the sum of the positive contributions.  Where all of them do not reach it, it is all of them; of
@@ -103,7 +106,7 @@ _LARGEST = 32
 
 
 def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
-    """The largest positive ones, until their sum is enough."""
+    """Return True for the largest positive contributions, until their sum is enough."""
     order = np.argsort(-contributions, axis=1, kind="stable")
     ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
     # Of infinite ones no difference can be taken: the sums before each are those after its neighbour.
@@ -113,23 +116,34 @@ def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
     return chosen
 
 
+class Mesh:
+    """Coordinates of outputs, and of the terms that each of them has, by names of axes.
+
+    rows: flat indices of the outputs.  axes, terms: extents of the axes of the output, and of those that its
+    elements sum over.  at: coordinates by name, which broadcast to (outputs, *terms).
+    """
+
+    def __init__(
+        self, rows: Indices, axes: Mapping[Any, int], terms: Mapping[Any, int] | None = None
+    ) -> None:
+        inner = terms or {}
+        self._shape = (len(rows), *inner.values())
+        outputs = np.unravel_index(rows, tuple(axes.values())) if axes else ()
+        self.at = {name: one.reshape(-1, *[1] * len(inner)) for name, one in zip(axes, outputs, strict=True)}
+        self.at.update(zip(inner, np.ix_(*map(np.arange, inner.values())), strict=True))
+
+    def indices(self, names: Sequence[Any], extents: Sequence[int]) -> Indices:
+        """Return (outputs, terms) flat indices into a tensor; an axis of extent 1 is broadcast."""
+        index = np.zeros(1, np.int64)
+        for i, (name, extent) in enumerate(zip(names, extents, strict=True)):
+            at = self.at[name] if extent > 1 else np.minimum(self.at[name], 0)
+            index = index + at * prod(extents[i + 1 :])
+        return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
+
+
 def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
-    """Flat indices into an operand that was broadcast to a shape, of which rows are flat indices."""
-    missing = len(shape) - len(operand)
-    strides = [0] * missing + [
-        0 if extent == 1 else prod(operand[i + 1 :]) for i, extent in enumerate(operand)
-    ]
-    return sum_of(np.unravel_index(rows, tuple(shape)), strides)
-
-
-def sum_of(coordinates: Sequence[Any], strides: Sequence[int]) -> Indices:
-    """Flat indices of coordinates."""
-    total = np.zeros(1, np.int64)
-    for one, stride in zip(coordinates, strides, strict=True):
-        total = total + np.asarray(one, np.int64) * stride
-    return total
-
-
-def strides_of(shape: Sequence[int]) -> list[int]:
-    """Return the stride of each axis in a flat array."""
-    return [prod(shape[i + 1 :]) for i in range(len(shape))]
+    """Return flat indices into an operand that was broadcast to a shape, of which rows are flat indices."""
+    if shape == operand:
+        return rows
+    mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))
+    return mesh.indices(range(-len(operand), 0), operand)[:, 0]

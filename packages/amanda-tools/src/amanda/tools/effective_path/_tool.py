@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from operator import index, itemgetter
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -13,39 +12,14 @@ import numpy as np
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.effective_path._extraction import STATE, Extraction
-from amanda.tools.effective_path._folding import AFFINE
-from amanda.tools.effective_path._moves import of_onnx, of_tensorflow, of_torch
+from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, Place
 from amanda.tools.effective_path._path import EffectivePath, PathError
-from amanda.tools.effective_path._reading import Reading, array
 from amanda.tools.effective_path._result import EffectivePathResult
-from amanda.tools.effective_path._rules import FIRST, PASSING, RULES
-from amanda.tools.effective_path._terms import Mode, Rule, Step, Where
+from amanda.tools.effective_path._rules import PASSING, RULES
+from amanda.tools.effective_path._terms import Mode, Rule, Step
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
-from amanda.tools.trace import Graph, Op, Tensor, TraceTool
-
-_MORE = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
-_NO_NUMBERS = ("resource", "variant", "string", "complex")
-
-
-@dataclass(eq=False)
-class _Place:
-    """One op of the program, and what its last execution read and gave."""
-
-    kind: str
-    attributes: Mapping[str, Any]
-    weight: int | None
-    layout: str | None
-    weight_layout: str | None
-    moves: Any
-    dtype: Any
-    shapes_alone: bool
-    inputs: list[Any] | None = None
-    outputs: list[Any] | None = None
-
-    def may_vary(self, where: Where) -> bool:
-        """Return True if an input can be no weight, and no scale or statistic of a normalisation."""
-        return where[0] != self.weight and (self.kind not in FIRST or where[0] == 0)
+from amanda.tools.trace import Graph, Tensor, TraceTool
 
 
 class EffectivePathTool(amanda.Tool):
@@ -79,18 +53,14 @@ class EffectivePathTool(amanda.Tool):
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
         self._trace = TraceTool(executions=1, backward=False)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
         self._missing: dict[str, str] = {}
-        frameworks = [
-            ["pytorch", _read_by(of_torch)], ["tensorflow", _read_by(of_tensorflow)],
-            ["onnxruntime", _read_by(of_onnx, _word_of_onnx)],
-        ]  # fmt: skip
-        self.depends_on(StandardMapping(), self._trace, MappingTool(frameworks))
+        self.depends_on(StandardMapping(), self._trace, MappingTool(FRAMEWORKS))
         self.add_inst_for_op(self._analyse)
 
     @property
     def result(self) -> EffectivePathResult:
-        """The paths of the samples of the last pass, and their densities."""
+        """Return the paths of the samples of the last pass, and their densities."""
         try:
             return EffectivePathResult(self.paths(), self.theta, self._missing)
         except PathError as error:
@@ -99,7 +69,7 @@ class EffectivePathTool(amanda.Tool):
     def clear(self) -> None:
         """Forget what was computed; what was analysed stays."""
         for place in self._places.values():
-            place.inputs = place.outputs = None
+            place.inputs = place.outputs = ()
         self._places.clear()
         self._missing = {}
 
@@ -108,39 +78,28 @@ class EffectivePathTool(amanda.Tool):
             return
         moves, word = context["effective path"]
         kind = context.get_op_type() if context.get_op_type() in self._custom else word
-        if kind not in self._rules:
-            return
-        place = _Place(
-            kind, context.get_attrs(), context["weight_index"], context["layout"], context["weight_layout"],
-            moves, context["dtype"], kind in PASSING - AFFINE - self._custom,
-        )  # fmt: skip
-        op = context.get_op_id()
-        context.insert_before_op(self._enter, place=place, op=op)
-        context.insert_after_op(self._leave, place=place)
+        if kind in self._rules:
+            place = Place(
+                kind, context.get_attrs(), context["weight_index"], context["layout"],
+                context["weight_layout"], moves, context["dtype"],
+                kind in PASSING - SCALES.keys() - self._custom,
+            )  # fmt: skip
+            context.insert_before_op(self._enter, place=place, op=context.get_op_id())
+            context.insert_after_op(self._leave, place=place)
 
     @amanda.observer
-    def _enter(self, *inputs: Any, place: _Place, op: int) -> None:
+    def _enter(self, *inputs: Any, place: Place, op: int) -> None:
         if op in self._places:
             self.clear()
         self._places[op] = place
-        place.inputs = [self._kept(value, place) for value in inputs]
+        place.inputs = [place.kept(value) for value in inputs]
 
     @amanda.observer
-    def _leave(self, *outputs: Any, place: _Place) -> None:
-        place.outputs = [self._kept(value, place) for value in outputs]
-
-    def _kept(self, value: Any, place: _Place) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [self._kept(one, place) for one in value]
-        dtype = place.dtype(value)
-        if dtype is None or dtype.startswith(_NO_NUMBERS):
-            return value
-        if place.shapes_alone and len(value.shape) > 2:
-            return np.broadcast_to(np.float32(0), tuple(value.shape))
-        return array(value)
+    def _leave(self, *outputs: Any, place: Place) -> None:
+        place.outputs = [place.kept(value) for value in outputs]
 
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:
-        """A path for each sample of the last pass.
+        """Return a path for each sample of the last pass.
 
         labels: which class to explain of each sample; by default the one with the largest output.
         Raises PathError where no pass has given (samples, classes), or no path leads back from there.
@@ -170,23 +129,18 @@ class EffectivePathTool(amanda.Tool):
         varying, steps = _varying(graph), {}
         for op in graph.ops:
             place = self._places.get(op.id)
-            if place is None or place.inputs is None or place.outputs is None:
-                continue
-            reading = Reading(
-                place.kind, place.inputs, place.outputs, place.attributes, place.layout, place.weight_layout,
-                place.moves,
-            )  # fmt: skip
-            steps[op.index] = Step(
-                op, place.kind, place.inputs, place.outputs, place.weight, place.layout, place.weight_layout,
-                reading.arguments(), [one for one in _reads_of(op, varying) if place.may_vary(one)],
-            )  # fmt: skip
+            if place is not None and place.outputs:
+                steps[op.index] = Step(
+                    op, place.type, place.inputs, place.outputs, place.weight, place.layout,
+                    place.weight_layout, place.arguments(), place.varying(op, varying),
+                )  # fmt: skip
         return steps
 
     def _start(self, steps: Mapping[int, Step]) -> Step:
-        """The last op that gives (samples, classes)."""
+        """Return the last op that gives (samples, classes)."""
         found = [
             step for step in steps.values()
-            if step.varying and _is_scores(step.outputs) and self._may_end(step.op.module)
+            if step.varying and _is_scores(step.outputs) and self._output(step.op.module)
         ]  # fmt: skip
         if not found:
             where = f" in a module like {self._output.patterns[0]!r}" if self._output.patterns else ""
@@ -194,28 +148,7 @@ class EffectivePathTool(amanda.Tool):
                 f"no op{where} has given floating-point numbers of (samples, classes); {len(steps)} ops of a "
                 "pass were seen: run the model in the tool's scope first"
             )
-        return max(found, key=lambda step: step.op.index)
-
-    def _may_end(self, module: str) -> bool:
-        return self._output(module)
-
-
-def _read_by(moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type")) -> Any:
-    def rule(context: amanda.OpContext) -> None:
-        context["effective path"] = moves, word(context)
-
-    return rule
-
-
-def _word_of_onnx(context: amanda.OpContext) -> str:
-    """The word by whose rule a node is read; its own type where it computes more than that, or integers."""
-    name, inputs = context.get_op_type(), context.get_inputs()
-    otherwise = name in _MORE or name.startswith("QLinear") or name.endswith("Integer")
-    if name == "Gemm":
-        otherwise = bool(context.get_attrs().get("transA"))
-    if name == "Attention":
-        otherwise = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
-    return name if otherwise else str(context["type"])
+        return found[-1]
 
 
 def _is_scores(outputs: Sequence[Any]) -> bool:
@@ -224,7 +157,7 @@ def _is_scores(outputs: Sequence[Any]) -> bool:
 
 
 def _varying(graph: Graph) -> set[int]:
-    """The tensors that depend on what comes from outside, or is drawn, and is no state of the model."""
+    """Return the tensors that depend on what comes from outside or is drawn, and is no state of the model."""
     found: set[int] = set()
     for tensor in graph.tensors:  # in the order in which they were met
         made_by = None if tensor.producer is None else graph.ops[tensor.producer].reads
@@ -237,15 +170,6 @@ def _varying(graph: Graph) -> set[int]:
 def _is_shape(tensor: Tensor) -> bool:
     """Return True for a row of integers such as extents, axes and positions, which are no neurons."""
     return tensor.shape is not None and len(tensor.shape) < 2 and (tensor.dtype or "").startswith("int")
-
-
-def _reads_of(op: Op, varying: set[int]) -> list[Where]:
-    """The tensors among an op's inputs that vary."""
-    return [
-        (i, j) for i, position in enumerate(op.inputs)
-        for j, tensor in enumerate(position if isinstance(position, tuple) else (position,))
-        if tensor in varying
-    ]  # fmt: skip
 
 
 def _integers(labels: Any) -> list[int] | None:

@@ -27,7 +27,7 @@ from amanda.tools.kit._weight_result import WeightResult
 from amanda.tools.kit._weight_selection import WeightSelection
 from amanda.tools.kit._weight_tool import WeightTool
 from amanda.tools.kit._weights import ELSEWHERE, SEVERAL, Weights
-from amanda.tools.kit._windows import Window, windows_of
+from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held",
@@ -36,5 +36,5 @@ __all__ = [
     "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves",
     "makes_a_weight", "numpy_type", "op_tensors", "origin", "packed_inputs", "parameter_inputs",
-    "parameters", "source", "tensors_of", "to_bytes", "weight_input", "windows_of",
+    "parameters", "source", "spatial_axes", "tensors_of", "to_bytes", "weight_input", "windows_of",
 ]  # fmt: skip

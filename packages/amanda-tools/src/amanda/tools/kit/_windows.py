@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Window(NamedTuple):
     """The window along one spatial axis, in elements.
@@ -35,6 +38,16 @@ class Window(NamedTuple):
         less, more = total // 2, total - total // 2
         return (less, more) if self.padding == "same" else (more, less)
 
+    def positions(self, size: int, count: int) -> NDArray[np.int64]:
+        """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size)."""
+        starts = np.arange(count)[:, None] * self.stride - self.pads(size)[0]
+        return starts + np.arange(self.kernel) * self.dilation
+
+
+def spatial_axes(layout: str) -> list[int]:
+    """Return the positions of the axes that are neither batch nor channels."""
+    return [i for i, axis in enumerate(layout) if axis not in "NC"]
+
 
 def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int] = ()) -> list[Window]:
     """Return the window along each spatial axis, from an op's attributes in PyTorch, TensorFlow or ONNX.
@@ -43,7 +56,7 @@ def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int]
 
     Raises NotImplementedError for a transposed convolution.
     """
-    axes = [i for i, axis in enumerate(layout) if axis not in "NC"]
+    axes = spatial_axes(layout)
     if "padding" in attributes and "strides" in attributes:
         return _of_tensorflow(attributes, axes, kernel)
     if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:
