@@ -242,6 +242,10 @@ SAME: dict[str, list[Callable[[Tensor], Tensor]]] = {
         lambda x: torch.cat([one.amax((2, 3)) for one in x.chunk(3, 3)], 1)[:, [0, 2, 4, 1, 3, 5]],
     ],
     "moves": [rolled, gathered, turned],
+    "axes": [
+        lambda x: x.permute(0, 3, 1, 2), lambda x: x.transpose(1, 3).transpose(2, 3),
+        lambda x: torch.movedim(x, 3, 1), lambda x: x.moveaxis((1, 2), (2, 3)), lambda x: x.swapaxes(1, 3).mT,
+    ],
 }  # fmt: skip
 
 

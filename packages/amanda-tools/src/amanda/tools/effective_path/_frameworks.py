@@ -190,9 +190,17 @@ def _of_torch(op: Place) -> Mapping[str, Move]:
         pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
         return _padded(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
 
+    def permuted(a: NDArray[Any]) -> NDArray[Any]:
+        if "source" in attributes:
+            return np.moveaxis(a, attributes["source"], attributes["destination"])
+        return a.transpose(attributes.get("dims"))
+
+    def transposed(a: NDArray[Any]) -> NDArray[Any]:
+        first, second = (op.given(f"dim{i}", f"axis{i}", default=i - 2) for i in range(2))  # mT names no axes
+        return a.swapaxes(first, second) if a.ndim > 1 else a
+
     return _moves(op, {
-        "permute": lambda a: a.transpose(attributes.get("dims")),
-        "transpose": lambda a: a.swapaxes(attributes.get("dim0", 0), attributes.get("dim1", -1)),
+        "permute": permuted, "transpose": transposed,
         "getitem": lambda a: a[_indexed(attributes["index"])],
         "select": lambda a: np.take(a, attributes["index"], axis=dim),
         "narrow": lambda a: np.take(a, attributes["start"] + np.arange(attributes["length"]), axis=dim),
