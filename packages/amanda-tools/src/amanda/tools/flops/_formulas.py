@@ -327,14 +327,9 @@ def sampled(dimensions: int) -> Formula:
     return operations(flops)
 
 
-def interpolation(taps: int) -> Formula:
-    """Count so many neighbours, each weighted and added, for each element of the result."""
-    return lambda op: Cost(0, 2 * taps * prod(op.out))
-
-
-def interpolation_backward(taps: int) -> Formula:
-    """Count as many for each element of the result's gradient."""
-    return lambda op: Cost(0, 2 * taps * prod(op.inputs[0]))
+def interpolation(taps: int, position: int | None = None) -> Formula:
+    """Count so many neighbours, each weighted and added, for each element of the result or of an input."""
+    return lambda op: Cost(0, 2 * taps * prod(op.out if position is None else op.inputs[position]))
 
 
 def _kernel(op: Shapes) -> tuple[int, ...]:

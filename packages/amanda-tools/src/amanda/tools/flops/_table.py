@@ -216,7 +216,7 @@ FORMULAS: dict[str, Formula] = {
         (no_cost, " ".join(_NEAREST)), (visits(1), " ".join(f"{name}_backward" for name in _NEAREST)),
         (of.interpolation(4), "ResizeBilinear"),
         *((of.interpolation(taps), name) for name, taps in _TAPS.items()),
-        *((of.interpolation_backward(taps), f"{name}_backward") for name, taps in _TAPS.items()),
+        *((of.interpolation(taps, 0), f"{name}_backward") for name, taps in _TAPS.items()),
         (of.sampled(2), "grid_sampler_2d grid_sampler_2d_backward"),
         (of.sampled(3), "grid_sampler_3d grid_sampler_3d_backward"),
     ),
