@@ -24,15 +24,15 @@ from amanda.tools.results import Result, can_merge, merge, restored
 class Gathering:
     """The tools of one process and where their results go.
 
+    messages: what is logged, ever more.
     In the folder that the processes share each leaves `<label>.json` when all else is written: for each
     tool its result as `to_dict` gives it and as text, and what was logged.
     """
 
-    def __init__(self, handed: Handed, tools: Sequence[Tooling], messages: Iterable[str], label: str) -> None:
+    def __init__(self, handed: Handed, tools: Sequence[Tooling], messages: Sequence[str], label: str) -> None:
         self._handed = handed
         self._tools = tools
-        self._messages = list(messages)
-        self._lost: list[str] = []
+        self._logged = messages
         self._label = label
         # Of one of several roots that know nothing of each other, where a rank has its own.
         self._suffix = "" if label.partition(".")[0] == "main" or handed.together else label
@@ -44,6 +44,7 @@ class Gathering:
         followed: whether another program begins in this process, which may be the root.
         """
         handed, remark = self._handed, None
+        self._lost: list[str] = []
         # It is the root, and saves for itself.
         alone = handed.root == os.getpid() and not handed.together and not followed
         if not ended:
@@ -68,6 +69,12 @@ class Gathering:
         waiting.rename(path)
         return path
 
+    @property
+    def _messages(self) -> list[str]:
+        """What was logged, without what results are told with."""
+        unmatched = tuple({text for tooling in self._tools for text in tooling.tool.unmatched()})
+        return [one for one in self._logged if not one.endswith(unmatched)]
+
     def _lose(self, tooling: Tooling, error: Exception) -> None:
         self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
@@ -83,6 +90,7 @@ class Gathering:
 
     def tell(self, saw_op: bool) -> None:
         """Gather, merge, save and print. saw_op: whether this process has results of its own."""
+        self._lost = []
         folder = Path(self._handed.folder)
         paths = sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem))
         others = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}

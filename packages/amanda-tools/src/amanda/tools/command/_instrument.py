@@ -14,14 +14,13 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import click
-from rich.console import Console
-from rich.text import Text
 
 import amanda
 from amanda import Instrumented
 from amanda.errors import AmandaError
 from amanda.tools.command._config import configured
-from amanda.tools.command._line import exit_status, limit_option, path_option, path_to_write, tool_option
+from amanda.tools.command._gathering import Teller
+from amanda.tools.command._line import PATH, exit_status, limit_option, path_to_write, tool_option
 from amanda.tools.command._spec import SpecError, Tooling, made
 from amanda.tools.results import Column, Result, TooLargeError, check_file, read_npz
 
@@ -31,10 +30,10 @@ _STEPS = {"start", "end", "frequency"}
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @tool_option("A tool.")
-@path_option("-o", "--output", told="The copy.", metavar="OUT", required=True)
-@path_option("--config", told="Tools from TOML or YAML.")
+@click.option("-o", "--output", type=PATH, metavar="OUT", required=True, help="The copy.")
+@click.option("--config", type=PATH, metavar="FILE", help="Tools from TOML or YAML.")
 @click.option(
     "--state",
     "states",
@@ -80,12 +79,14 @@ def _command(
             model, *(one.tool for one in toolings), out=output, force=force, about=list(map(str, specs))
         )
     result = InstrumentedResult(done, model)
-    if not quiet:
-        _tell(result, toolings)
-    for tooling in toolings:
+    teller = Teller(quiet)
+    results: list[Any] = [getattr(one.tool, "result", None) for one in toolings]
+    for one in (*(one for one in results if isinstance(one, Result) and one.rows()), result):
+        teller.show(one)
+    for tooling, own in zip(toolings, results, strict=True):
         if tooling.out is not None:
             tooling.out.parent.mkdir(parents=True, exist_ok=True)
-            getattr(tooling.tool, "result").save(tooling.out)  # noqa: B009
+            own.save(tooling.out)
     if report is not None:
         result.save(report)
     sys.stdout.write(f"{output}\n")
@@ -95,13 +96,6 @@ def _command(
 def instrument(arguments: Sequence[str] = ()) -> int:
     """Write a copy of a model's file with tools in it, which runs without Amanda."""
     return exit_status(_command, "amanda instrument", arguments)
-
-
-def _tell(result: InstrumentedResult, toolings: Sequence[Tooling]) -> None:
-    console = Console(file=sys.stderr, highlight=False)
-    own = (getattr(one.tool, "result", None) for one in toolings)
-    for one in (*(one for one in own if isinstance(one, Result) and one.rows()), result):
-        console.print(one if console.is_terminal else Text(str(one)), soft_wrap=not console.is_terminal)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 from amanda.plugins import driven_frameworks
 from amanda.tools.command._processes import VARIABLE, Handed, folder_of_ranks
-from amanda.tools.command._spec import SpecError, ToolSpec, made
+from amanda.tools.command._spec import SpecError, ToolSpec
 
 _WITH_VALUE = "WXQ"
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -92,8 +92,7 @@ def _folder_for(output: Path) -> Path:
 def _tell(handed: Handed) -> None:
     from amanda.tools.command._gathering import Gathering
 
-    tools = made(ToolSpec(name, given) for name, given in handed.tools)
-    Gathering(handed, tools, [], "main").tell(saw_op=False)
+    Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
 
 
 def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callable[[], None]) -> int:

@@ -19,6 +19,7 @@ from amanda.errors import AmandaError, UnknownToolError, did_you_mean, printable
 from amanda.tools.command._spec import SpecError
 from amanda.tools.results import reading
 
+PATH = click.Path(path_type=Path)
 _HELP: Any = {"help_option_names": ["-h", "--help"]}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?")
 _USAGE = (SpecError, UnknownToolError)
@@ -63,14 +64,6 @@ def tool_option(told: str) -> Callable[[Any], Any]:
     return click.option(
         "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help=told
     )  # fmt: skip
-
-
-def path_option(
-    *names: str, told: str, metavar: str = "FILE", required: bool = False
-) -> Callable[[Any], Any]:
-    """Return an option whose value is a path."""
-    kind = click.Path(path_type=Path)
-    return click.option(*names, type=kind, metavar=metavar, help=told, required=required)
 
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:

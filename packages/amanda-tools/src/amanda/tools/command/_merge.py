@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from amanda.errors import AmandaError
-from amanda.tools.command._line import exit_status, limit_option, path_option
+from amanda.tools.command._line import PATH, exit_status, limit_option
 from amanda.tools.command._processes import by_number, missing_ranks
 from amanda.tools.results import Result, by_rank, load
 from amanda.tools.results import merge as as_one
@@ -19,11 +19,13 @@ _OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@path_option(
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PATH)
+@click.option(
     "-o",
     "--output",
-    told="Where to save it, in the form that the suffix names; a folder for those of a folder.",
+    type=PATH,
+    metavar="FILE",
+    help="Where to save it, in the form that the suffix names; a folder for those of a folder.",
 )
 @click.option("--per-rank", is_flag=True, help="Keep the rows of each, under a column `rank`.")
 @click.option(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from amanda.backend import digest
+from amanda.tools.command._spec import Tooling, ToolSpec, made
 
 if sys.platform != "win32":
     import fcntl
@@ -65,6 +66,10 @@ class Handed:
     def get(cls) -> Handed:
         """Read the environment of this process."""
         return cls(**json.loads(os.environ[VARIABLE]))
+
+    def toolings(self) -> list[Tooling]:
+        """Make the tools, for one process."""
+        return made(ToolSpec(name, given) for name, given in self.tools)
 
 
 def number_of_ranks() -> int:

@@ -9,14 +9,14 @@ import click
 
 from amanda.tools.command._config import configured
 from amanda.tools.command._launch import launch
-from amanda.tools.command._line import compiled_option, exit_status, path_option, tool_option
+from amanda.tools.command._line import PATH, compiled_option, exit_status, tool_option
 from amanda.tools.command._spec import SpecError, made
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @tool_option("A tool to apply.")
-@path_option("--config", told="Tools from a TOML or YAML file.")
-@path_option("-o", "--output", told="Save each result in this folder.", metavar="FOLDER")
+@click.option("--config", type=PATH, metavar="FILE", help="Tools from a TOML or YAML file.")
+@click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Save each result in this folder.")
 @click.option(
     "--every",
     type=click.FloatRange(min=0, min_open=True),

@@ -8,6 +8,10 @@ from math import isqrt, prod
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
+UNKNOWN = (None,)
+"""The shape of a tensor whose rank is not known."""
+_HANDLES = ("resource", "variant")
+"""Types of TensorFlow's values that stand for something else, and have no elements."""
 
 
 class Cost(NamedTuple):
@@ -46,6 +50,15 @@ class Shapes:
     weight: int | None = None
     weight_layout: str | None = None
 
+    @classmethod
+    def of(
+        cls, type: str, inputs: Sequence[Any], outputs: Sequence[Any], shape: Callable[[Any], Any], *more: Any
+    ) -> Shapes:
+        """Return those of values.  shape: as StandardMapping gives it.  more: attributes, and the weight."""
+        read = [shape_of(value, shape) for value in inputs]
+        values = [value for value, known in zip(inputs, read, strict=True) if known in (None, UNKNOWN)]
+        return cls(type, read, [shape_of(value, shape) for value in outputs], values, *more)
+
     @property
     def out(self) -> Shape:
         """Shape of the first output."""
@@ -60,12 +73,17 @@ class Shapes:
         return max([prod(shape) for shape in everything] + [sum(map(prod, one)) for one in lists], default=0)
 
     @property
+    def are_known(self) -> bool:
+        """True if every extent is known; in graphs some are known at execution alone."""
+        return are_known([*self.inputs, *self.outputs])
+
+    @property
     def estimate(self) -> int:
         """Multiply-accumulates if this is the product of its two largest inputs; 0 with fewer than two.
 
         (n, k) by (k, m) gives (n, m), and n k m is the root of the product of the three sizes.
         """
-        if any(None in shape for shape in tensors([*self.inputs, *self.outputs])):
+        if not self.are_known:
             return 0  # nested tensors tell no extent
         factors = sorted(prod(shape) for shape in tensors(self.inputs) if len(shape) > 1)[-2:]
         results = [prod(shape) for shape in tensors(self.outputs)]
@@ -81,12 +99,34 @@ def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
     return {name: formula for formula, names in entries for name in names.split()}
 
 
-def tensors(values: Iterable[Any]) -> list[Shape]:
-    """Return the shapes among values, those in lists too."""
-    found: list[Shape] = []
-    for value in values:
-        if isinstance(value, list):
-            found += value
-        elif value is not None:
-            found.append(value)
-    return found
+def tensors(shapes: Iterable[Any]) -> list[Shape]:
+    """Return the shapes of tensors, those in lists too."""
+    lists = (one if isinstance(one, list) else [one] for one in shapes)
+    return [shape for one in lists for shape in one if shape is not None]
+
+
+def are_known(shapes: Iterable[Any]) -> bool:
+    """Return True if every extent is known."""
+    return all(None not in one for one in tensors(shapes))
+
+
+def size(shape: Any) -> int:
+    """Return the elements of a tensor; 0 where the shape is None, or not known."""
+    return 0 if shape is None or None in shape else prod(shape)
+
+
+def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
+    """Return a tensor's shape; a list of those in a list; None of what is no tensor.
+
+    shape: as StandardMapping gives it.
+    """
+    if isinstance(value, (list, tuple)):
+        return [extents for one in value if (extents := _extents(one, shape)) is not None] or None
+    return _extents(value, shape)
+
+
+def _extents(value: Any, shape: Callable[[Any], Any]) -> Any:
+    extents = shape(value)
+    if extents is None and hasattr(type(value), "shape"):
+        return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else UNKNOWN
+    return extents

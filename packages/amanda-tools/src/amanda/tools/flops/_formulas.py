@@ -5,8 +5,9 @@ Convention: a multiply-accumulate is two floating-point operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
+from math import log2, prod
+from typing import Any
 
 from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
 
@@ -22,6 +23,16 @@ def no_cost(op: Shapes) -> Cost:
 def visits(steps: int) -> Formula:
     """Count so many operations for each element."""
     return lambda op: Cost(0, steps * op.elements)
+
+
+def products(macs: Callable[[Shapes], int], more: Callable[[Shapes], int] = lambda op: 0) -> Formula:
+    """Count multiply-accumulates, and operations besides."""
+    return lambda op: Cost.of_macs(macs(op), more(op))
+
+
+def operations(flops: Callable[[Shapes], float]) -> Formula:
+    """Count operations that are no multiply-accumulates, as textbooks tell."""
+    return lambda op: Cost(0, round(flops(op)))
 
 
 def matrix_product(op: Shapes, first: int = 0) -> Cost:
@@ -41,21 +52,17 @@ def matrix_product_and_sum(op: Shapes) -> Cost:
 def product_of(left: int, right: int) -> Formula:
     """Count (..., n, k) by (..., k, m) at these positions; a sparse factor counts as a dense one."""
 
-    def formula(op: Shapes) -> Cost:
+    def macs(op: Shapes) -> Any:
         last = op.inputs[right]
-        return Cost.of_macs(prod(op.inputs[left]) * (last[-1] if len(last) > 1 else 1))
+        return prod(op.inputs[left]) * (last[-1] if len(last) > 1 else 1)
 
-    return formula
-
-
-def by_weight(op: Shapes) -> Cost:
-    """Count x (..., in) by a weight, stored in any form, that gives (..., out)."""
-    return Cost.of_macs(prod(op.out) * op.inputs[0][-1])
+    return products(macs)
 
 
 def linear(op: Shapes) -> Cost:
-    """Count x (..., in) by weight (out, in), and a bias."""
-    return Cost.of_macs(by_weight(op).macs, _bias(op, 2))
+    """Count x (..., in), in ONNX maybe transposed, by a weight that gives (..., out), and a bias."""
+    depth = op.inputs[0][0 if op.attributes.get("transA") else -1]
+    return Cost.of_macs(prod(op.out) * depth, _bias(op, 2))
 
 
 def bilinear(op: Shapes) -> Cost:
@@ -177,6 +184,152 @@ def batch_norm(op: Shapes) -> Cost:
     names = ("training", "train", "is_training", "training_mode", "use_input_stats")
     trains = any(bool(op.attributes.get(name)) for name in names)
     return Cost(0, (BATCH_NORM + (3 if trains else 0)) * op.elements)
+
+
+def any_convolution(op: Shapes) -> Cost:
+    """Count a convolution, whose argument says whether it is transposed."""
+    return (transposed_convolution if op.attributes.get("transposed") else convolution)(op)
+
+
+def convolution_backward(op: Shapes) -> Cost:
+    """Count the gradients of data and kernel that are asked for, each as much as the convolution."""
+    grad, data, weight = op.inputs[:3]
+    macs = prod(data if op.attributes.get("transposed") else grad) * prod(weight) // weight[0]
+    return Cost.of_macs(macs * sum(map(bool, op.attributes["output_mask"][:2])))
+
+
+def covariance(op: Shapes) -> Cost:
+    """Count variables (v, n), less their means, by their transpose; one variable is a vector."""
+    shape = op.inputs[0]
+    variables, observations = shape if len(shape) == 2 else (1, prod(shape))
+    return Cost.of_macs(variables**2 * observations, 3 * prod(shape))
+
+
+def trilinear(op: Shapes) -> Cost:
+    """Count every element of the product of three tensors, each with new axes of extent 1."""
+    operands = [list(shape) for shape in op.inputs[:3]]
+    for shape, axes in zip(operands, [op.attributes[f"expand{i}"] for i in (1, 2, 3)], strict=True):
+        for axis in sorted(axes):
+            shape.insert(axis, 1)
+    return Cost.of_macs(prod(map(max, *operands)))
+
+
+def blocked_cell(op: Shapes) -> Cost:
+    """Count input and state together by the weight, at each step."""
+    matrices = [shape for shape in op.inputs if shape and len(shape) > 1]
+    weight = max((shape for shape in matrices if len(shape) == 2), key=prod)
+    return Cost.of_macs(prod(matrices[0][:-1]) * prod(weight))
+
+
+def grouped_attention(op: Shapes) -> Cost:
+    """Count each query (batch, length, width) by all keys that are held."""
+    query, present = op.inputs[0], op.outputs[1] if len(op.outputs) > 1 else None
+    return Cost.of_macs(2 * prod(op.out) * (present[-2] if present else query[-2]))
+
+
+def attention_with_weights(op: Shapes) -> Cost:
+    """Count x (batch, length, in) by weights (in, 3 width), then attention, as ONNX' layer does."""
+    (batch, length, _), (depth, projected) = op.inputs[:2]
+    return Cost.of_macs(batch * length * (depth * projected + 2 * length * op.out[-1]))
+
+
+def attention_layer(op: Shapes) -> Cost:
+    """Count projections and attention of `torch._native_multi_head_attention`."""
+    query, key, width = op.inputs[0], op.inputs[1], op.inputs[0][-1]
+    tokens = prod(query[:-1])
+    weights = [shape for shape in op.inputs[3:] if shape is not None and len(shape) == 2 and width in shape]
+    projected = sum(prod(shape) for shape in weights[:2])
+    return Cost.of_macs(tokens * projected + 2 * tokens * key[-2] * width)
+
+
+def encoder_layer(op: Shapes) -> Cost:
+    """Count `torch._transformer_encoder_layer_fwd`: projections, attention, two linear layers, two norms.
+
+    A batch may be a nested tensor, which tells the length and width of each sequence itself.
+    """
+    if None in op.inputs[0]:
+        sequences = [(length, width) for length, width in op.values[0]._nested_tensor_size().tolist()]
+    else:
+        sequences = [op.inputs[0][-2:]] * prod(op.inputs[0][:-2])
+    lengths = {length for length, _ in sequences}
+    masks = {(rows, length) for length in lengths for rows in (len(sequences), length)}
+    matrices = [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]
+    weights = sum(prod(shape) for shape in matrices if shape not in masks)
+    macs = sum(length * (weights + 2 * length * width) for length, width in sequences)
+    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * LAYER_NORM + 2))
+
+
+def listed(op: Shapes) -> int:
+    """Return the elements of all tensors of the first list."""
+    return sum(map(prod, next((one for one in op.inputs if isinstance(one, list)), [])))
+
+
+def of_matrix(count: Callable[[int, int, int], float]) -> Formula:
+    """Count operations for each matrix (..., m, n) of the first input; the third number is min(m, n).
+
+    Source of what matrices take: Golub and Van Loan, "Matrix Computations"; what iterates takes its average.
+    """
+
+    def flops(op: Shapes) -> Any:
+        *batch, m, n = op.inputs[0]
+        return prod(batch) * count(m, n, min(m, n))
+
+    return operations(flops)
+
+
+def of_square(factor: float) -> Formula:
+    """Count so many times n^3 operations for each matrix (..., n, n)."""
+    return of_matrix(lambda m, n, k: factor * n**3)
+
+
+def of_system(each: float, matrix: int = 0, once: float = 0) -> Formula:
+    """Count for each matrix (..., n, n) `once` n^3 operations, and `each` n^2 for each right-hand side."""
+
+    def flops(op: Shapes) -> Any:
+        n = op.inputs[matrix][-1]
+        sides = prod(op.out) // n if n else 0  # of all systems
+        systems = max(prod(op.inputs[matrix][:-2]), 1)
+        return systems * (once * n**3) + sides * (each * n**2)
+
+    return operations(flops)
+
+
+def lu(m: int, n: int, k: int) -> float:
+    """Return the operations of a decomposition into triangular factors."""
+    return 2 * (m * n * k - (m + n) * k**2 / 2 + k**3 / 3)
+
+
+def svd(m: int, n: int, k: int) -> float:
+    """Return the operations of a singular value decomposition."""
+    return 6 * max(m, n) * k**2 + 20 * k**3
+
+
+def fourier(steps: float, last: int = 0) -> Formula:
+    """Count operations for each element and each halving of the transformed axes, by default `dim`."""
+
+    def flops(op: Shapes) -> Any:
+        shape = max(op.inputs[0], op.out, key=prod)
+        axes = range(-last, 0) if last else op.attributes.get("dim") or range(len(shape))
+        extent = prod(shape[axis] for axis in axes)
+        return steps * prod(shape) * log2(max(extent, 1))
+
+    return operations(flops)
+
+
+def sampled(dimensions: int) -> Formula:
+    """Count the neighbours, as the mode of interpolation has them, of each point of a grid."""
+
+    def flops(op: Shapes) -> Any:
+        mode = op.attributes.get("interpolation_mode", 0)
+        taps = 1 if mode == 1 else (4 if mode == 2 else 2) ** dimensions
+        return 2 * taps * max(map(prod, (op.inputs[0], op.out)))
+
+    return operations(flops)
+
+
+def interpolation(taps: int, position: int | None = None) -> Formula:
+    """Count so many neighbours, each weighted and added, for each element of the result or of an input."""
+    return lambda op: Cost(0, 2 * taps * prod(op.out if position is None else op.inputs[position]))
 
 
 def _kernel(op: Shapes) -> tuple[int, ...]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.flops._aten import ELEMENTWISE
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
+from amanda.tools.flops._table import ELEMENTWISE
 from amanda.tools.kit._requirements import check
 from amanda.tools.mapping._pytorch import word
 
@@ -38,6 +38,7 @@ class Inside:
     forward: Cost = field(default_factory=Cost)
     backward: dict[str, list[Cost]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    _called: list[Cost] = field(default_factory=list)
 
     @property
     def backward_macs(self) -> int:
@@ -50,6 +51,19 @@ class Inside:
         if not costs:
             return None
         return costs.pop(0) if len(costs) > 1 else costs[0]
+
+    def add(self, name: str, cost: Cost | None) -> None:
+        """Note a call of an operator."""
+        if cost is None:
+            self.unknown.add(name)
+        else:
+            self._called.append(cost)
+
+    def take(self) -> Cost:
+        """Return the cost of what was called since the last time."""
+        total = Cost(sum(one.macs for one in self._called), sum(one.flops for one in self._called))
+        self._called.clear()
+        return total
 
 
 def inside(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Inside | None:
@@ -104,12 +118,12 @@ def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula]) -> Insi
     found = Inside()
     with _unseen(), torch.enable_grad():
         twins = tree_map_only(torch.Tensor, twin, inputs)
-        with mode, counter(formulas, context["shape"], mode) as take:
+        with mode, _counter(found, formulas, context["shape"], mode):
             made = tree_leaves(context.get_computation()(twins))
-            found.forward, found.unknown = take()
+            found.forward = found.take()
             outputs = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
             if outputs and leaves:
-                _count_backward(outputs, leaves, found, take)
+                _count_backward(outputs, leaves, found)
     return found
 
 
@@ -128,43 +142,33 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _count_backward(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], found: Inside, take: Callable[[], Any]
-) -> None:
+def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], found: Inside) -> None:
     import torch
 
     def begin(grads: Any) -> None:
-        take()
+        found.take()
 
     def end(name: str, grad_inputs: Any, grad_outputs: Any) -> None:
-        cost, unknown = take()
-        found.backward.setdefault(name, []).append(cost)
-        found.unknown |= unknown
+        found.backward.setdefault(name, []).append(found.take())
 
-    hooks = []
-    for node in _nodes([one.grad_fn for one in outputs]):
-        hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
+    hooks: list[Any] = []
+    seen, nodes = set(), [one.grad_fn for one in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
+            nodes += [one for one, _ in node.next_functions]
     grads = [torch.ones_like(one) for one in outputs]
     torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     for hook in hooks:
         hook.remove()
 
 
-def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
-    seen, left = set(), [root for root in roots if root is not None]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            left += [one for one, _ in node.next_functions if one is not None]
-
-
-@contextmanager
-def counter(
-    formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any
-) -> Iterator[Callable[[], tuple[Cost, set[str]]]]:
-    """Yield a function that gives the cost of what was dispatched since its last call, and unknown names.
+def _counter(
+    found: Inside, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any
+) -> AbstractContextManager[Any]:
+    """Return a mode that adds what is dispatched to `found`.
 
     fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
     """
@@ -172,9 +176,6 @@ def counter(
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
-
-    costs: list[Cost] = []
-    unknown: set[str] = set()
 
     def without_data(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor)
@@ -187,28 +188,16 @@ def counter(
         def __torch_dispatch__(
             self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            given: Any = (args, kwargs or {})
-            given = tree_map_only(torch.Tensor, without_data, given)
+            given: Any = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
             made = op(*given[0], **given[1])
-            cost = cost_of_call(op, given[0], given[1], made, formulas, shape)
-            if cost is None:
-                unknown.add(op.overloadpacket.__name__)
-            else:
-                costs.append(cost)
+            cost = _cost_of_call(op, given[0], given[1], made, formulas, shape)
+            found.add(op.overloadpacket.__name__, cost)
             return made
 
-    def take() -> tuple[Cost, set[str]]:
-        total = Cost(sum(one.macs for one in costs), sum(one.flops for one in costs))
-        names = set(unknown)
-        costs.clear()
-        unknown.clear()
-        return total, names
-
-    with Counter():  # type: ignore[no-untyped-call]
-        yield take
+    return Counter()  # type: ignore[no-untyped-call]
 
 
-def cost_of_call(
+def _cost_of_call(
     op: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -222,16 +211,12 @@ def cost_of_call(
     parameters = [one.name for one in op._schema.arguments]
     values = dict(zip(parameters, args, strict=False)) | dict(kwargs)
     inputs = [values[name] for name in parameters if name in values]
-    outputs = made if isinstance(made, (list, tuple)) else [made]
     name = op.overloadpacket.__name__
-    read = [_shape_of(one, shape) for one in inputs]
-    plain = [one for one, known in zip(inputs, read, strict=True) if known is None]
-    kind = word(name)
-    shapes = Shapes(kind, read, [_shape_of(one, shape) for one in outputs], plain, values)
     formula = _formula(name, formulas)
     if formula is None and _TAGS & {str(tag) for tag in op.tags}:
         formula = visits(1)
-    return None if formula is None else formula(shapes)
+    outputs = made if isinstance(made, (list, tuple)) else [made]
+    return None if formula is None else formula(Shapes.of(word(name), inputs, outputs, shape, values))
 
 
 def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
@@ -243,9 +228,3 @@ def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
     stem, found, _ = name.removeprefix("_").partition("_backward")
     words = (word(stem), word(f"_{stem}")) if found else ()
     return next((formulas[one] for one in words if one in ELEMENTWISE), None)
-
-
-def _shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)) and any(shape(one) is not None for one in value):
-        return [shape(one) for one in value if shape(one) is not None]
-    return shape(value)

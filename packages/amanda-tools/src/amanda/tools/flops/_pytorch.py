@@ -8,10 +8,8 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops import _aten
-from amanda.tools.flops._cost import Cost, Formula, Shapes, table
-from amanda.tools.flops._formulas import LAYER_NORM, no_cost
 from amanda.tools.flops._inside import inside
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import local, share
 
 
@@ -22,10 +20,9 @@ def roles(context: amanda.OpContext) -> None:
     from torch._C import DisableTorchFunction
     from torch.nn import Parameter
 
-    inputs = [
-        one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value])
-    ]
-    owned = [one for one in inputs if isinstance(one, Parameter)] if context["phase"] == "forward" else []
+    inputs = context.get_inputs()
+    is_forward = context["phase"] == "forward"
+    owned = [one for one in leaves(inputs) if is_forward and isinstance(one, Parameter)]
     context["parameters"] = sum(local(one).numel() for one in owned)
     context["backward_macs"] = _backward_macs
     if context["type"] == "lstm":
@@ -33,7 +30,7 @@ def roles(context: amanda.OpContext) -> None:
         context["steps"] = extents[1::-1] if context.get_attrs().get("batch_first") else extents[:2]
     context["inside"] = inside
     with DisableTorchFunction():
-        context["differentiated"] = [one.requires_grad for one in tensors_of(context.get_inputs())]
+        context["differentiated"] = [one.requires_grad for one in tensors_of(inputs)]
     context["is_view"] = is_view
 
 
@@ -48,14 +45,10 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
 
 def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the tensors among values, those in lists too."""
+    """Return the tensors among values, those in lists too."""
     import torch
 
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
-        elif isinstance(value, torch.Tensor):
-            yield value
+    return (one for one in leaves(values) if isinstance(one, torch.Tensor))
 
 
 def _storage(tensor: Any) -> int | None:
@@ -130,63 +123,8 @@ _GATES = 4
 """Of an LSTM."""
 
 
-def encoder_layer(op: Shapes) -> Cost:
-    """`torch._transformer_encoder_layer_fwd`: projections, attention, two linear layers, two norms."""
-    sequences = _sequences(op)
-    lengths = {length for length, _ in sequences}
-    masks = {(rows, length) for length in lengths for rows in (len(sequences), length)}
-    matrices = [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]
-    weights = sum(prod(shape) for shape in matrices if shape not in masks)
-    macs = sum(length * (weights + 2 * length * width) for length, width in sequences)
-    return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * LAYER_NORM + 2))
-
-
-def _sequences(op: Shapes) -> list[tuple[int, int]]:
-    """Length and width of each sequence of a batch, which may be a nested tensor."""
-    if None in op.inputs[0]:
-        return [(length, width) for length, width in op.values[0]._nested_tensor_size().tolist()]
-    *batch, length, width = op.inputs[0]
-    return [(length, width)] * prod(batch)
-
-
-def attention_layer(op: Shapes) -> Cost:
-    """`torch._native_multi_head_attention`: projections and attention."""
-    query, key, width = op.inputs[0], op.inputs[1], op.inputs[0][-1]
-    tokens = prod(query[:-1])
-    weights = [shape for shape in op.inputs[3:] if shape is not None and len(shape) == 2 and width in shape]
-    projected = sum(prod(shape) for shape in weights[:2])
-    return Cost.of_macs(tokens * projected + 2 * tokens * key[-2] * width)
-
-
-def foreach(op: Shapes) -> Cost:
-    """Count one operation for each element of a list of tensors."""
-    return Cost(0, sum(map(prod, next((one for one in op.inputs if isinstance(one, list)), []))))
-
-
-def fused_optimizer(op: Shapes) -> Cost:
-    """Count a fused update: about a dozen operations for each parameter."""
-    return Cost(0, 12 * foreach(op).flops)
-
-
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 """Of ops that move tensors between processes, which cost bytes alone."""
 
 OF_NESTED = ("_transformer_encoder_layer_fwd",)
 """Types whose formulas read nested tensors, which have no shape, themselves."""
-
-_FOREACH = """
-    abs add addcdiv addcmul copy div erf exp lerp log max maximum minimum mul neg norm pow reciprocal
-    round rsqrt sign sqrt sub zero
-""".split()
-
-FORMULAS: dict[str, Formula] = {
-    **_aten.FORMULAS,
-    **table(
-        (encoder_layer, "_transformer_encoder_layer_fwd"), (attention_layer, "_native_multi_head_attention"),
-        (foreach, " ".join(f"_foreach_{word} _foreach_{word}_" for word in _FOREACH)),
-        (fused_optimizer, "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"),
-        (no_cost, "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink"),
-        (no_cost, "split_with_sizes_copy"),
-    ),
-}  # fmt: skip
-"""Formulas by names of PyTorch's and ATen's operators."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,24 +65,17 @@ def read_text(path: Path) -> bytes:
     Raises TooLargeError, OSError, and EOFError or zlib.error for a gzip file that is damaged.
     """
     check_file(path, TEXT)
-    raw = path.read_bytes()
-    return _inflated(path, raw) if raw[:2] == _GZIP else raw
-
-
-def _inflated(path: Path, raw: bytes) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while raw:  # a file may have several members
-        member = zlib.decompressobj(wbits=31)
-        while not member.eof:
-            parts.append(member.decompress(raw, _CHUNK))
-            size += len(parts[-1])
-            check_size(path, size, TEXT)
-            raw = member.unconsumed_tail
-            if not (raw or parts[-1] or member.eof):
-                raise EOFError("its end is missing")
-        raw = member.unused_data.lstrip(b"\0")
-    return b"".join(parts)
+    with path.open("rb") as file:
+        if file.read(2) != _GZIP:
+            return path.read_bytes()
+    text = BytesIO()
+    try:
+        with gzip.open(path) as inflated:
+            while text.write(inflated.read(_CHUNK)):
+                check_size(path, text.tell(), TEXT)
+    except gzip.BadGzipFile as error:
+        raise zlib.error(str(error)) from error
+    return text.getvalue()
 
 
 def read_npz(path: Path) -> Mapping[str, NDArray[Any]]:
