@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 CopyT = TypeVar("CopyT")
 
 _VALUES = 8
-"""That something has before it is restless, and copies that are kept."""
+"""Number of distinct values after which a guard stops making copies, and of copies that are kept."""
 _COPIES = 32
-"""That are made before all that has changed is restless: few values of each, in many combinations."""
+"""Number of copies after which guards stop on all that has changed: few values each, in many combinations."""
 
 
 class History:

@@ -175,7 +175,7 @@ class Copy:
         self.outputs = rewriting.outputs
 
     def run(self, execution: Execution, values: Sequence[Tensor]) -> Any:
-        """What it gives of the values of the graph's inputs."""
+        """Return what the copy computes of the values of the graph's inputs."""
         known: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with execution.under_way(), fake.no_grad():
             for item in self.items:

@@ -45,7 +45,7 @@ class Graph:
         self._path: list[str] = []
 
     def run(self, values: Sequence[Tensor]) -> Any:
-        """What the graph computes of the values of its inputs."""
+        """Return what the graph computes of the values of its inputs."""
         known = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with no_grad():
             for node in self.nodes:

@@ -71,7 +71,7 @@ class Gathering:
 
     @property
     def _messages(self) -> list[str]:
-        """What was logged, without what results are told with."""
+        """Return the messages that were logged and that no result repeats."""
         unmatched = tuple({text for tooling in self._tools for text in tooling.tool.unmatched()})
         return [one for one in self._logged if not one.endswith(unmatched)]
 

@@ -101,7 +101,7 @@ class CoverageTool(amanda.Tool):
 
 
 def _see_scopes(places: Iterable[Place]) -> None:
-    """Tell of ops in graphs what is seen, from how many there are in each name scope."""
+    """Record which ops in graphs are seen, from how many there are in each name scope."""
     groups: dict[tuple[str, str], list[Place]] = {}
     for place in places:
         place.whole = place.entered = place.left = 0

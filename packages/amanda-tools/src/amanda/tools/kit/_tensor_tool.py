@@ -15,7 +15,7 @@ from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
-"""What the names of element types that hold numbers begin with."""
+"""Beginnings of the names of element types that hold numbers."""
 
 
 Dtype = Callable[[Any], str | None]

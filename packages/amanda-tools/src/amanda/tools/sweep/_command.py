@@ -97,7 +97,7 @@ def _sweep(
 
 
 def _failed(evaluate: str, error: Exception) -> int:
-    """Tell what the program raised, from where its own frames begin."""
+    """Write what the program raised to stderr, from where the frames of the program begin."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_BEFORE):
         trace = trace.tb_next
