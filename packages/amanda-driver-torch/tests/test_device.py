@@ -36,3 +36,17 @@ def test_an_op_without_tensors_has_no_device() -> None:
     with amanda.apply(see):
         torch.zeros(2)
     assert told == [""]
+
+
+def test_ops_of_compiled_code_name_it_too() -> None:
+    told: list[str] = []
+    see = amanda.Tool()
+    see.add_inst_for_op(lambda context: told.append(context.get_device()))
+    see.add_inst_for_op(lambda context: told.append(context.get_device()), backward=True)
+    compiled, x = (
+        torch.compile(lambda x: (x * 2).sum(), backend="aot_eager"),
+        torch.ones(2, requires_grad=True),
+    )
+    with amanda.apply(see, compiled="instrument"):
+        compiled(x).backward()
+    assert set(told) == {"cpu"}

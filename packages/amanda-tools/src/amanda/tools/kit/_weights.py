@@ -32,7 +32,9 @@ ELSEWHERE = (
     "the op once read something that is no part of a parameter, or a tool that was applied before has "
     "changed it"
 )
+"""Why a tool leaves an op: the part that it reads of a parameter cannot be told."""
 SEVERAL = "it multiplies by several weights in one op"
+"""Why a tool leaves an op that has more than one weight, such as an LSTM."""
 INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
 
 

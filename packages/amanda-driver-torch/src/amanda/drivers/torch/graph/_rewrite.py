@@ -125,7 +125,7 @@ class Rewriting:
             list(native.inputs), attributes=native.attributes(), scope=scope, source=source,
             op_type=native.op_type(), parameters=native.parameters(), graph=("graph", self.program.number),
             read_variables=lambda: ordinals, read_value=self.symbols.value, variable_of=self.symbols.variable,
-            path_of=self._path_of, part_of=part_of, device_of=TENSORS.device_of, compute=native.computation(),
+            path_of=self._path_of, part_of=part_of, device_of=_device_of, compute=native.computation(),
         )  # fmt: skip
 
     def _read(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
@@ -215,6 +215,10 @@ def _gradients(node: Any) -> tuple[list[Any], list[Any]]:
 
 def _empty(metadata: Any) -> torch.Tensor:
     return torch.empty(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+
+
+def _device_of(value: Any) -> str:
+    return str(value.device) if isinstance(value, torch.Tensor) else ""
 
 
 def _like(leaf: torch.Tensor) -> torch.Tensor:
