@@ -193,10 +193,10 @@ def _of_torch(op: Place) -> Mapping[str, Move]:
     def permuted(a: NDArray[Any]) -> NDArray[Any]:
         if "source" in attributes:
             return np.moveaxis(a, attributes["source"], attributes["destination"])
-        return a.transpose(attributes.get("dims"))
+        return np.transpose(a, attributes.get("dims"))
 
     def transposed(a: NDArray[Any]) -> NDArray[Any]:
-        first, second = (op.given(f"dim{i}", f"axis{i}", default=i - 2) for i in range(2))  # mT names no axes
+        first, second = (int(op.given(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2))  # mT has none
         return a.swapaxes(first, second) if a.ndim > 1 else a
 
     return _moves(op, {
