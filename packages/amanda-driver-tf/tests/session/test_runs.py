@@ -119,7 +119,7 @@ def test_partial_runs(graph, session, everywhere) -> None:
     assert everywhere.ran["first"] == 1
 
 
-def test_routines_run_between_the_parts_of_a_partial_run(graph, session) -> None:
+def test_routines_run_between_the_parts_of_a_partial_run(graph) -> None:
     a, b = (tf1.placeholder(tf.float32, []) for _ in range(2))
     first = tf.negative(a)
     second = tf.multiply(tf.exp(a), b)
@@ -129,7 +129,12 @@ def test_routines_run_between_the_parts_of_a_partial_run(graph, session) -> None
         fetched.wait(60)
         ran.set()
 
-    with amanda.apply(inserting("insert_after_op", "Exp", late)):
+    # The routine holds one thread for ops; the first part needs another, which no other session may hold.
+    threads = tf1.ConfigProto(inter_op_parallelism_threads=4, use_per_session_threads=True)
+    with (
+        tf1.Session(graph=graph, config=threads) as session,
+        amanda.apply(inserting("insert_after_op", "Exp", late)),
+    ):
         handle = session.partial_run_setup([first, second], [a, b])
         assert session.partial_run(handle, first, {a: 0}) == 0
         fetched.set()
@@ -150,7 +155,7 @@ def test_a_partial_run_begins_once(graph, session) -> None:
             assert len(begun) == times
 
 
-def test_an_exception_between_the_parts_of_a_partial_run_is_raised_by_the_next(graph, session) -> None:
+def test_an_exception_between_the_parts_of_a_partial_run_is_raised_by_the_next(graph) -> None:
     a, b = (tf1.placeholder(tf.float32, []) for _ in range(2))
     first, second = tf.negative(a), tf.multiply(tf.exp(a), b)
     fetched = threading.Event()
@@ -159,7 +164,12 @@ def test_an_exception_between_the_parts_of_a_partial_run_is_raised_by_the_next(g
         fetched.wait(60)
         raise ZeroDivisionError("a tool's own mistake")
 
-    with amanda.apply(inserting("insert_after_op", "Exp", late)):
+    # The routine holds one thread for ops; the first part needs another, which no other session may hold.
+    threads = tf1.ConfigProto(inter_op_parallelism_threads=4, use_per_session_threads=True)
+    with (
+        tf1.Session(graph=graph, config=threads) as session,
+        amanda.apply(inserting("insert_after_op", "Exp", late)),
+    ):
         handle = session.partial_run_setup([first, second], [a, b])
         session.partial_run(handle, first, {a: 0})
         fetched.set()
