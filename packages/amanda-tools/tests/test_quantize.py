@@ -717,3 +717,20 @@ def test_an_embedding_and_a_product_of_one_parameter_have_the_same_scales(first:
     assert not torch.equal(one, embedding.weight)
     product, lookup = tool.result.tensors
     assert product.scale == lookup.scale
+
+
+def test_a_calibration_replaces_a_zero_point_that_was_loaded() -> None:
+    layer, x = torch.nn.Linear(3, 2), torch.tensor([[0.5, 1.0, 2.0]])
+    states = []
+    for symmetric in (False, True):
+        tool = QuantizeTool("static", symmetric_activations=symmetric)
+        tool.load_state_dict(states[-1] if states else {})
+        with amanda.apply(tool):
+            with tool.calibrating():
+                layer(x - 1)
+            layer(x)
+        states.append(tool.state_dict())
+    (name,) = (one for one in states[0] if one.endswith("/input0.zero_point"))
+    before, after = (float(state[name]) for state in states)
+    assert before != 0
+    assert after == 0

@@ -57,6 +57,7 @@ class Quantizer:
     def settle(self) -> None:
         """Take the scale that follows from what was observed, if anything was."""
         if self.observer is not None and self.observer.seen:
+            self.settled = False  # a zero point that was loaded goes too
             self._start_from(*self.observer.range())
         self.observer = None
 
