@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import tracemalloc
 import zipfile
@@ -22,7 +23,7 @@ from amanda.tools.command._instrument import read_arrays as read_state
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.effective_path import EffectivePath
 from amanda.tools.quantize._files import read_scales
-from amanda.tools.results import Table, TooLargeError, load, read_npz, reading
+from amanda.tools.results import Table, TooLargeError, load, read_npz, read_text, reading
 
 STEERING = "conv\x1b[2J\x1b]0;own\x07\r\u202e\x9b31m"
 
@@ -205,3 +206,25 @@ def test_text_of_many_languages_is_printed_as_it_is() -> None:
     assert printable("größe 模型 👍\n\tx") == "größe 模型 👍\n\tx"
     assert printable("a\nb", line=True) == "a\\nb"
     assert printable(STEERING).isprintable()
+
+
+@pytest.mark.parametrize("written", [bytes, gzip.compress])
+def test_a_result_is_read_from_a_pipe(written: Callable[[bytes], bytes]) -> None:
+    read, write = os.pipe()
+    try:
+        os.write(write, written(b'{"a": 1}'))
+        os.close(write)
+        assert read_text(Path(f"/dev/fd/{read}")) == b'{"a": 1}'
+    finally:
+        os.close(read)
+
+
+def test_a_pipe_is_held_to_the_limit() -> None:
+    read, write = os.pipe()
+    try:
+        os.write(write, b"x" * 100)
+        os.close(write)
+        with reading(50), pytest.raises(TooLargeError, match="at most 50 B are read"):
+            read_text(Path(f"/dev/fd/{read}"))
+    finally:
+        os.close(read)

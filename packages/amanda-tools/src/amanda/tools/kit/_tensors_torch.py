@@ -41,7 +41,7 @@ class TorchTensors(Tensors):
         x = _resolved(x).cpu().contiguous()
         kind = numpy_type(str(x.dtype).removeprefix("torch."))
         if kind.isbuiltin != 1:
-            x = x.view(torch.uint8 if kind.itemsize == 1 else torch.int16)
+            x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
         return np.asarray(x.clone().numpy().view(kind))
 
     def copy(self, array: Any) -> Tensor:

@@ -65,12 +65,14 @@ def read_text(path: Path) -> bytes:
     Raises TooLargeError, OSError, and EOFError or zlib.error for a gzip file that is damaged.
     """
     check_file(path, TEXT)
-    with path.open("rb") as file:
-        if file.read(2) != _GZIP:
-            return path.read_bytes()
+    with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
+        raw = file.read((_chosen.get() or TEXT) + 1)
+    check_size(path, len(raw), TEXT)
+    if raw[:2] != _GZIP:
+        return raw
     text = BytesIO()
     try:
-        with gzip.open(path) as inflated:
+        with gzip.GzipFile(fileobj=BytesIO(raw)) as inflated:
             while text.write(inflated.read(_CHUNK)):
                 check_size(path, text.tell(), TEXT)
     except gzip.BadGzipFile as error:
