@@ -58,6 +58,13 @@ class Call(ABC):
         """Return whether the op may write into its inputs; some ops do so without a schema that says it."""
         return True
 
+    def takes_equals(self) -> bool:
+        """Return True if native code may give the op a tensor in the place of one of equal dtype and shape.
+
+        So it has no effect on its inputs, and reads of a tensor's memory what is the tensor's.
+        """
+        return False
+
     def formed(self, result: Any) -> Any:
         """A replacement's result in the form that the op's own has."""
         return result

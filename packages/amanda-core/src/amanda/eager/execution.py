@@ -37,7 +37,7 @@ class EagerExecution(EagerOps):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Plan, int, Any, Any] | None = None,
+        done: tuple[Plan, int, Any, Any, list[Any] | None] | None = None,
     ) -> Any:
         """Run an op that has, or may have, a plan with actions; the interceptor calls it."""
         layer = state.layer
@@ -93,10 +93,11 @@ class EagerExecution(EagerOps):
         op_id: int,
         analysis: Analysis | None = None,
         called: tuple[int, Any] = (-1, None),
+        changed_inputs: list[Any] | None = None,
     ) -> Any:
         run: dict[str, Any] = {}
         told = plan.chain[0].context._facts if analysis is None else analysis.facts
-        inputs = call.inputs
+        inputs = call.inputs if changed_inputs is None else changed_inputs
         tracing = self.tracing() if plan.watches else None
         step, returned = called
         for i, action in enumerate(plan.before):
@@ -195,24 +196,37 @@ class EagerExecution(EagerOps):
         return values
 
     def _resume(
-        self, call: Call, state: State, op_id: int, plan: Plan, step: int, returned: Any, outputs: Any
+        self,
+        call: Call,
+        state: State,
+        op_id: int,
+        plan: Plan,
+        step: int,
+        returned: Any,
+        outputs: Any,
+        changed_inputs: list[Any] | None,
     ) -> Any:
         """Go on where native code stopped: after a routine that returned a value, or at what it cannot do.
 
         By the plan that it had: the op may have changed what the call looks like.
+        changed_inputs: the inputs, where routines gave some.
         """
         if outputs is NotImplemented:
-            return self._execute(plan, call, state, op_id, called=(step, returned))
+            called = step, returned
+            return self._execute(plan, call, state, op_id, called=called, changed_inputs=changed_inputs)
         told = plan.chain[0].context._facts
+        inputs = call.inputs if changed_inputs is None else changed_inputs
+        if plan.replace is not None:
+            outputs = call.formed(outputs)
         values, rebuild = self.flatten(outputs)
         first = step - len(plan.before)
         if first < 0:
             first, returned = 0, NOT_CALLED
-        written = call.written(call.inputs, values)
+        written = call.written(inputs, values)
         saved = self.saved_of(written) if written else None
         changed = self._run_after(plan.after[first:], values, written, told, {}, state, returned, saved)
         if self.views is not None:
-            changed = self._tied(self.views, call, call.inputs, values, changed, told)
+            changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
 
     def _compute(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.eager.trace import Trace
+from amanda.plan.arguments import arguments, refused
 from amanda.plan.notes import add_note, describe
 from amanda.plan.routine import mutation
+from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
     from amanda.eager.call import Call, EagerOps
@@ -36,7 +38,7 @@ def learn(ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Cal
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return
         refuse = ops.saves_out_of_reach
-    program = _program_of(plan, call, facts, trace, refuse)
+    program = _program_of(ops, plan, call, facts, trace, refuse)
     if program is not None:
         memo.learn(key, program)
 
@@ -74,6 +76,7 @@ def _tracer(
 
 
 def _program_of(
+    ops: EagerOps,
     plan: Plan,
     call: Call,
     facts: OpFacts,
@@ -85,18 +88,27 @@ def _program_of(
     trace: hears of the backward ops that the op made, if they are wanted.
     refuse: whether a call with this first argument is for Python, if that differs among calls like these.
 
-    It hands values to routines and sees that they are left alone; a routine that returns another
-    value is where Python goes on.
+    Native code hands values to routines and sees that they are left alone. Tensors that they return take the
+    place of others like them; a routine that returns anything else is where Python goes on.
     """
     sources = call.sources()
-    if sources is None or plan.replace or any(action.takes_run for action in plan.inserted):
+    if sources is None or any(action.takes_run for action in plan.inserted):
         return None
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
+    substitutes = call.takes_equals()
+    replace = None
+    if plan.replace is not None:
+        replace = _replacement(ops, plan.replace, call) if substitutes and trace is None else None
+        if replace is None:
+            return None
     constants = tuple(
         value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    return _program(plan.before, plan.after, facts, sources, constants, plan, trace, refuse)
+    return _program(
+        plan.before, plan.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
+        replaced_by=plan.replace,
+    )  # fmt: skip
 
 
 def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:
@@ -105,14 +117,39 @@ def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.
 
 
 def _program(
-    before: Sequence[Action], after: Sequence[Action], facts: OpFacts, *form: Any
+    before: Sequence[Action],
+    after: Sequence[Action],
+    facts: OpFacts,
+    *form: Any,
+    replaced_by: Action | None = None,
 ) -> interceptor.Program | None:
-    told = _FailureNotes((*before, *after), facts)
+    told = _FailureNotes((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
     steps = [tuple(map(_step, actions)) for actions in (before, after)]
     try:
         return interceptor.Program(*steps, told, *form)
     except ValueError:  # more values than native code has room for
         return None
+
+
+def _replacement(ops: EagerOps, action: Action, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
+    """Return the step that runs instead of the op, and names of its last inputs; None where Python runs it."""
+    if action.takes_run or action.takes_original or action.reads:
+        return None
+    inputs = call.inputs
+    positions, named = list(action.select or ()), dict[str, int]()
+    if action.select is None:
+
+        def holds_tensors(position: int) -> bool:
+            return any(map(ops.is_tensor, spread([inputs[position]])))
+
+        positions, named = arguments(action.parameters, range(len(inputs)), call.names, holds_tensors)
+    elif any(position >= len(inputs) for position in positions):
+        return None
+    given, kwargs = [inputs[i] for i in positions], {name: inputs[i] for name, i in named.items()}
+    if named.keys() & action.kwargs.keys() or refused(action, inputs, call.names, given, kwargs) is not None:
+        return None
+    step = action.func, (*positions, *named.values()), dict(action.kwargs), action.tool._amanda.lock, False
+    return step, tuple(named)
 
 
 def _step(action: Action) -> tuple[Any, ...]:

@@ -175,6 +175,10 @@ int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants P
 int reader_gradients(const Reader *reader);
 uint64_t reader_clock(const Reader *reader);
 void reader_set_gradients(const Reader *reader, int on);
+int reader_needs_gradient(const Reader *reader, PyObject *tensor);
+const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */
+int reader_fits(const Reader *reader, PyObject *original, PyObject *value);
+PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients);
 
 /* ---- graph.c: what executions leave for their backward ops ---- */
 
@@ -244,6 +248,7 @@ extern PyTypeObject Activation_Type, Site_Type, Detour_Type, Suspension_Type;
 Activation *active_activation(Thread *thread); /* new reference or NULL; never an exception */
 PyObject *call_op(Thread *thread, Call *call);
 PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done);
+int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made);
 int stub_boot(PyObject *names);
 
 /* ---- memo.c: what calls of an op come to ---- */

@@ -10,7 +10,7 @@ typedef struct {
     PyObject *func, *kwargs, *names; /* owned; names: of kwargs; both NULL for none */
     Lock *lock;                      /* owned */
     int isolated, everything;
-    uint8_t count, select[VALUE_LIMIT];
+    uint8_t count, positional, select[VALUE_LIMIT]; /* the rest of those selected are given by name */
 } Step;
 
 typedef struct {
@@ -23,6 +23,8 @@ typedef struct {
     int *sources, source_count; /* input -> flat argument, or constant; NULL: the arguments as they are */
     int spread, first, last;    /* the input that is a tuple of several arguments, and which; -1: none is */
     int before, after;
+    int replaces;    /* the step after all others runs instead of the op */
+    int substitutes; /* values may be put in the place of others here */
     Step steps[];
 } Program;
 
@@ -42,7 +44,8 @@ static int read_step(Step *step, PyObject *told) {
             step->select[step->count++] = (uint8_t)position;
         }
     }
-    if (PyDict_GET_SIZE(kwargs) > VALUE_LIMIT) goto unsuited;
+    if (PyDict_GET_SIZE(kwargs) + step->count > VALUE_LIMIT) goto unsuited;
+    step->positional = step->count;
     step->func = Py_NewRef(func);
     step->lock = (Lock *)Py_NewRef(lock);
     step->isolated = isolated;
@@ -54,6 +57,23 @@ static int read_step(Step *step, PyObject *told) {
 unsuited:
     PyErr_Format(PyExc_ValueError, "no native program has a step like %R", told);
     return -1;
+}
+
+/* A step that runs instead of the op; its inputs by name come after the others. */
+static int read_replacement(Step *step, PyObject *told) {
+    PyObject *usual, *named;
+    if (!PyArg_ParseTuple(told, "O!O!", &PyTuple_Type, &usual, &PyTuple_Type, &named)) return -1;
+    if (read_step(step, usual)) return -1;
+    Py_ssize_t count = PyTuple_GET_SIZE(named);
+    if (step->everything || count > step->count) {
+        PyErr_Format(PyExc_ValueError, "no native program has a replacement like %R", told);
+        return -1;
+    }
+    if (!count) return 0;
+    step->positional = (uint8_t)(step->count - count);
+    PyObject *names = step->names ? PySequence_Concat(named, step->names) : Py_NewRef(named);
+    Py_XSETREF(step->names, names);
+    return names ? 0 : -1;
 }
 
 static int read_sources(Program *program, PyObject *sources) {
@@ -85,18 +105,22 @@ static int read_sources(Program *program, PyObject *sources) {
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"before", "after", "told", "sources", "constants",
-                            "plan", "trace", "refuse", NULL};
+                            "plan", "trace", "refuse", "replace", "substitutes", NULL};
     PyObject *before, *after, *told, *sources = Py_None, *constants = Py_None, *plan = Py_None;
-    PyObject *trace = Py_None, *refuse = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOO", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &told, &sources, &constants, &plan, &trace, &refuse))
+    PyObject *trace = Py_None, *refuse = Py_None, *replace = Py_None;
+    int substitutes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOp", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes))
         return NULL;
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
         return PyErr_Format(PyExc_TypeError, "sources and constants are tuples of one length");
     Py_ssize_t count = PyTuple_GET_SIZE(before) + PyTuple_GET_SIZE(after);
-    Program *program = (Program *)type->tp_alloc(type, count);
+    int replaces = replace != Py_None;
+    Program *program = (Program *)type->tp_alloc(type, count + replaces);
     if (!program) return NULL;
+    program->replaces = replaces;
+    program->substitutes = substitutes;
     program->told = Py_NewRef(told);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
@@ -109,6 +133,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     for (Py_ssize_t i = 0; !wrong && i < count; i++)
         wrong = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
+    if (replaces && !wrong) wrong = read_replacement(&program->steps[count], replace);
     if (wrong) Py_CLEAR(program);
     return (PyObject *)program;
 }
@@ -173,23 +198,29 @@ static int is_same(PyObject *result, PyObject *const *values, Py_ssize_t count) 
     return 1;
 }
 
+/* Lay out what a step is called with, in the array itself or after a free place in `stack`; NULL: it is unsuited. */
+static PyObject **laid_out(const Step *step, PyObject **values, Py_ssize_t count, PyObject **stack, Py_ssize_t *picked) {
+    *picked = step->everything ? count : step->count;
+    if (step->everything && !step->names) return values;
+    PyObject **given = stack + 1, *name, *value;
+    for (Py_ssize_t i = 0; i < *picked; i++) {
+        Py_ssize_t position = step->everything ? i : step->select[i];
+        if (position >= count) return NULL;
+        given[i] = values[position];
+    }
+    Py_ssize_t position = 0, i = *picked;
+    while (step->kwargs && PyDict_Next(step->kwargs, &position, &name, &value)) given[i++] = value;
+    return given;
+}
+
 static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
                         PyObject **values, Py_ssize_t count, PyObject **result) {
     Step *step = &program->steps[index];
-    PyObject *stack[1 + 2 * VALUE_LIMIT], **given = values;
+    PyObject *stack[1 + 2 * VALUE_LIMIT];
     uint64_t versions[VALUE_LIMIT];
-    Py_ssize_t picked = step->everything ? count : step->count;
-    if (!step->everything || step->names) {
-        given = stack + 1;
-        for (Py_ssize_t i = 0; i < picked; i++) {
-            Py_ssize_t position = step->everything ? i : step->select[i];
-            if (position >= count) return UNSUITED;
-            given[i] = values[position];
-        }
-        PyObject *name, *value;
-        Py_ssize_t position = 0, i = picked;
-        while (step->names && PyDict_Next(step->kwargs, &position, &name, &value)) given[i++] = value;
-    }
+    Py_ssize_t picked;
+    PyObject **given = laid_out(step, values, count, stack, &picked);
+    if (!given) return UNSUITED;
     Outcome outcome = FAILED;
     if (lock_acquire(step->lock, thread)) goto done;
     if (step->isolated) {
@@ -197,7 +228,8 @@ static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Pro
         if (gradients) reader_set_gradients(reader, 0);
     }
     thread->off++;
-    *result = PyObject_Vectorcall(step->func, given, (size_t)picked | PY_VECTORCALL_ARGUMENTS_OFFSET, step->names);
+    size_t positional = (size_t)(step->everything ? picked : step->positional);
+    *result = PyObject_Vectorcall(step->func, given, positional | PY_VECTORCALL_ARGUMENTS_OFFSET, step->names);
     thread->off--;
     if (step->isolated) reader_set_gradients(reader, gradients);
     if (*result) {
@@ -276,13 +308,115 @@ static Py_ssize_t spread_outputs(const Reader *reader, PyObject *const *outputs,
     return count;
 }
 
-static PyObject *go_on(Thread *thread, Call *call, Program *program, Py_ssize_t step, PyObject *result,
+/* The values of a call while a program runs: the inputs as routines have changed them. */
+typedef struct {
+    Values inputs;
+    Py_ssize_t count; /* of inputs; -1: they have not been gathered */
+    uint32_t changed; /* which inputs are no more those of the call */
+    int held;
+    PyObject *holds[VALUE_LIMIT]; /* owned; values that routines gave */
+} Run;
+
+static void end_run(Run *run) {
+    while (run->held) Py_DECREF(run->holds[--run->held]);
+    Py_XDECREF(run->inputs.made);
+}
+
+static PyObject *listed(PyObject *const *items, Py_ssize_t count) {
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list && i < count; i++) PyList_SET_ITEM(list, i, Py_NewRef(items[i]));
+    return list;
+}
+
+/* Python goes on after a step, whose routine returned `result` (stolen). */
+static PyObject *go_on(Thread *thread, Call *call, Program *program, const Run *run, Py_ssize_t step, PyObject *result,
                        PyObject *outputs) {
-    PyObject *done = Py_BuildValue("OnNO", program->plan, step, result ? result : Py_NewRef(Py_None),
-                                   outputs ? outputs : Py_NotImplemented);
+    PyObject *inputs = run->changed ? listed(run->inputs.items, run->count) : Py_NewRef(Py_None);
+    PyObject *done = inputs ? Py_BuildValue("OnNOO", program->plan, step, result ? result : Py_NewRef(Py_None),
+                                            outputs ? outputs : Py_NotImplemented, inputs)
+                            : NULL;
     PyObject *value = done ? hand_over(thread, call, 0, done) : NULL;
+    Py_XDECREF(inputs);
     Py_XDECREF(done);
     return value;
+}
+
+/* Put what a routine returned in the place of what it was given, by position among `values`.
+   1: done; 0: Python has to; -1: an exception. */
+static int put_result(Thread *thread, const Reader *reader, int gradients, const Step *step, PyObject **values,
+                      Py_ssize_t count, PyObject *result, Run *run, uint32_t *changed) {
+    PyObject *originals[VALUE_LIMIT], *const *items = &result;
+    Py_ssize_t picked = step->everything ? count : step->count;
+    if (!step->isolated || run->held + picked > VALUE_LIMIT) return 0;
+    if (picked != 1) {
+        if ((!PyTuple_CheckExact(result) && !PyList_CheckExact(result)) || PySequence_Fast_GET_SIZE(result) != picked)
+            return 0;
+        items = PySequence_Fast_ITEMS(result);
+    }
+    for (Py_ssize_t i = 0; i < picked; i++) {
+        originals[i] = values[step->everything ? i : step->select[i]];
+        if (items[i] != originals[i] && !reader_fits(reader, originals[i], items[i])) return 0;
+    }
+    for (Py_ssize_t i = 0; i < picked; i++) {
+        if (items[i] == originals[i]) continue;
+        Py_ssize_t position = step->everything ? i : step->select[i];
+        thread->off++;
+        PyObject *placed = reader_placed(reader, originals[i], items[i], gradients);
+        thread->off--;
+        if (!placed) return -1;
+        run->holds[run->held++] = values[position] = placed;
+        *changed |= (uint32_t)1 << position;
+    }
+    return 1;
+}
+
+/* Whether a value, or one of a list, lies in this memory; where that cannot be told, too. */
+static int lies_in(const Reader *reader, PyObject *value, const void *memory) {
+    if (reader_is_tensor(reader, value)) {
+        const void *own = reader_memory(reader, value);
+        return !own || own == memory;
+    }
+    if (!PyTuple_Check(value) && !PyList_Check(value)) return 0;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
+        if (lies_in(reader, PySequence_Fast_GET_ITEM(value, i), memory)) return 1;
+    return 0;
+}
+
+/* Whether an output shares memory with an input that a routine gave: the program may write through it. */
+static int shares_changed(const Reader *reader, const Run *run, PyObject *const *values, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; run->changed >> i; i++) {
+        if (!(run->changed >> i & 1)) continue;
+        const void *memory = reader_memory(reader, run->inputs.items[i]);
+        for (Py_ssize_t j = 0; j < count; j++)
+            if (!memory || lies_in(reader, values[j], memory)) return 1;
+    }
+    return 0;
+}
+
+static int has_tensor(const Reader *reader, PyObject *value, int *needs) {
+    if (reader_is_tensor(reader, value)) {
+        *needs |= reader_needs_gradient(reader, value);
+        return 1;
+    }
+    int found = 0;
+    if (PyTuple_Check(value) || PyList_Check(value))
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
+            found |= has_tensor(reader, PySequence_Fast_GET_ITEM(value, i), needs);
+    return found;
+}
+
+/* Whether a value may take the place of an output: that was computed from tensors, and is none of their views. */
+static int is_computed(const Reader *reader, int gradients, const Run *run, PyObject *output, PyObject *value) {
+    const void *memory = reader_memory(reader, output), *own = reader_memory(reader, value);
+    int tensors = 0, needs = 0;
+    if (!memory || !own) return 0;
+    for (Py_ssize_t i = 0; i < run->count; i++) {
+        PyObject *input = run->inputs.items[i];
+        if (lies_in(reader, input, memory) || lies_in(reader, input, own)) return 0;
+        tensors |= has_tensor(reader, input, &needs);
+    }
+    int needed = reader_needs_gradient(reader, output);
+    return tensors && (gradients ? needs || !needed : !needed);
 }
 
 static int leave_trace(const Call *call, const Program *program, uint64_t begin, uint64_t start, uint64_t end,
@@ -298,14 +432,13 @@ static int leave_trace(const Call *call, const Program *program, uint64_t begin,
         Py_XDECREF(inputs.made);
         return wrong;
     }
-    PyObject *told = NULL, *listed = count < 0 ? NULL : PyList_New(count);
+    PyObject *told = NULL, *list = count < 0 ? NULL : listed(inputs.items, count);
     if (count < 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "the inputs of a call have changed");
-    for (Py_ssize_t i = 0; listed && i < count; i++) PyList_SET_ITEM(listed, i, Py_NewRef(inputs.items[i]));
-    if (listed)
+    if (list)
         told = PyObject_CallFunction(program->trace, "KKKOO", (unsigned long long)begin, (unsigned long long)start,
-                                     (unsigned long long)end, outputs, listed);
+                                     (unsigned long long)end, outputs, list);
     Py_XDECREF(inputs.made);
-    Py_XDECREF(listed);
+    Py_XDECREF(list);
     Py_XDECREF(told);
     return told ? 0 : -1;
 }
@@ -324,20 +457,66 @@ static PyObject *call_traced(Thread *thread, Call *call, Program *program, uint6
 }
 
 /* The steps before the op; NULL, with no exception: all have run, and the op is next. */
-static PyObject *run_before(Thread *thread, Call *call, int gradients, Program *program) {
-    Values inputs;
-    PyObject *result = NULL, *value = NULL;
-    inputs.made = NULL;
-    Py_ssize_t count = gather_inputs(program, call->given, &inputs);
-    if (count < 0) value = PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
-    for (int i = 0; count >= 0 && i < program->before; i++) {
-        Outcome outcome = run_step(thread, call->site->reader, gradients, program, i, inputs.items, count, &result);
+static PyObject *run_before(Thread *thread, Call *call, int gradients, Program *program, Run *run) {
+    const Reader *reader = call->site->reader;
+    PyObject *result = NULL;
+    for (int i = 0; i < program->before; i++) {
+        Outcome outcome = run_step(thread, reader, gradients, program, i, run->inputs.items, run->count, &result);
         if (outcome == UNCHANGED) continue;
-        if (outcome != FAILED) value = go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, NULL);
-        break;
+        if (outcome == FAILED) return NULL;
+        int put = outcome == CHANGED && program->substitutes
+                      ? put_result(thread, reader, gradients, &program->steps[i], run->inputs.items, run->count,
+                                   result, run, &run->changed)
+                      : 0;
+        if (!put) return go_on(thread, call, program, run, outcome == CHANGED ? i : i - 1, result, NULL);
+        Py_CLEAR(result);
+        if (put < 0) {
+            tell_failure(program, i);
+            return NULL;
+        }
     }
-    Py_XDECREF(inputs.made);
-    return value;
+    return NULL;
+}
+
+/* Give the call the inputs that routines have changed, after a free place in `flat`.
+   1: done; 0: some have no argument of their own; -1: an exception. */
+static int take_inputs(const Program *program, Call *call, Arguments *given, const Run *run, PyObject **flat,
+                       PyObject **made) {
+    const Arguments *own = call->given;
+    Py_ssize_t named = own->names ? PyTuple_GET_SIZE(own->names) : 0, count = 0;
+    flat++;
+    if (own->self) flat[count++] = own->self;
+    for (Py_ssize_t i = 0; i < own->count + named; i++) flat[count++] = own->items[i];
+    if (own->dict) {
+        PyObject *name, *value;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(own->dict, &position, &name, &value)) flat[count++] = value;
+    }
+    for (int i = 0; run->changed >> i; i++) {
+        if (!(run->changed >> i & 1)) continue;
+        int source = program->sources ? program->sources[i] : i;
+        if (i == program->spread || source < 0) return 0;
+        flat[source] = run->inputs.items[i];
+    }
+    return call_with(call, given, flat, made);
+}
+
+/* What runs instead of the op. */
+static PyObject *run_replacement(Thread *thread, Program *program, Run *run) {
+    Py_ssize_t index = program->before + program->after, picked;
+    Step *step = &program->steps[index];
+    PyObject *stack[1 + 2 * VALUE_LIMIT], *result = NULL;
+    PyObject **given = laid_out(step, run->inputs.items, run->count, stack, &picked);
+    if (!given)
+        PyErr_SetString(PyExc_SystemError, "the inputs of a call have changed");
+    else if (!lock_acquire(step->lock, thread)) {
+        thread->off++;
+        result = PyObject_Vectorcall(step->func, given, step->positional | PY_VECTORCALL_ARGUMENTS_OFFSET, step->names);
+        thread->off--;
+        lock_release(step->lock);
+    }
+    if (!result) tell_failure(program, index);
+    return result;
 }
 
 /* Whether Python has to run a call like the ones of the program; -1: an exception. */
@@ -354,41 +533,105 @@ static int is_refused(Thread *thread, const Arguments *given, Program *program) 
     return refused;
 }
 
+/* The steps after the op, and what it gives in the end; takes over the reference. */
+static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *program, Run *run, PyObject *outputs) {
+    const Reader *reader = call->site->reader;
+    if (!program->after && !run->changed) return outputs;
+    PyObject *const *values, *result = NULL, *changed = NULL;
+    Values kept;
+    Py_ssize_t count = spread_outputs(reader, &outputs, &values);
+    if (count < 0 || shares_changed(reader, run, values, count)) {
+        result = go_on(thread, call, program, run, program->before - 1, NULL, outputs);
+        Py_DECREF(outputs);
+        return result;
+    }
+    if (!program->after) return outputs;
+    int alone = values == &outputs && program->substitutes;
+    uint32_t replaced = 0;
+    for (Py_ssize_t i = 0; i < count; i++) kept.items[i] = Py_NewRef(values[i]); /* a list may lose them */
+    PyObject *const output = count == 1 ? kept.items[0] : NULL;
+    for (int i = program->before; !changed && i < program->before + program->after; i++) {
+        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &result);
+        if (outcome == UNCHANGED) continue;
+        PyObject *now = alone && count ? kept.items[0] : NULL;
+        if (now && outcome == CHANGED && run->count < 0) run->count = gather_inputs(program, call->given, &run->inputs);
+        int put = outcome == CHANGED && now && run->count >= 0 && is_computed(reader, gradients, run, output, result)
+                      ? put_result(thread, reader, gradients, &program->steps[i], kept.items, count, result, run,
+                                   &replaced)
+                      : 0;
+        if (put > 0) {
+            Py_INCREF(kept.items[0]);
+            if (now != kept.items[0]) Py_DECREF(now);
+            Py_CLEAR(result);
+            continue;
+        }
+        if (put < 0) tell_failure(program, i);
+        if (put < 0) Py_CLEAR(result);
+        if (put < 0) outcome = FAILED;
+        changed = outcome == FAILED
+                      ? NULL
+                      : go_on(thread, call, program, run, outcome == CHANGED ? i : i - 1, result,
+                              replaced ? kept.items[0] : outputs);
+        if (!changed) Py_CLEAR(outputs);
+        if (!changed) break;
+    }
+    if (replaced && outputs && !changed) Py_SETREF(outputs, Py_NewRef(kept.items[0]));
+    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(kept.items[i]);
+    if (!changed) return outputs;
+    Py_DECREF(outputs);
+    return changed;
+}
+
+/* The op, or what replaces it, after the steps before it. */
+static PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
+    if (program->replaces) {
+        PyObject *result = run_replacement(thread, program, run);
+        if (result != Py_NotImplemented) return result;
+        Py_DECREF(result);
+    }
+    return program->trace == Py_None ? call_op(thread, call) : call_traced(thread, call, program, begin);
+}
+
 static PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
-    Values kept;
-    PyObject *result = NULL;
+    Run run;
+    run.inputs.made = NULL;
+    run.count = -1;
+    run.changed = run.held = 0;
     if (program->refuse != Py_None) {
         int refused = is_refused(thread, call->given, program);
         if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
-    if (program->before) {
-        result = run_before(thread, call, gradients, program);
-        if (result || PyErr_Occurred()) return result;
+    if (program->before || program->replaces) {
+        run.count = gather_inputs(program, call->given, &run.inputs);
+        if (run.count < 0) {
+            Py_XDECREF(run.inputs.made);
+            return PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
+        }
     }
-    PyObject *outputs = program->trace == Py_None ? call_op(thread, call) : call_traced(thread, call, program, begin);
-    if (!outputs || !program->after) return outputs;
-    PyObject *const *values;
-    Py_ssize_t count = spread_outputs(reader, &outputs, &values);
-    if (count < 0) {
-        result = go_on(thread, call, program, program->before - 1, NULL, outputs);
+    Call own = *call;
+    Arguments given;
+    PyObject *flat[VALUE_LIMIT + 1], *made[2] = {NULL, NULL};
+    PyObject *result = run_before(thread, call, gradients, program, &run);
+    if (result || PyErr_Occurred()) goto done;
+    int taken = run.changed ? take_inputs(program, &own, &given, &run, flat, made) : 1;
+    if (taken < 0) goto done;
+    if (!taken) {
+        result = go_on(thread, call, program, &run, program->before - 1, NULL, NULL);
+        goto done;
+    }
+    PyObject *outputs = run_op(thread, &own, program, &run, begin);
+    if (outputs && program->replaces && (PyTuple_CheckExact(outputs) || PyList_CheckExact(outputs))) {
+        result = go_on(thread, call, program, &run, program->before - 1, NULL, outputs); /* it has a form to take */
         Py_DECREF(outputs);
-        return result;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) kept.items[i] = Py_NewRef(values[i]); /* a list may lose them */
-    PyObject *changed = NULL;
-    for (int i = program->before; !changed && i < program->before + program->after; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &result);
-        if (outcome == UNCHANGED) continue;
-        changed = outcome == FAILED ? NULL : go_on(thread, call, program, outcome == CHANGED ? i : i - 1, result, outputs);
-        if (!changed) Py_CLEAR(outputs);
-        if (!changed) break;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(kept.items[i]);
-    if (!changed) return outputs;
-    Py_DECREF(outputs);
-    return changed;
+    } else if (outputs)
+        result = run_after(thread, call, gradients, program, &run, outputs);
+done:
+    Py_XDECREF(made[0]);
+    Py_XDECREF(made[1]);
+    end_run(&run);
+    return result;
 }
 
 /* The steps on values that belong to no call: None, or what Python goes on from. */
@@ -495,8 +738,8 @@ PyTypeObject Program_Type = {
     .tp_basicsize = sizeof(Program),
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None): routines\n"
-              "around an op.\n\n"
+    .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
+              "replace=None, substitutes=False): routines around an op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated).\n"
               "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
@@ -504,7 +747,9 @@ PyTypeObject Program_Type = {
               "plan: given to the handler where it has to go on, since the call may look different by then.\n"
               "trace(begin, start, end, outputs, inputs): hears of backward ops, by the clock of the reader: before\n"
               "the routines, and around the op; or what `Graphs.leaving` gives.\n"
-              "refuse(input): whether a call whose first input is this is not for the program.",
+              "refuse(input): whether a call whose first input is this is not for the program.\n"
+              "replace: a step that runs instead of the op, and the names of the last of those that it selects.\n"
+              "substitutes: whether native code may put what routines return in the place of tensors.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

@@ -9,6 +9,8 @@
 typedef int32_t (*Describe)(const void *tensor, int64_t *out);
 typedef bool (*Ask)(const void *);
 typedef bool (*AskMode)(uint16_t);
+typedef int32_t (*Sizes)(const void *tensor, int64_t **out);
+typedef const void *const *(*Tangent)(const void *tensor, uint64_t level, const void *handle);
 
 struct Reader {
     PyObject_HEAD
@@ -26,6 +28,13 @@ struct Reader {
     bool (*gradients_on)(void);
     void (*set_gradients)(bool);
     uint64_t (*clock)(void);
+    /* For values in the place of others; sizes is NULL where Python alone puts them there. */
+    Sizes sizes;
+    Describe rank;
+    Tangent tangent;
+    Py_ssize_t memory;                   /* offset in a tensor of the pointer to its memory */
+    const void *plain_kind, *no_tangent; /* what a plain tensor begins with; what it has for a tangent */
+    PyObject *through;                   /* owned; through(original, value) */
 };
 
 static inline int among(PyTypeObject *const *types, int count, PyTypeObject *type) {
@@ -166,6 +175,51 @@ int reader_gradients(const Reader *reader) { return reader->gradients_on(); }
 
 void reader_set_gradients(const Reader *reader, int on) { reader->set_gradients(on); }
 
+/* ---- values in the place of others ---- */
+
+static inline const void *plain_at(const Reader *reader, PyObject *value) {
+    if (!reader->sizes || !reader_is_tensor(reader, value)) return NULL;
+    const void *tensor = *(const void *const *)tensor_at(reader, value);
+    return *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
+}
+
+int reader_needs_gradient(const Reader *reader, PyObject *tensor) {
+    return reader->needs_gradient(*(void *const *)tensor_at(reader, tensor));
+}
+
+const void *reader_memory(const Reader *reader, PyObject *value) {
+    const void *tensor = plain_at(reader, value);
+    return tensor ? *(const void *const *)((const char *)tensor + reader->memory) : NULL;
+}
+
+static inline int has_tangent(const Reader *reader, PyObject *value) {
+    const void *handle = tensor_at(reader, value);
+    return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
+}
+
+/* Whether a tensor that needs no gradient may stand in the place of another, but for gradients' way back. */
+int reader_fits(const Reader *reader, PyObject *original, PyObject *value) {
+    if (!reader_memory(reader, original) || !reader_memory(reader, value)) return 0;
+    if (reader_needs_gradient(reader, value) || has_tangent(reader, original)) return 0;
+    const void *one = tensor_at(reader, original), *other = tensor_at(reader, value);
+    if (reader->unversioned(one) != reader->unversioned(other)) return 0;
+    for (const Describe *describe = reader->describe; *describe; describe++) {
+        int64_t first = 0, second = 0;
+        if ((*describe)(one, &first) || (*describe)(other, &second) || first != second) return 0;
+    }
+    int64_t rank = 0, *sizes, *others;
+    if (reader->rank(one, &rank) || reader->sizes(one, &sizes) || reader->sizes(other, &others)) return 0;
+    for (int64_t i = 0; i < rank; i++)
+        if (sizes[i] != others[i]) return 0;
+    return 1;
+}
+
+/* A value that fits, with the gradient's way back to the original. */
+PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients) {
+    if (!gradients || !reader_needs_gradient(reader, original)) return Py_NewRef(value);
+    return PyObject_CallFunctionObjArgs(reader->through, original, value, NULL);
+}
+
 static int read_types(PyObject *tuple, PyTypeObject **types, int *count) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
         PyObject *type = PyTuple_GET_ITEM(tuple, i);
@@ -209,15 +263,33 @@ static int read_modes(Reader *reader, PyObject *tuple) {
     return 0;
 }
 
+static int read_values(Reader *reader, PyObject *tuple) {
+    unsigned long long sizes, rank, tangent;
+    PyObject *sample, *through;
+    if (!PyArg_ParseTuple(tuple, "KKKnOO", &sizes, &rank, &tangent, &reader->memory, &sample, &through)) return -1;
+    if (!sizes || !rank || !tangent || !reader_is_tensor(reader, sample)) {
+        PyErr_Format(PyExc_ValueError, "three addresses, an offset, a tensor and a callable are wanted, not %R", tuple);
+        return -1;
+    }
+    const void *handle = tensor_at(reader, sample);
+    reader->rank = (Describe)(uintptr_t)rank;
+    reader->tangent = (Tangent)(uintptr_t)tangent;
+    reader->plain_kind = **(const void *const *const *)handle;
+    reader->no_tangent = *reader->tangent(*(const void *const *)handle, 0, handle);
+    reader->through = Py_NewRef(through);
+    reader->sizes = (Sizes)(uintptr_t)sizes;
+    return 0;
+}
+
 static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", NULL};
-    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff;
+    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", NULL};
+    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None;
     Py_ssize_t offset;
     int count = 0, described = 0;
     void *functions[FUNCTION_LIMIT];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|O", names, &PyTuple_Type, &tensors, &PyTuple_Type,
                                      &plain, &offset, &PyTuple_Type, &describe, &extents, &PyTuple_Type, &modes,
-                                     &PyTuple_Type, &autodiff))
+                                     &PyTuple_Type, &autodiff, &values))
         return NULL;
     Reader *reader = (Reader *)type->tp_alloc(type, 0);
     if (!reader) return NULL;
@@ -238,6 +310,7 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     reader->gradients_on = (bool (*)(void))functions[3];
     reader->set_gradients = (void (*)(bool))functions[4];
     reader->clock = (uint64_t(*)(void))functions[5];
+    if (values != Py_None && read_values(reader, values)) goto failed;
     return (PyObject *)reader;
 failed:
     Py_DECREF(reader);
@@ -248,6 +321,7 @@ static void reader_dealloc(Reader *self) {
     for (int i = 0; i < self->tensor_count; i++) Py_DECREF(self->tensors[i]);
     for (int i = 0; i < self->plain_count; i++) Py_DECREF(self->plain[i]);
     Py_XDECREF(self->extents);
+    Py_XDECREF(self->through);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -268,7 +342,20 @@ static PyObject *reader_version_of(Reader *self, PyObject *value) {
     return PyLong_FromUnsignedLongLong(version);
 }
 
+static PyObject *reader_fits_in(Reader *self, PyObject *args) {
+    PyObject *original, *value;
+    if (!PyArg_ParseTuple(args, "OO", &original, &value)) return NULL;
+    return PyBool_FromLong(reader_fits(self, original, value));
+}
+
+static PyObject *reader_memory_of(Reader *self, PyObject *value) {
+    return PyLong_FromVoidPtr((void *)reader_memory(self, value));
+}
+
 static PyMethodDef reader_methods[] = {
+    {"fits", (PyCFunction)reader_fits_in, METH_VARARGS,
+     "fits(original, value): whether native code may put a value in the place of a tensor."},
+    {"memory", (PyCFunction)reader_memory_of, METH_O, "What tells the memory of a plain tensor; 0 of anything else."},
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
      "key(args, kwargs={}, sized=False): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},
     {"version", (PyCFunction)reader_version_of, METH_O, "What changes when a tensor, or one of a list, is written."},
@@ -278,7 +365,7 @@ PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff): how native code reads tensors.\n\n"
+    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None): how native code reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
               "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
@@ -286,7 +373,11 @@ PyTypeObject Reader_Type = {
               "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: only Python may act.\n"
               "autodiff: addresses of `bool needs_gradient(handle)`, `bool unversioned(handle *)`,\n"
               "`int64_t version(handle *)`, `bool gradients_on()`, `void set_gradients(bool)`, and\n"
-              "`uint64_t clock()`, which goes on with each backward op that the framework makes.",
+              "`uint64_t clock()`, which goes on with each backward op that the framework makes.\n"
+              "values: what it takes to put values in the place of others: addresses of `int32_t sizes(handle *,\n"
+              "int64_t **out)`, `int32_t rank(handle *, int64_t *out)` and `handle *tangent(handle, uint64_t level,\n"
+              "handle *)`; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
+              "and through(original, value), which gives the value with its gradients' way back to the original.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,

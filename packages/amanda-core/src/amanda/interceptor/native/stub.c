@@ -241,6 +241,36 @@ PyObject *call_op(Thread *thread, Call *call) {
     return result;
 }
 
+/* Give a call other arguments, as many: positional ones and then those by keyword, after a free place.
+   made: two references to release after the call.  0: not of this kind of call; -1: an exception. */
+int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made) {
+    Site *site = call->site;
+    *given = *call->given;
+    call->given = given;
+    if (site->bound) call->self = given->self = *flat++;
+    given->items = flat;
+    switch (site->kind) {
+    case ASSIGN: return 0;
+    case NOARGS: case GET: return 1;
+    case ONE: case SUBSCRIPT: call->a = flat[0]; return 1;
+    case FAST: case FAST_KEYWORDS: case FUNCTION: case PYTHON: call->a = (PyObject *)flat; return 1;
+    case KEYWORDS:
+        if (given->dict) {
+            PyObject *name, *value, *own = given->dict;
+            Py_ssize_t position = 0, i = given->count;
+            call->b = given->dict = made[1] = PyDict_New();
+            while (made[1] && PyDict_Next(own, &position, &name, &value))
+                if (PyDict_SetItem(made[1], name, flat[i++])) return -1;
+            if (!made[1]) return -1;
+        } /* fall through */
+    case VARARGS:
+        call->a = made[0] = PyTuple_New(given->count);
+        for (Py_ssize_t i = 0; made[0] && i < given->count; i++) PyTuple_SET_ITEM(made[0], i, Py_NewRef(flat[i]));
+        return made[0] ? 1 : -1;
+    }
+    Py_UNREACHABLE();
+}
+
 /* An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again. */
 static PyObject *raise_failure(Thread *thread, PyObject *result) {
     PyObject *failure = thread->failure;

@@ -74,6 +74,10 @@ class TorchCall(Call):
         """Return whether the op may write: it says so, or is called through an object, as a Function is."""
         return bool(self.mutable or self._head)
 
+    def takes_equals(self) -> bool:
+        """Return True unless the op may write, or reads what lies around a tensor in memory."""
+        return not self.may_write() and self._site.key != "as_strided"
+
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
         if self._site.key != "setitem":
@@ -122,6 +126,10 @@ class CollectiveCall(TorchCall):
     def invoke(self, inputs: list[Any]) -> Any:
         """Make the call, with lists as they were."""
         return super().invoke(inputs if inputs is self.inputs else self._nested(inputs))
+
+    def takes_equals(self) -> bool:
+        """Return False: the lists of the inputs are not those of the arguments."""
+        return False
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """The call of inputs like this call's."""

@@ -34,7 +34,7 @@ from ._requirements import check
 from ._schema import binding
 from ._surroundings import Surroundings, let_compiler_look_again
 from ._targets import NAMESPACES, Target, targets
-from ._tensors import TorchTensors
+from ._tensors import TorchTensors, plain_straight_through
 from ._views import TorchViews
 
 
@@ -90,7 +90,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return reader() if interceptor.NATIVE else None
+        return reader(plain_straight_through) if interceptor.NATIVE else None
 
     @cached_property
     def _targets(self) -> dict[Site, Target]:

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,18 @@ _KEYS = ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
 """Included where a dispatch mode, a transform of torch.func, or torch.jit.trace is in force."""
 
 
-def reader() -> interceptor.Reader | None:
+_VALUES = (
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_dim",
+    "_ZNK3c1010TensorImpl8_fw_gradEmRKN2at10TensorBaseE",  # const Tensor &TensorImpl::_fw_grad(uint64_t, const TensorBase &) const
+)
+
+
+def reader(through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> interceptor.Reader | None:
     """A reader of this build of torch; None, and a log line, where it has not what one takes.
 
     Then Python does the same at a multiple of the time.
+    through: gives a value with its gradient's way back to an original.
     """
     try:
         functions = _Functions()
@@ -48,6 +56,7 @@ def reader() -> interceptor.Reader | None:
             extents="shape",
             modes=((mode, 0), *((included, int(_native._parse_dispatch_key(key))) for key in _KEYS)),
             autodiff=functions.addresses(_AUTODIFF),
+            values=(*functions.addresses(_VALUES), _memory(), torch.empty(1), through),
         )
         if _reads(found):
             return found
@@ -90,6 +99,17 @@ def _offset() -> int:
     raise LookupError("the handle of a tensor")
 
 
+def _memory() -> int:
+    """Return where in what a handle points to lies the pointer to a tensor's storage."""
+    samples = [torch.empty(1), torch.empty(3).view(3, 1), torch.empty(2, dtype=torch.int8)]
+    storages = [sample.untyped_storage()._cdata for sample in samples]
+    for offset in range(0, 8 * ctypes.sizeof(ctypes.c_void_p), ctypes.sizeof(ctypes.c_void_p)):
+        held = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
+        if held == storages:
+            return offset
+    raise LookupError("the storage of a tensor")
+
+
 def _reads(found: interceptor.Reader) -> bool:
     """Return True if the reader sees what it is there to see."""
     with torch.inference_mode(False), torch.enable_grad():
@@ -109,4 +129,9 @@ def _reads(found: interceptor.Reader) -> bool:
             off = found.key((trained, 1)) == found.key((one, 1)) != key
         with torch.inference_mode():
             inference = found.version(torch.zeros(1)) is None
-    return bool(same and apart and written and off and inference)
+        view, other = one.view(6), torch.ones(2, 3)
+        shared = found.memory(one) == found.memory(view) != found.memory(other) != 0
+        fits = found.fits(one, other) and found.fits(trained, other)
+        kept = [other.double(), other.t(), trained, other.to_sparse(), torch.zeros(1), None]
+        fits = fits and not any(found.fits(one, wrong) for wrong in kept)
+    return bool(same and apart and written and off and inference and shared and fits)
