@@ -37,7 +37,7 @@ class EagerExecution(EagerOps):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Plan, int, Any, Any, list[Any] | None] | None = None,
+        done: tuple[Any, ...] | None = None,
     ) -> Any:
         """Run an op that has, or may have, a plan with actions; the interceptor calls it."""
         layer = state.layer

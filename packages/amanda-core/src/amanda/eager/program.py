@@ -132,7 +132,10 @@ def _program(
 
 
 def _replacement(ops: EagerOps, action: Action, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
-    """Return the step that runs instead of the op, and names of its last inputs; None where Python runs it."""
+    """Return the step that runs instead of the op, and the names of its last inputs.
+
+    None where Python has to run the replacement.
+    """
     if action.takes_run or action.takes_original or action.reads:
         return None
     inputs = call.inputs

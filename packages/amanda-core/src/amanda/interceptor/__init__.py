@@ -10,8 +10,8 @@ Python callable, which a `Detour` replaces. While an `Activation` is in force, a
 A plan that is a `Memo` may learn what calls of an op come to: nothing, or the routines of a `Program`.
 Native code does that then, as far as it can, and a `Reader` says how it tells calls apart. The handler
 of such an op gets two arguments more: under which key the memo may learn of this call (0: it may not),
-and what is done of the program, None where nothing: the last step, what its routine returned, and what
-the op returned (NotImplemented: it has not run).
+and what is done of the program, None where nothing: the plan, the last step, what its routine returned, what
+the op returned (NotImplemented: it has not run), and the inputs where routines gave some (else None).
 
 Without a C compiler at install time the same face is served in pure Python, where callables are
 replaced by attribute; `NATIVE` says which one is in force and `REASON` why.

@@ -48,6 +48,14 @@ class Reader(_NativeAlone):
         """Return 64 bits that decide what a call comes to; 0 where that cannot be told."""
         raise NotImplementedError
 
+    def fits(self, original: Any, value: Any) -> bool:
+        """Return True if native code may put a value in the place of a tensor."""
+        raise NotImplementedError
+
+    def memory(self, value: Any) -> int:
+        """Return what tells the memory of a plain tensor; 0 of anything else."""
+        raise NotImplementedError
+
     def version(self, value: Any) -> int | None:
         """Return what changes when a tensor, or one of a list, is written."""
         raise NotImplementedError

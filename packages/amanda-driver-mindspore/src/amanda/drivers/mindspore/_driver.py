@@ -114,7 +114,7 @@ class MindSporeDriver(Autograd):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, int, Any, Any] | None = None,
+        done: tuple[Any, ...] | None = None,
     ) -> Any:
         """Bring a call to the core, but for functions of MindSpore's own that compute nothing."""
         if site is self._apply and args[0].__module__.startswith("mindspore."):

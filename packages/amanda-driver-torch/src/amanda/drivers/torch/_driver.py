@@ -161,7 +161,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, int, Any, Any] | None = None,
+        done: tuple[Any, ...] | None = None,
     ) -> Any:
         """Bring a call to the core; what the driver reads of tensors reaches no override of the user's."""
         if type(state) is not State:

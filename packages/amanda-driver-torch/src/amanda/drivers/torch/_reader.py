@@ -34,7 +34,7 @@ _KEYS = ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
 _VALUES = (
     "aoti_torch_get_sizes",
     "aoti_torch_get_dim",
-    "_ZNK3c1010TensorImpl8_fw_gradEmRKN2at10TensorBaseE",  # const Tensor &TensorImpl::_fw_grad(uint64_t, const TensorBase &) const
+    "_ZNK3c1010TensorImpl8_fw_gradEmRKN2at10TensorBaseE",  # const Tensor &_fw_grad(level, tensor) const
 )
 
 

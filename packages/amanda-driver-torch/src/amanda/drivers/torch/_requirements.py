@@ -21,6 +21,7 @@ ESSENTIAL = (
     "_C.DisableTorchFunctionSubclass",
     "_C.ScriptFunction.__call__",
     "_C.ScriptMethod.__call__",
+    "_C._are_functorch_transforms_active",
     "_C._autograd._pop_saved_tensors_default_hooks",
     "_C._autograd._push_saved_tensors_default_hooks",
     "_C._autograd._saved_tensors_hooks_is_enabled",

@@ -39,7 +39,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class PlainStraightThrough(torch.autograd.Function):
-    """The same where no transform of torch.func and no forward-mode gradient is in force: a third of the cost."""
+    """The same outside of transforms of torch.func and of forward-mode gradients, at a third of the cost."""
 
     @staticmethod
     def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

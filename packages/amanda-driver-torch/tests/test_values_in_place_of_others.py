@@ -1,0 +1,321 @@
+"""Values that routines give take the place of an op's own: natively from the third call on, as in Python."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+import amanda
+from amanda import interceptor
+from amanda.errors import RoutineError
+
+natively = pytest.mark.skipif(not interceptor.NATIVE, reason="there is no native code")
+
+
+class FunctionMode(TorchFunctionMode):
+    """Does nothing; under it Python runs every op that has a plan."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class At(amanda.Tool):
+    """Inserts routines at the ops of one type."""
+
+    def __init__(self, kind: str, **routines: Callable[..., Any]) -> None:
+        self.kind, self.routines = kind, routines
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() != self.kind:
+            return
+        for point, routine in self.routines.items():
+            if point == "before":
+                context.insert_before_op(routine, inputs=[0])
+            elif point == "after":
+                context.insert_after_op(routine, outputs=[0])
+            else:
+                context.replace_op(routine)
+
+
+class Program(nn.Module):
+    """A program whose ops have the same ids at every call."""
+
+    def __init__(self, program: Callable[[], Any]) -> None:
+        super().__init__()
+        self.forward = program
+
+
+CALLS = 5
+
+
+def results(tool: amanda.Tool, program: Callable[[], Any], in_python: bool = False) -> list[Any]:
+    """What each of some calls of a program gives: natively from the third on, or in Python each time."""
+    module = Program(program)
+    with amanda.apply(tool), FunctionMode() if in_python else nullcontext():
+        return [module() for _ in range(CALLS)]
+
+
+def same(kind: str, program: Callable[[], Any], expected: Any, **routines: Callable[..., Any]) -> None:
+    """Check that every call gives one value, natively and in Python."""
+    for in_python in (False, True):
+        for found in results(At(kind, **routines), program, in_python):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def callers(**routine: Callable[[list[str]], Callable[..., Any]]) -> list[str]:
+    """Names of the functions that call a routine at `torch.add`, call after call."""
+    found: list[str] = []
+    x, y = torch.ones(2), torch.ones(2)
+    ((point, made),) = routine.items()
+    results(At("add", **{point: made(found)}), lambda: torch.add(x, y))
+    return found
+
+
+def noting(found: list[str]) -> Callable[..., Tensor]:
+    """A routine that gives another value, and notes which function called it."""
+
+    def routine(*values: Tensor) -> Tensor:
+        found.append(sys._getframe(1).f_code.co_name)
+        return values[0] * 2
+
+    return routine
+
+
+@natively
+@pytest.mark.parametrize("point", ["before", "after", "replace"])
+def test_from_the_third_call_on_no_python_of_ours_is_passed(point: str) -> None:
+    assert callers(**{point: noting})[2:] == ["<lambda>"] * (CALLS - 2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_inputs_and_outputs_and_replacements(grad: bool) -> None:
+    x, y = torch.rand(3, requires_grad=grad), torch.rand(3)
+    double, plus = (lambda v: v * 2), (lambda v: v + 1)
+    with torch.no_grad():
+        expected = [x * 2 + y, x + y + 1, x * 2 + y + 1, x - y]
+    same("add", lambda: torch.add(x, y).detach(), expected[0], before=double)
+    same("add", lambda: (x + y).detach(), expected[1], after=plus)
+    same("add", lambda: torch.add(input=x, other=y).detach(), expected[2], before=double, after=plus)
+    same("add", lambda: x.add(y).detach(), expected[3], replace=lambda a, b: a - b)
+
+
+def gradients(
+    tool: amanda.Tool, program: Callable[[], Tensor], leaf: Tensor, in_python: bool
+) -> list[Tensor]:
+    module = Program(program)
+    found = []
+    with amanda.apply(tool), FunctionMode() if in_python else nullcontext():
+        for _ in range(CALLS):
+            (first,) = torch.autograd.grad(module().sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(first.pow(2).sum(), leaf)
+            found.append(torch.stack([first.detach(), second]))
+    return found
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_gradients_go_straight_through_twice(watched: bool) -> None:
+    w = torch.rand(4, requires_grad=True)
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    tools = [At("mul", before=lambda v: v * mask), At("pow", after=lambda v: v * mask)]
+    for tool in tools:
+        if watched:
+            tool.add_inst_for_op(lambda _: None, backward=True)
+        native, python = (
+            gradients(tool, lambda: torch.mul(w.pow(3), 2.0) * w, w, in_python) for in_python in (False, True)
+        )
+        for one in native + python:
+            torch.testing.assert_close(one, python[0], rtol=0, atol=0)
+
+
+def test_a_parameter_is_masked_in_inference_too() -> None:
+    layer, x, mask = nn.Linear(3, 3), torch.rand(2, 3), torch.eye(3)
+
+    class Mask(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(lambda context: context.insert_before_op(lambda w: w * mask, inputs=[1]))
+
+    expected = F.linear(x, layer.weight * mask, layer.bias).detach()
+    for mode in (torch.no_grad(), torch.inference_mode(), nullcontext()):
+        with mode, amanda.apply(Mask()):
+            found = [layer(x) for _ in range(CALLS)]
+        for one in found:
+            assert torch.equal(one, expected)
+        if isinstance(mode, nullcontext):
+            found[-1].sum().backward()
+            assert layer.weight.grad is not None
+
+
+def test_writes_through_a_view_of_a_given_value_reach_the_base() -> None:
+    def program() -> Tensor:
+        x = torch.zeros(4)
+        torch.reshape(x, (2, 2)).add_(1)
+        return x
+
+    same("reshape", program, torch.ones(4), before=torch.clone)
+    same("reshape", program, torch.ones(4), after=torch.clone)
+
+
+def test_an_op_that_hands_its_input_through() -> None:
+    layer = nn.Dropout().eval()
+
+    def program() -> Tensor:
+        x = torch.zeros(4)
+        layer(x).add_(1)
+        return x
+
+    same("dropout", program, torch.ones(4), before=torch.clone)
+    same("dropout", program, torch.ones(4), after=torch.clone)
+    leaf = torch.ones(2, requires_grad=True)
+
+    def contiguous() -> Tensor:
+        with torch.no_grad():
+            return leaf.contiguous()
+
+    for found in results(At("contiguous", before=torch.clone), contiguous):
+        assert found.requires_grad
+
+
+def test_results_keep_their_form() -> None:
+    x = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
+    expected = torch.max(x, dim=0)
+    replace = At("max", replace=lambda v, dim: (v.amax(dim), v.argmax(dim)))
+    before = At("max", before=torch.clone)
+    after = At("max", after=torch.clone)
+    for tool in (replace, before, after):
+        for found in results(tool, lambda: torch.max(x, dim=0)):
+            assert type(found) is torch.return_types.max
+            assert torch.equal(found.values, expected.values)
+            assert torch.equal(found.indices, expected.indices)
+    same("split", lambda: torch.split(x, 1), torch.split(x, 1), before=torch.clone)
+    same("cat", lambda: torch.cat([x, x]), torch.cat([x + 1, x + 1]), before=lambda v: [one + 1 for one in v])
+
+
+def test_a_replacement_is_given_others_by_name() -> None:
+    x = torch.rand(3)
+    gelu = nn.GELU(approximate="tanh")
+
+    def own(value: Tensor, approximate: str) -> Tensor:
+        return value * len(approximate)
+
+    same("gelu", lambda: gelu(x), x * 4, replace=own)
+    same("gelu", lambda: gelu(x), x * 2, replace=lambda value: value * 2)
+    same("gelu", lambda: gelu(x), x * 4, replace=lambda value, *, approximate: value * len(approximate))
+    same("gelu", lambda: gelu(x), x * 4, replace=lambda *values: values[0] * len(values[1]))
+
+
+def test_a_replacement_may_decline_and_is_differentiated() -> None:
+    x, turns = torch.rand(3, requires_grad=True), iter(range(CALLS))
+    tool = At("relu", replace=lambda v: NotImplemented if next(turns) % 2 else v * 3)
+    found = results(tool, lambda: torch.autograd.grad(torch.relu(x).sum(), x)[0])
+    for turn, one in enumerate(found):
+        assert torch.equal(one, torch.ones(3) if turn % 2 else torch.full((3,), 3.0))
+
+
+def test_what_cannot_stand_there_is_an_error_at_any_call() -> None:
+    x = torch.rand(3)
+    wrong = {"shape": lambda: torch.rand(2), "complex": lambda: torch.rand(3, dtype=torch.complex64),
+             "no tensor": lambda: 3}  # fmt: skip
+    for word, made in wrong.items():
+        for point in ("before", "after"):
+            turns = iter(range(CALLS))
+
+            def routine(value: Tensor, made: Any = made, turns: Any = turns) -> Any:
+                return made() if next(turns) == 4 else value + 1
+
+            with pytest.raises(RoutineError) as caught:
+                results(At("relu", **{point: routine}), lambda: torch.relu(x))
+            assert f"insert_{point}_op" in "".join(caught.value.__notes__), word
+
+
+def test_another_type_is_cast_and_a_leaf_given_is_cut_off() -> None:
+    x = torch.rand(3, requires_grad=True)
+    given = nn.Parameter(torch.ones(3))
+    same("relu", lambda: torch.relu(x).detach(), torch.ones(3), before=lambda _: torch.ones(3).double())
+    for in_python in (False, True):
+        for found in results(At("relu", before=lambda _: given), lambda: torch.relu(x), in_python):
+            (gradient,) = torch.autograd.grad(found.sum(), x)
+            assert torch.equal(gradient, torch.ones(3))
+    assert given.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_forward_mode_gradients_go_through() -> None:
+    x, tangent = torch.rand(3), torch.rand(3)
+
+    def program() -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, tangent)
+            return forward_ad.unpack_dual(torch.mul(dual, 3)).tangent
+
+    same("mul", program, tangent * 3, before=lambda v: v.detach().clone())
+
+
+def test_a_raising_replacement_says_where_it_stands() -> None:
+    x, turns = torch.rand(3), iter(range(CALLS))
+
+    def fails(value: Tensor) -> Tensor:
+        if next(turns) == 4:
+            raise ZeroDivisionError("the user's")
+        return value
+
+    with pytest.raises(ZeroDivisionError, match="the user's") as caught:
+        results(At("relu", replace=fails), lambda: torch.relu(x))
+    assert "replace_op" in "".join(caught.value.__notes__)
+
+
+def test_ops_within_a_replacement_are_not_instrumented() -> None:
+    x, seen = torch.rand(3), []
+
+    class Counting(At):
+        def analyse(self, context: amanda.OpContext) -> None:
+            seen.append(context.get_op_type())
+            super().analyse(context)
+
+    results(Counting("relu", replace=lambda v: torch.sigmoid(v)), lambda: torch.relu(x))
+    assert seen == ["relu"]
+
+
+def test_several_routines_follow_one_another() -> None:
+    x, y = torch.rand(3), torch.rand(3)
+
+    class Several(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.analyse)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            if context.get_op_type() == "sub":
+                context.insert_before_op(lambda a, b: (a * 2, b))
+                context.insert_before_op(lambda a, b: [a, b + 1])
+                context.insert_before_op(lambda a: a + 1, inputs=[0])
+                context.insert_after_op(lambda v: v * 2)
+                context.insert_after_op(lambda v: v.double())
+                context.insert_after_op(lambda v: v + 1)
+
+    expected = (x * 2 + 1 - (y + 1)) * 2 + 1
+    for in_python in (False, True):
+        for found in results(Several(), lambda: torch.sub(x, y), in_python):
+            assert torch.equal(found, expected)
+
+
+def test_nothing_is_kept_alive() -> None:
+    x, made = torch.rand(3), []
+
+    def routine(value: Tensor) -> Tensor:
+        new = value + 1
+        made.append(weakref.ref(new))
+        return new
+
+    for point in ("before", "after"):
+        results(At("relu", **{point: routine}), lambda: torch.relu(x).sum())
+    assert all(one() is None for one in made)
