@@ -112,6 +112,7 @@ class EagerOps(TensorOps):
     views: Views | None = None
 
     namespace: Any
+
     @abstractmethod
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call as the tools see it."""

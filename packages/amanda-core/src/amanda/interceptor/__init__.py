@@ -80,8 +80,8 @@ if TYPE_CHECKING or not NATIVE:
 else:
     globals().update({name: value for name, value in _names.items() if name != "modules"})
 
-from amanda.interceptor.registry import codes  # noqa: E402 - it needs what is above
 from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
+from amanda.interceptor.registry import codes  # noqa: E402 - it needs what is above
 
 TRANSPARENT = 1
 """Flag of a site: ops called inside it are ops of their own."""

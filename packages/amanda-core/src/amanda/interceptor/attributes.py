@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from amanda.interceptor import Enclosure
-from amanda.interceptor.registry import codes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.interceptor.opid import BOUNDARY
+from amanda.interceptor.registry import codes
 
 _MISSING = object()
 
@@ -157,4 +157,3 @@ def _heirs(holder: type, name: str) -> Iterator[type]:
     for heir in heirs:
         if name not in vars(heir):
             yield from _heirs(heir, name)
-

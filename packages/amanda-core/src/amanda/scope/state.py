@@ -54,7 +54,7 @@ class State:
             scope.report.add(what, reason, where)
 
     def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
-        """Add the entries of one source, such as a graph, to the open scopes' reports, unless they were added.
+        """Add the entries of one source, such as a graph, to the open scopes' reports, if it is new to them.
 
         source: hashable, and held weakly.
         """

@@ -24,7 +24,7 @@ class TypedInsertion(Insertion):
     dtypes: Sequence[Any]
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the flat arrays that go back into the graph; routines are given views that cannot be written."""
+        """Return the flat arrays that go back into the graph; routines are given read-only views."""
         lent = [_locked(one) for one in flat]
         own = {id(view): one for view, one in zip(lent, flat, strict=True)}
         results = super().run(execution, lent, rounds)
