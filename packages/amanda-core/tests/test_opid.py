@@ -178,8 +178,8 @@ class Subject:
 
 @contextmanager
 def deaths() -> Iterator[list[int]]:
+    from amanda.interceptor import codes
     from amanda.plan.lifetime import mortality, slots
-    from amanda.plan.source import codes
 
     gc.collect()
     heard: list[int] = []
