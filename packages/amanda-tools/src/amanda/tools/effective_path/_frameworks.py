@@ -34,7 +34,7 @@ def array(tensor: Any) -> NDArray[Any] | None:
 
 
 @dataclass(eq=False)
-class Place:
+class OpValues:
     """One op of the program, and what its last execution read and gave.
 
     type: the word by whose rule it is read.  weight, layout, weight_layout, dtype: as StandardMapping has.
@@ -47,7 +47,7 @@ class Place:
     weight: int | None
     layout: str | None
     weight_layout: str | None
-    moves: Callable[[Place], Mapping[str, Move]]
+    moves: Callable[[OpValues], Mapping[str, Move]]
     dtype: Callable[[Any], str | None]
     shapes_alone: bool
     inputs: Sequence[Any] = ()
@@ -93,19 +93,19 @@ class Place:
         return [int(one) for one in np.atleast_1d(self.given(*names, at=at, default=()))]
 
 
-def _axes(op: Place) -> list[int] | None:
+def _axes(op: OpValues) -> list[int] | None:
     """Return the axes of a reduction; None for all, which no axes are too, but in TensorFlow."""
     axes = op.integers("dim", "axes", at=1)
     return axes if axes or "keep_dims" in op.attributes else None
 
 
-def _softmax(op: Place) -> dict[str, Any]:
+def _softmax(op: OpValues) -> dict[str, Any]:
     """Return what the softmax of an attention depends on beside queries and keys."""
     mask = next((one for one in op.inputs[3:] if isinstance(one, np.ndarray)), None)
     return {"mask": mask, "causal": op.attributes.get("is_causal"), "scale": op.attributes.get("scale")}
 
 
-def _tables(op: Place) -> list[Indices]:
+def _tables(op: OpValues) -> list[Indices]:
     """Return for each spatial axis (outputs, window) coordinates of the inputs."""
     layout = op.layout or ""
     axes = spatial_axes(layout)
@@ -128,7 +128,7 @@ def _adaptive(size: int, count: int) -> Indices:
     return np.where(found < ends[:, None], found, size)
 
 
-def _of_norm(op: Place) -> Sequence[Any]:
+def _of_norm(op: OpValues) -> Sequence[Any]:
     """Return by what a batch norm scales each channel; in training the variance is that of the batch."""
     data, gamma, _, _, variance = op.inputs[:5]
     usual = "NHWC" if "is_training" in op.attributes else "NC"
@@ -140,7 +140,7 @@ def _of_norm(op: Place) -> Sequence[Any]:
     return [scale.reshape([-1 if axis == channel else 1 for axis in range(data.ndim)])]
 
 
-_ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
+_ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
     **dict.fromkeys(WINDOWED, lambda op: {"tables": _tables(op)}),
     **dict.fromkeys(("mean", "sum", "amax"), lambda op: {"axes": _axes(op)}),
     "cat": lambda op: {"axis": int(op.given("dim", "axis", at=1, default=0))},
@@ -153,7 +153,7 @@ _ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
 }
 """By the word of an op: what its rule takes."""
 
-SCALES: dict[str, Callable[[Place], Sequence[Any]]] = {
+SCALES: dict[str, Callable[[OpValues], Sequence[Any]]] = {
     "BiasAdd": lambda op: (1, 1), "bias_add": lambda op: (1, 1), "neg": lambda op: (-1,),
     "add": lambda op: (1, op.attributes.get("alpha", 1)),
     "sub": lambda op: (1, -op.attributes.get("alpha", 1)),
@@ -163,7 +163,7 @@ SCALES: dict[str, Callable[[Place], Sequence[Any]]] = {
 """By the word of an op that scales or shifts: by what it scales each input; what `div` divides by."""
 
 
-def _moves(op: Place, own: Mapping[str, Move]) -> Mapping[str, Move]:
+def _moves(op: OpValues, own: Mapping[str, Move]) -> Mapping[str, Move]:
     """Return the moves that are alike in every framework, and others."""
     axis = op.given("dim", "axis", default=0)
 
@@ -181,7 +181,7 @@ def _moves(op: Place, own: Mapping[str, Move]) -> Mapping[str, Move]:
     }  # fmt: skip
 
 
-def _of_torch(op: Place) -> Mapping[str, Move]:
+def _of_torch(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of PyTorch, by the arguments of the function."""
     attributes, dim = op.attributes, op.attributes.get("dim", 0)
 
@@ -211,7 +211,7 @@ def _of_torch(op: Place) -> Mapping[str, Move]:
     })  # fmt: skip
 
 
-def _of_tensorflow(op: Place) -> Mapping[str, Move]:
+def _of_tensorflow(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of TensorFlow, by inputs that are constants."""
 
     def cut(a: NDArray[Any]) -> Any:
@@ -227,7 +227,7 @@ def _of_tensorflow(op: Place) -> Mapping[str, Move]:
     })  # fmt: skip
 
 
-def _of_onnx(op: Place) -> Mapping[str, Move]:
+def _of_onnx(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of ONNX, by inputs that are constants, in older models by attributes."""
 
     def cut(a: NDArray[Any]) -> NDArray[Any]:

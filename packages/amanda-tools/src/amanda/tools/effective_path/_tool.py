@@ -12,7 +12,7 @@ import numpy as np
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.effective_path._extraction import STATE, Extraction
-from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, Place
+from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, OpValues
 from amanda.tools.effective_path._path import EffectivePath, PathError
 from amanda.tools.effective_path._result import EffectivePathResult
 from amanda.tools.effective_path._rules import PASSING, RULES
@@ -53,7 +53,7 @@ class EffectivePathTool(amanda.Tool):
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
         self._trace = TraceTool(executions=1, backward=False)
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, OpValues] = {}
         self._missing: dict[str, str] = {}
         self.depends_on(StandardMapping(), self._trace, MappingTool(FRAMEWORKS))
         self.add_inst_for_op(self._analyse)
@@ -79,7 +79,7 @@ class EffectivePathTool(amanda.Tool):
         moves, word = context["effective path"]
         kind = context.get_op_type() if context.get_op_type() in self._custom else word
         if kind in self._rules:
-            place = Place(
+            place = OpValues(
                 kind, context.get_attrs(), context["weight_index"], context["layout"],
                 context["weight_layout"], moves, context["dtype"],
                 kind in PASSING - SCALES.keys() - self._custom,
@@ -88,14 +88,14 @@ class EffectivePathTool(amanda.Tool):
             context.insert_after_op(self._leave, place=place)
 
     @amanda.observer
-    def _enter(self, *inputs: Any, place: Place, op: int) -> None:
+    def _enter(self, *inputs: Any, place: OpValues, op: int) -> None:
         if op in self._places:
             self.clear()
         self._places[op] = place
         place.inputs = [place.kept(value) for value in inputs]
 
     @amanda.observer
-    def _leave(self, *outputs: Any, place: Place) -> None:
+    def _leave(self, *outputs: Any, place: OpValues) -> None:
         place.outputs = [place.kept(value) for value in outputs]
 
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:

@@ -24,7 +24,7 @@ class Site(NamedTuple):
 
 
 @dataclass(eq=False)
-class Place:
+class SelectedOp:
     """One op that is selected, forward or backward.
 
     told: its phase, type, module and source.  number: in the order of analysis.  dtype: gives the name of
@@ -53,7 +53,7 @@ class Tensor(NamedTuple):
         return prod(self.value.shape)
 
 
-def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Place) -> Iterator[Tensor]:
+def tensors_in(value: Any, name: str, position: int, fault: Fault, place: SelectedOp) -> Iterator[Tensor]:
     """Yield the dense tensors that a value is, or that are in a list, whose elements can have the fault."""
     listed = isinstance(value, (list, tuple))
     for item, one in enumerate(value if listed else (value,)):

@@ -12,7 +12,7 @@ import numpy as np
 import amanda
 from amanda.tools.inject._faults import Fault, InjectError, Kind
 from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.inject._sites import Place, Site, Tensor, tensors_in
+from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
@@ -92,7 +92,7 @@ class InjectTool(amanda.Tool):
         self._met: set[str] = set()
         self._selected = False
         self._number = itertools.count()
-        self._places: dict[int, dict[int, Place]] = {}  # by the forward op, by the op itself
+        self._places: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
         self.try_at(0, None)
         self.depends_on(StandardMapping())
@@ -127,7 +127,7 @@ class InjectTool(amanda.Tool):
         self._backward_of.pop(op_id, None)
         self._executed += sum(one.executions for one in self._places.pop(op_id, {}).values())
 
-    def _all_places(self) -> list[Place]:
+    def _all_places(self) -> list[SelectedOp]:
         return [place for places in list(self._places.values()) for place in list(places.values())]
 
     def look(self) -> None:
@@ -189,16 +189,16 @@ class InjectTool(amanda.Tool):
     def _fits(self, context: amanda.OpContext, *names: str) -> bool:
         return self._types(*names) and self._modules(*context.get_scopes())
 
-    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
+    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
         places = self._places.setdefault(context.get_op_id(), {})
         if op not in places:
             told = (phase, kind, context.get_scope(), context.get_source())
-            places[op] = Place(op, told, next(self._number), context["dtype"])
+            places[op] = SelectedOp(op, told, next(self._number), context["dtype"])
             self._selected = True
         return places[op]
 
     def _inject(
-        self, *values: Any, place: Place, positions: Sequence[int] | None = None,
+        self, *values: Any, place: SelectedOp, positions: Sequence[int] | None = None,
         fits: Callable[[int, Any], bool] = lambda position, value: True,
     ) -> Any:  # fmt: skip
         execution, place.executions = place.executions, place.executions + 1
@@ -221,7 +221,7 @@ class InjectTool(amanda.Tool):
         return None
 
     def _changed(
-        self, values: Sequence[Any], tensors: Sequence[Tensor], place: Place, execution: int
+        self, values: Sequence[Any], tensors: Sequence[Tensor], place: SelectedOp, execution: int
     ) -> tuple[Any, ...] | None:
         """Return the values with faults in elements that chance picks; None where it picks none."""
         starts = list(itertools.accumulate((tensor.size for tensor in tensors), initial=0))
@@ -252,7 +252,7 @@ class InjectTool(amanda.Tool):
         return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
 
     def _faulty(
-        self, tensor: Tensor, positions: Any, place: Place, execution: int, random: np.random.Generator
+        self, tensor: Tensor, positions: Any, place: SelectedOp, execution: int, random: np.random.Generator
     ) -> Any:
         """Return a tensor with the fault at positions, and keep what it was."""
         xp, dtype = tensors_of(tensor.value), tensor.dtype

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 
 
 class DeviceClock:
@@ -21,13 +21,13 @@ class DeviceClock:
     def __init__(self, record: Callable[[Any], Any]) -> None:
         self._record = record
         self._free: list[Any] = []
-        self._pending: deque[tuple[Place, Any, Any]] = deque()
+        self._pending: deque[tuple[OpProfile, Any, Any]] = deque()
 
-    def begin(self, place: Place) -> Any:
+    def begin(self, place: OpProfile) -> Any:
         """Return the mark at which an op begins; None where there is none."""
         return self._record(self._free.pop() if self._free else None)
 
-    def end(self, place: Place, begun: Any) -> None:
+    def end(self, place: OpProfile, begun: Any) -> None:
         """Mark the end of an op; marks that have passed are read once many are kept."""
         ended = None if begun is None else self.begin(place)
         if ended is not None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.profile._modules import MS, milliseconds
-from amanda.tools.profile._place import KEYS, Place
+from amanda.tools.profile._op import KEYS, OpProfile
 from amanda.tools.results import Column, Result, shortened
 
 RANGE = "amanda: "
@@ -25,7 +25,7 @@ class Kernels:
         self._profiler: Any = None
         self._thread = 0
 
-    def begin(self, place: Place) -> Any:
+    def begin(self, place: OpProfile) -> Any:
         """Return the range of an op, which ends when it is dropped; None where torch.profiler cannot run."""
         if self._profiler is None and not self._start():
             return None
@@ -33,14 +33,14 @@ class Kernels:
 
         return torch.ops.profiler._record_function_enter_new(f"{RANGE}{place.index}", None)
 
-    def end(self, place: Place, begun: Any) -> None:
+    def end(self, place: OpProfile, begun: Any) -> None:
         """End the range of an op."""
         if begun is not None:
             import torch
 
             torch.ops.profiler._record_function_exit._RecordFunction(begun)
 
-    def stop(self, places: Sequence[Place]) -> None:
+    def stop(self, places: Sequence[OpProfile]) -> None:
         """End the profile that runs, if any, and give each op what was seen in its ranges."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -100,7 +100,7 @@ class KernelResult(Result):
         Column("ms", show=milliseconds, total=True),
     )
 
-    def __init__(self, places: Sequence[Place], obstacle: str = "") -> None:
+    def __init__(self, places: Sequence[OpProfile], obstacle: str = "") -> None:
         self.places = tuple(places)
         self._obstacle = obstacle
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 
 GRAPH = 0
 """Thread of the ops of a graph, whose begin and end may be on two."""
@@ -18,7 +18,7 @@ GRAPH = 0
 class Event(NamedTuple):
     """One execution; in nanoseconds of `time.perf_counter_ns`.  thread: as `get_ident` tells it."""
 
-    place: Place
+    place: OpProfile
     begin: int
     took: int
     thread: int
@@ -80,7 +80,7 @@ class Log:
         self.threads: dict[int, Thread] = {}
         self.dropped = 0
 
-    def keep(self, place: Place, begin: int, end: int, thread: int) -> None:
+    def keep(self, place: OpProfile, begin: int, end: int, thread: int) -> None:
         """Add one execution to the step, and keep it if there is room."""
         if self._begin is None or begin < self._begin:
             self._begin = begin
@@ -120,7 +120,7 @@ class Log:
             return []
         return [Step(self.number, self._begin, self._end)]
 
-    def events(self, places: Sequence[Place]) -> list[Event]:
+    def events(self, places: Sequence[OpProfile]) -> list[Event]:
         """Return the executions by their begin, the longest first; places by their index."""
         numbers = iter(self._numbers.tolist())
         events = [Event(places[index], *rest) for index, *rest in zip(*[numbers] * 4, strict=True)]

@@ -10,7 +10,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 from amanda.tools.results import amount
 
 
@@ -29,7 +29,7 @@ class Peak:
 
     device: str
     size: int
-    owners: Sequence[tuple[Place, int]]
+    owners: Sequence[tuple[OpProfile, int]]
 
     def __str__(self) -> str:
         first = ", ".join(
@@ -40,8 +40,8 @@ class Peak:
         return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
 
 
-def _given() -> Place:
-    return Place("given", "parameters, inputs, older tensors", "", "")
+def _given() -> OpProfile:
+    return OpProfile("given", "parameters, inputs, older tensors", "", "")
 
 
 @dataclass(eq=False, slots=True)
@@ -58,14 +58,14 @@ class Device:
     limit: int
     recording: bool
     peak: int | None
-    others: Place = field(default_factory=_given)
+    others: OpProfile = field(default_factory=_given)
     alive: int = 0
     given: int = 0
-    owned: defaultdict[Place, int] = field(default_factory=lambda: defaultdict(int))
-    changed: defaultdict[Place, int] = field(default_factory=lambda: defaultdict(int))
+    owned: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
+    changed: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
     history: list[tuple[int, int]] = field(default_factory=list)
 
-    def change(self, owner: Place, size: int, when: int | None = None) -> None:
+    def change(self, owner: OpProfile, size: int, when: int | None = None) -> None:
         """Add to the bytes that an op has alive; negative numbers for fewer.  when: None for now."""
         self.owned[owner] += size
         self.changed[owner] += size
@@ -100,7 +100,7 @@ class Device:
 class _Held(NamedTuple):
     memory: weakref.ref[Any]
     size: int
-    owner: Place
+    owner: OpProfile
     device: Device
 
 
@@ -135,7 +135,7 @@ class Memory:
             device.history.clear()
         self.record(self._recording)
 
-    def meet(self, storages: Iterable[Storage], maker: Place | None) -> None:
+    def meet(self, storages: Iterable[Storage], maker: OpProfile | None) -> None:
         """Take in storages that an op made, or (maker None) was given; known ones belong to their maker."""
         self.drain()
         for storage in storages:

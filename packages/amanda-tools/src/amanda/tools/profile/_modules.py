@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.profile._place import Place, together
+from amanda.tools.profile._op import OpProfile, together
 from amanda.tools.results import Column, Result, amount, shortened
 
 MS = 1e-6
@@ -32,13 +32,13 @@ class ModuleResult(Result):
         Column("allocated", show=size, number=True, unit="B"),
     )
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[OpProfile]) -> None:
         self.places = tuple(places)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows from the outermost module inwards; "" is the model, and what no module calls."""
-        inside: dict[str, list[Place]] = {}
-        own: dict[str, list[Place]] = {}
+        inside: dict[str, list[OpProfile]] = {}
+        own: dict[str, list[OpProfile]] = {}
         for place in self.places:
             for path in (paths := _around(place.module)):
                 inside.setdefault(path, []).append(place)
@@ -54,7 +54,7 @@ class ModuleResult(Result):
         return rows
 
 
-def _took(places: Iterable[Place], phase: str | None = None) -> int:
+def _took(places: Iterable[OpProfile], phase: str | None = None) -> int:
     return sum(place.own for place in places if phase in (None, place.phase))
 
 

@@ -17,7 +17,7 @@ from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._log import GRAPH, Log
 from amanda.tools.profile._memory import Memory
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 
 DEEPEST = 256
 """Ops within ops; what an op that raised has left behind goes no deeper either."""
@@ -72,7 +72,7 @@ class _Open:
     inside: time of the ops within it.  ours: time of the routines at those.  begun: by the probes.
     """
 
-    place: Place
+    place: OpProfile
     begin: int = 0
     inside: int = 0
     ours: int = 0
@@ -92,7 +92,7 @@ class Recorder:
         self.schedule = schedule
         self.memory = Memory(limit)
         self.clocks: dict[str, DeviceClock] = {}
-        self.places: dict[tuple[int, int | None], Place] = {}
+        self.places: dict[tuple[int, int | None], OpProfile] = {}
         self._on_end = on_end
         self._limit = limit
         self._step = self._first = 0
@@ -137,7 +137,7 @@ class Recorder:
                 self._on_end()
             self.memory.record(self.recording)
 
-    def in_sequence(self, place: Place, probes: Sequence[Probe] = ()) -> Routines:
+    def in_sequence(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that ends on the thread that it begins on, the last begun first."""
 
         @amanda.innermost
@@ -178,7 +178,7 @@ class Recorder:
 
         return begin, end
 
-    def in_parallel(self, place: Place, is_fed: bool) -> Routines:
+    def in_parallel(self, place: OpProfile, is_fed: bool) -> Routines:
         """Return routines for an op of a graph, which begins and ends on any thread, within one run of it.
 
         Where several executions of it are under way, in a loop, the first begun ends first.
@@ -206,7 +206,7 @@ class Recorder:
 
 def floor(samples: int = 200) -> float:
     """Return the nanoseconds between a begin and an end with nothing between them, as the routines see it."""
-    place = Place("forward", "", "", "")
+    place = OpProfile("forward", "", "", "")
     recorder = Recorder(Schedule(), samples)
     begin, end = recorder.in_sequence(place)
     for _ in range(samples):

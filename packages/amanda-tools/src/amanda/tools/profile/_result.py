@@ -12,7 +12,7 @@ from amanda.tools.profile._kernels import KernelResult
 from amanda.tools.profile._log import Timeline
 from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
-from amanda.tools.profile._place import KEYS, Place, together
+from amanda.tools.profile._op import KEYS, OpProfile, together
 from amanda.tools.profile._recorder import Recorder, floor
 from amanda.tools.results import Column, KeyedResult, check_schema
 
@@ -50,7 +50,7 @@ class ProfileResult(KeyedResult):
     counted: ClassVar[Sequence[Column]] = _columns
     width: ClassVar[int] = 36
 
-    places: Sequence[Place]
+    places: Sequence[OpProfile]
     peaks: Sequence[Peak] = ()
     timeline: Timeline = field(default_factory=Timeline)
     recorded_steps: int = 0
@@ -131,7 +131,7 @@ class ProfileResult(KeyedResult):
     def merged(self, *others: ProfileResult) -> ProfileResult:
         """Return this and other runs or ranks as one: equal ops add up, and the timeline is this one's."""
         results = (self, *others)
-        equal: dict[tuple[str, ...], list[Place]] = {}
+        equal: dict[tuple[str, ...], list[OpProfile]] = {}
         for place in (one for result in results for one in result.places):
             equal.setdefault((*place.names.values(), place.name), []).append(place)
         return replace(
@@ -201,7 +201,7 @@ class ProfileResult(KeyedResult):
         return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
 
 
-def _row(place: Place, whole: int) -> tuple[Any, ...]:
+def _row(place: OpProfile, whole: int) -> tuple[Any, ...]:
     """Return the numbers of a row.  whole: nanoseconds of all ops."""
     is_timed = place.timed > 0
     return (
@@ -216,11 +216,11 @@ def _row(place: Place, whole: int) -> tuple[Any, ...]:
     )
 
 
-def _named(place: Place) -> dict[str, str]:
+def _named(place: OpProfile) -> dict[str, str]:
     return {**place.about, "of": f"{place.op_id:016x}"}
 
 
-def _place(found: Mapping[str, Any]) -> Place:
+def _place(found: Mapping[str, Any]) -> OpProfile:
     names = {key: found[key] for key in (*KEYS, "name")}
     numbers = {field: found[name] for field, name in _NUMBERS.items() if name in found}
-    return Place(**names, id=int(found["id"], 16), op_id=int(found["of"], 16), **numbers)
+    return OpProfile(**names, id=int(found["id"], 16), op_id=int(found["of"], 16), **numbers)

@@ -10,7 +10,7 @@ import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 from amanda.tools.profile._recorder import Probe, Recorder, Schedule, check_count
 from amanda.tools.profile._result import ProfileResult
 from amanda.tools.profile._rules import RULES, Roles
@@ -109,7 +109,7 @@ class ProfileTool(amanda.Tool):
             probes.append(self._recorder.clocks.setdefault(roles.gpu, DeviceClock(roles.record)))
         return probes
 
-    def _place(self, context: amanda.OpContext, roles: Roles) -> Place:
+    def _place(self, context: amanda.OpContext, roles: Roles) -> OpProfile:
         op, backward = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if (op, backward) not in places:
@@ -117,7 +117,7 @@ class ProfileTool(amanda.Tool):
             if context.is_backward():
                 phase, kind = "backward", context["backward_type"]
                 name = str(context.get_backward_op().__name__)
-            places[op, backward] = Place(
+            places[op, backward] = OpProfile(
                 phase, kind, context.get_scope(), context.get_source(), name, backward or op, op,
                 runs_others=roles.runs_others, index=len(places),
             )  # fmt: skip
@@ -130,13 +130,13 @@ class ProfileTool(amanda.Tool):
         self._recorder.memory.meet(storages(values), None)
 
     @amanda.observer
-    def _made(self, *values: Any, place: Place, storages: Any, saved: Any) -> None:
+    def _made(self, *values: Any, place: OpProfile, storages: Any, saved: Any) -> None:
         self._recorder.memory.meet(storages(values), place)
         if saved is not None:
             self._recorder.memory.meet(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
-    def _sized(self, *values: Any, place: Place, nbytes: Any) -> None:
+    def _sized(self, *values: Any, place: OpProfile, nbytes: Any) -> None:
         if self._recorder.recording:
             place.allocated = (place.allocated or 0) + nbytes(values)
 

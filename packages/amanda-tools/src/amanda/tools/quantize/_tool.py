@@ -13,8 +13,8 @@ from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
+from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._options import TYPES, Method, Options, operands
-from amanda.tools.quantize._place import Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 from amanda.tools.select import Patterns, as_remarks, unmatched
@@ -70,7 +70,7 @@ class QuantizeTool(amanda.Tool):
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, QuantizedOp] = {}
         self._several: dict[str, str] = {}
         self.parts = Parts()
         self.depends_on(StandardMapping(), operands(), WeightReads())
@@ -178,5 +178,5 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self)
+            self._places[name] = QuantizedOp(context, self)
         self._places[name].insert(context)

@@ -94,43 +94,25 @@ def _sum(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> flo
     return cost
 
 
-def h_dtr(storage: Storage, staleness: float) -> float:
-    """Cost of the storage and its evicted neighbourhood, over bytes and staleness."""
-    return (storage.cost + _evicted_cost(storage)) / (storage.size * staleness)
-
-
-def h_dtr_eq(storage: Storage, staleness: float) -> float:
-    """The same with the neighbourhood by union-find, which is what there is time for."""
+def _h_dtr_eq(storage: Storage, staleness: float) -> float:
     around = {cluster.root() for cluster in _clusters(storage)}
     return (storage.cost + sum(root.cost for root in around)) / (storage.size * staleness)
 
 
-def h_dtr_local(storage: Storage, staleness: float) -> float:
-    """Cost of the storage alone, over bytes and staleness."""
-    return storage.cost / (storage.size * staleness)
-
-
-def h_e_star(storage: Storage, staleness: float) -> float:
-    """Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks."""
-    return _evicted_cost(storage)
-
-
-def msps(storage: Storage, staleness: float) -> float:
-    """Cost of the storage and of what is gone before it, over bytes (Peng et al. 2020, "Capuchin")."""
-    return (storage.cost + _sum(storage, parents)) / storage.size
-
-
-def lru(storage: Storage, staleness: float) -> float:
-    """The one that was read longest ago."""
-    return 1 / staleness
-
-
-def size(storage: Storage, staleness: float) -> float:
-    """The largest (GreedyRemat, Kumar et al. 2019)."""
-    return 1 / storage.size
-
-
 HEURISTICS: dict[str, Heuristic] = {
-    one.__name__: one for one in (h_dtr, h_dtr_eq, h_dtr_local, h_e_star, msps, lru, size)
+    # Cost of the storage and its evicted neighbourhood, over bytes and staleness.
+    "h_dtr": lambda one, staleness: (one.cost + _evicted_cost(one)) / (one.size * staleness),
+    # The same with the neighbourhood by union-find, which is what there is time for.
+    "h_dtr_eq": _h_dtr_eq,
+    # Cost of the storage alone, over bytes and staleness.
+    "h_dtr_local": lambda one, staleness: one.cost / (one.size * staleness),
+    # Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks.
+    "h_e_star": lambda one, _: _evicted_cost(one),
+    # Cost of the storage and of what is gone before it, over bytes (Peng et al. 2020, "Capuchin").
+    "msps": lambda one, _: (one.cost + _sum(one, parents)) / one.size,
+    # The one that was read longest ago.
+    "lru": lambda _, staleness: 1 / staleness,
+    # The largest (GreedyRemat, Kumar et al. 2019).
+    "size": lambda one, _: 1 / one.size,
 }
 """Heuristics by name."""

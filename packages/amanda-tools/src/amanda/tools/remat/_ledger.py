@@ -30,16 +30,24 @@ class Entry:
         return record if record is None or isinstance(record, Storage) else record()
 
 
+@dataclass(slots=True)
+class Totals:
+    """peak: the most bytes alive at once.  short: the most bytes by which the budget was exceeded."""
+
+    peak: int = 0
+    short: int = 0
+
+
 class Ledger:
     """Counts bytes, by weak references that tell when memory ends.
 
-    bytes: alive now.  peak: the most at once.
+    totals: are kept up to date.  bytes: alive now.  clock: cost of all ops that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, totals: Totals) -> None:
         self._entries: dict[int, Entry] = {}
         self._dead: deque[tuple[int, weakref.ref[Any]]] = deque()
-        self.bytes = self.peak = 0
+        self.totals, self.bytes, self.clock = totals, 0, 0.0
 
     def find(self, memory: Any) -> Entry | None:
         """Return what is known of memory."""
@@ -59,13 +67,13 @@ class Ledger:
             entry = Entry(weakref.ref(memory, died), memory.nbytes() if counts else 0)
             self._entries[address] = entry
             self.bytes += entry.size
-            self.look()
+            self.note_peak()
         entry.record = storage
         storage.address, storage.memory = address, entry.memory
 
-    def look(self, more: int = 0) -> None:
-        """See if this, with so many bytes besides, is a peak."""
-        self.peak = max(self.peak, self.bytes + more)
+    def note_peak(self, more: int = 0) -> None:
+        """Note the peak, with so many bytes besides."""
+        self.totals.peak = max(self.totals.peak, self.bytes + more)
 
     def drain(self) -> None:
         """Take account of what has died."""
@@ -87,11 +95,12 @@ class Ledger:
             entry.record = storage.memory = None
         return storage
 
-    def loosen(self, storage: Storage) -> None:
-        """Refer weakly to a storage that holds its memory by itself now, and not the other way round."""
+    def hold(self, storage: Storage, tensor: Any) -> None:
+        """Keep the memory of a storage alive by a tensor in it."""
+        storage.copy, storage.version = tensor, tensor._version
         entry = self._entries.get(storage.address)
         if entry is not None and entry.record is storage:
-            entry.record = weakref.ref(storage)
+            entry.record = weakref.ref(storage)  # the record holds the memory, and not the other way round
 
     def storages(self) -> list[Storage]:
         """Return what is alive."""

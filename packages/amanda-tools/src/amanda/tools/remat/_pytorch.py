@@ -13,7 +13,7 @@ from autoray import tree_map
 import amanda
 from amanda import interceptor
 from amanda.tools.kit._requirements import check
-from amanda.tools.remat._records import flat
+from amanda.tools.remat._records import Handle, flat
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -90,7 +90,8 @@ def _kind(context: amanda.OpContext) -> Kind:
     if packet is None or not native:
         return Kind()
     overloads = [getattr(packet, one) for one in packet.overloads()]
-    if any(one._schema.is_mutable for one in overloads if not _has_out(one)):
+    schemas = [one._schema for one in overloads]
+    if any(one.is_mutable and not any(given.is_out for given in one.arguments) for one in schemas):
         return Kind(None)
     random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
     trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
@@ -103,10 +104,6 @@ def _is_out(context: amanda.OpContext, value: Any) -> bool:
         return value is not None and context.get_value("out") is value
     except amanda.AmandaError:
         return False
-
-
-def _has_out(overload: Any) -> bool:
-    return any(one.is_out for one in overload._schema.arguments)
 
 
 class Torch:
@@ -173,6 +170,11 @@ class Torch:
         """Return a tensor of all bytes of a storage."""
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
 
+    def fill(self, handle: Handle, memory: Any) -> None:
+        """Give a handle its tensor anew, on a storage."""
+        handle.tensor = self.view(memory, handle.geometry)
+        handle.version = handle.tensor._version
+
     def settings(self, inputs: Sequence[Any]) -> Settings:
         """Return what is in force."""
         torch = self.torch
@@ -228,7 +230,8 @@ class Torch:
     def _observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run an op; return its results, and what autograd saves meanwhile, in order."""
         saved: list[Any] = []
-        with self.torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.detach()), _unpacked):
+        hooks = self.torch.autograd.graph.saved_tensors_hooks
+        with hooks(lambda one: saved.append(one.detach()), lambda packed: packed):
             return self.results(compute(inputs)), saved
 
     @contextmanager
@@ -273,7 +276,3 @@ class Torch:
             return torch.device("meta") if isinstance(value, torch.device) else value
         bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return bare.requires_grad_(value.requires_grad)
-
-
-def _unpacked(packed: Any) -> Any:
-    return packed

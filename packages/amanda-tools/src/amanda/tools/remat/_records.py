@@ -22,7 +22,7 @@ class BudgetError(AmandaError, MemoryError):
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class OpCounts:
     """An op of the program, and what its storages came to.
 
     seconds: spent on running it again.  evicted_bytes: of all evictions of its storages.
@@ -129,7 +129,7 @@ class Operation(_Weak):
     """
 
     number: int
-    place: Place
+    counts: OpCounts
     compute: Callable[[Sequence[Any]], Any]
     inputs: Sequence[Any]
     settings: Any
@@ -150,10 +150,16 @@ class Operation(_Weak):
         """The storages that it made and that somebody still refers to."""
         return [storage for product in self._products if (storage := product()) is not None]
 
-    def makes(self, storage: Storage, slot: tuple[int, bool]) -> None:
-        """Record a storage among its results."""
-        storage.maker, storage.slot = self, slot
+    def makes(self, size: int, slot: tuple[int, bool]) -> Storage:
+        """Return the record of a new storage among the op's results."""
+        storage = Storage(size, maker=self, slot=slot)
         self._products.append(weakref.ref(storage))
+        return storage
+
+    def forget(self) -> None:
+        """Cut the history of the storages that the op has made: they cannot be made again."""
+        for storage in self.products:
+            storage.maker = None
 
     @property
     def is_over(self) -> bool:

@@ -11,7 +11,7 @@ _SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
 
 
 @dataclass(eq=False)
-class Place:
+class OpProfile:
     """One op, forward or backward, with the sums over its recorded executions; times in nanoseconds.
 
     name: what the framework calls it ("AddmmBackward0").
@@ -74,7 +74,7 @@ class Place:
         return {**self.names, "name": self.name, "id": f"{self.id:016x}"}
 
 
-def together(places: Sequence[Place]) -> Place:
+def together(places: Sequence[OpProfile]) -> OpProfile:
     """Return a new place with the sums of some, which is named as the first of them is."""
     made = replace(places[0], kernels={})
     for name in _SUMS:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HELD = "amanda.tools.quantize"
 
 
-class Place:
+class QuantizedOp:
     """An op, with the quantizers of what it reads.
 
     made: the quantizers that were met here first.  left: why its weight is left as it is.
