@@ -153,7 +153,7 @@ class EffectivePath:
     def load(cls, path: str | Path) -> EffectivePath:
         """Read what `save` wrote.
 
-        Raises PathError for a file of another kind or version.
+        Raises PathError for a file of another kind, or of a newer version.
         """
         try:
             file = read_npz(Path(path))

@@ -73,7 +73,9 @@ class Ledger:
 
     def note_peak(self, more: int = 0) -> None:
         """Note the peak, with so many bytes besides."""
-        self.totals.peak = max(self.totals.peak, self.bytes + more)
+        bytes = self.bytes + more
+        if bytes > self.totals.peak:
+            self.totals.peak = bytes
 
     def drain(self) -> None:
         """Take account of what has died."""

@@ -35,15 +35,15 @@ class Store:
 
     def meet(self, tensor: Any) -> Storage:
         """Return the record of a tensor's storage; a new one is as given, and cannot be made again."""
-        memory = tensor.untyped_storage()
-        entry = self.ledger.find(memory)
+        memory, ledger = tensor.untyped_storage(), self.ledger
+        entry = ledger.find(memory)
         storage = None if entry is None else entry.storage
         if storage is None:
             storage = Storage(memory.nbytes())
-            self.ledger.add(memory, storage, counts=False)
+            ledger.add(memory, storage, counts=False)
         elif storage.maker is not None and not tensor.requires_grad:
             self.eviction.settle(storage)
-        storage.touched = self.ledger.clock
+        storage.touched = ledger.clock
         return storage
 
     def begin(
@@ -116,9 +116,9 @@ class Store:
                     self._made(operation, memory, (index, False))
         made = operation.products
         operation.size = sum(one.size for one in made)
-        self.ledger.clock += operation.cost
+        self.ledger.clock = clock = self.ledger.clock + operation.cost
         for storage in made:
-            storage.touched = self.ledger.clock
+            storage.touched = clock
         if not pure:
             operation.forget()
 
