@@ -119,7 +119,7 @@ class StatsResult(Result):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:
-        """Return the result that `to_dict` described; raise ValueError for other schemas and newer versions."""
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema(found, cls.name, cls.version)
         measured = [
             Measured(
