@@ -1,4 +1,4 @@
-"""Token skimming: attention decides which tokens, or blocks of them, later layers do without."""
+"""Token skimming: attention chooses tokens, or blocks of tokens, that later layers drop."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 class _Attention:
     """An attention.
 
-    heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
-    before it.  skim: parameters of the learned predictor.
+    heads: number of heads if batch and heads share an axis in the softmax, else None.  width: of a head.
+    previous: the attention before this one.  skim: parameters of the learned predictor.
     """
 
     pruned: Pruned
@@ -58,12 +58,12 @@ class _Attention:
 
 @dataclass(eq=False)
 class _Decision:
-    """The decision of an attention for the last input; at a residual connection `state`, what is added to.
+    """The decision of an attention for the last input.
 
-    alive: 0/1, (N, T), the tokens that the attention was given; None for all.  later: those that are left for
-    the next.  count: of the units that are left, where each input keeps as many.  carries: True where the
-    sequences of later layers are the same, as far as residual connections show: windows of images are others
-    in each layer.
+    alive: 0/1, (N, T), of the tokens that reach the attention; None for all.  later: of those that reach the
+    next one.  count: number of units in `later`, if it is the same for each input.  carries: whether later
+    layers have the same sequences, as far as residual connections show; windows of images differ by layer.
+    state: at a residual connection, the tensor that the branch is added to.
     """
 
     alive: Any = None
@@ -77,8 +77,8 @@ class _Decision:
 class _Sum:
     """A residual connection behind an attention.
 
-    is_normed: whether it adds to what a normalisation gave; then one follows, which takes dropped tokens
-    back to the state that was added to.
+    is_normed: whether the branch is added to the output of a normalisation; then the normalisation that
+    follows restores the state of dropped tokens.
     """
 
     attention: _Attention
@@ -86,16 +86,17 @@ class _Sum:
 
 
 class AttentionPruneTool(DynamicPruneTool):
-    """Drops tokens from later layers by what attention says of them.
+    """Drops tokens from later layers, by the attention that they receive.
 
-    unit: "token", or "block" of `block` tokens in a row.  by: "attention": each attention keeps, of the
-    tokens that it was given, the share `keep` that all heads and queries attend to most; "learned": a
-    predictor of two layers, from the attention that a token receives and pays to itself in each head, says
-    what is kept; then `keep` is the mean share of tokens in all attentions that `loss()` aims at.
-    protect: so many first tokens stay.  strength: of the loss.  hidden: neurons of the predictor.
+    unit: "token", or "block" of `block` adjacent tokens.  by: "attention": each attention keeps the share
+    `keep` of its tokens that all heads and queries together attend to most; "learned": a predictor of two
+    layers chooses, from the attention that a token receives and pays to itself in each head; then `keep` is
+    the target of `loss()`, the mean share of tokens in all attentions.
+    protect: number of first tokens that are always kept.  strength: factor of the loss.  hidden: neurons of
+    the predictor.
 
-    A dropped token is no key and no query of later attentions, and residual connections leave its state as
-    it was. In training learned decisions are sampled (Gumbel, straight through).
+    A dropped token is neither key nor query of later attentions, and residual connections keep its state.
+    In training learned decisions are sampled (Gumbel, straight through).
     Sources: Guan et al. 2022, "Block-skim" and "Transkimmer"; Goyal et al. 2020, "PoWER-BERT", for the score.
     """
 
@@ -124,7 +125,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """Return what was pruned so far; MACs are those of the products of queries, keys and values."""
+        """Return the result so far; MACs are those of the products of queries, keys and values."""
         notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
         return DynamicPruneResult(self._rows.values(), notes)
 
@@ -174,7 +175,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return one
 
     def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
-        """Return the predictor's parameters, of which the last lets all tokens be kept at first."""
+        """Return the predictor's parameters; the initial bias keeps all tokens."""
         like, width, hidden, normal = context.get_inputs()[0], 2 * heads, self._hidden, self._first.normal
         makers = {
             "skim.hidden.weight": lambda: normal(0, width**-0.5, (width, hidden)),
@@ -201,7 +202,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return pruned
 
     def _attend(self, probabilities: Any, one: _Attention) -> Any:
-        """Return probabilities without what was dropped, and decide what is dropped next.
+        """Return probabilities without dropped tokens, and choose the tokens to drop next.
 
         probabilities: (N, H, T, T), or (N * H, T, T).
         """
@@ -218,7 +219,7 @@ class AttentionPruneTool(DynamicPruneTool):
         before = previous.later if previous is not None and previous.carries else None
         if before is not None and tuple(before.shape) == (batch, keys):
             said.alive = before
-            # A key of which most was attended to would get a gradient without bound.
+            # Without `stop`, a key that took most attention would get an unbounded gradient.
             alive = as_type_of(stop(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
@@ -231,7 +232,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return probabilities
 
     def _left(self, probabilities: Any, one: _Attention, said: _Decision, previous: _Decision | None) -> Any:
-        """Return 0/1 of the tokens that are left for later layers: (N, T)."""
+        """Return 0/1 of the tokens that later layers keep: (N, T)."""
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive = do("ones_like", received[:, 0]) if said.alive is None else said.alive
@@ -275,7 +276,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _restore(self, normed: Any, node: DataflowNode, one: _Sum) -> Any:
-        """Take dropped tokens back to what they were before a residual connection and its normalisation."""
+        """Restore the state that dropped tokens had before a residual connection and its normalisation."""
         said = self._present.of(one)
         state, said.state = said.state, None
         stays = None if state is None else self._along(one.attention, normed)
@@ -286,9 +287,9 @@ class AttentionPruneTool(DynamicPruneTool):
         return restored
 
     def _along(self, attention: _Attention, states: Any) -> Any:
-        """Return 0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
+        """Return 0/1 of the tokens that reached an attention, (N, T, 1) or (T, N, 1), as `states`.
 
-        Gives None where all are, and where the states are of other sequences than it attended in.
+        Returns None for all tokens, and for states of other sequences than those of the attention.
         """
         said = self._present.of(attention)
         if said.later is None:

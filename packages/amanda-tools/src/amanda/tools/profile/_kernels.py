@@ -1,4 +1,4 @@
-"""Kernels on a GPU, by CUPTI, and ATen's operators on a CPU, as torch.profiler sees them in each op."""
+"""Kernels on a GPU and ATen's operators on a CPU, which torch.profiler finds in each op."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RANGE = "amanda: "
 
 
 class Kernels:
-    """Lets torch.profiler run while steps are recorded, with a range around each op; no stream waits for it.
+    """Runs torch.profiler while steps are recorded, with a range around each op and no synchronisation.
 
-    obstacle: why it does not run; empty where it does.
+    obstacle: why torch.profiler does not run; "" if it does.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Kernels:
         self._thread = 0
 
     def begin(self, place: OpProfile) -> Any:
-        """Return the range of an op, which ends when it is dropped; None where torch.profiler cannot run."""
+        """Return the range of an op, which ends if it is dropped; None if torch.profiler cannot run."""
         if self._profiler is None and not self._start():
             return None
         import torch
@@ -41,7 +41,7 @@ class Kernels:
             torch.ops.profiler._record_function_exit._RecordFunction(begun)
 
     def stop(self, places: Sequence[OpProfile]) -> None:
-        """End the profile that runs, if any, and give each op what was seen in its ranges."""
+        """End a running profile, and add the kernels in the ranges of each op to the op."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -71,8 +71,8 @@ class Kernels:
 
 
 def seen(events: Iterable[Any]) -> Iterator[tuple[int, str, str, int]]:
-    """Yield each kernel, and operator on a CPU: the number of the innermost range around it, its name, its
-    device, and its nanoseconds without those within it.
+    """Yield kernels, and operators on a CPU: index of the innermost range around each, name, device, and
+    nanoseconds without those of operators within.
     """
     for event in events:
         around = event.cpu_parent
@@ -115,7 +115,7 @@ class KernelResult(Result):
         return sorted(rows, key=lambda row: -row[-1])
 
     def notes(self) -> Sequence[str]:
-        """Return what the times measure, and why there are none."""
+        """Return a sentence on the times, or on why there are none."""
         if self._obstacle:
             return [f"torch.profiler did not tell: {self._obstacle}."]
         if not any(place.kernels for place in self.places):

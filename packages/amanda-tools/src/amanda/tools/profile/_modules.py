@@ -1,4 +1,4 @@
-"""The profile of modules: each with its own ops, and with those of the modules in it."""
+"""The profile of modules: the ops of each, without and with those of the modules in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ size = partial(amount, unit="B")
 
 
 class ModuleResult(Result):
-    """Times and bytes by module: self is what its own ops took, total includes the modules in it."""
+    """Times and bytes by module: self is the time of its own ops, total includes the modules in it."""
 
     name: ClassVar[str] = "profile.modules"
     title = "Profile by module"
@@ -36,7 +36,7 @@ class ModuleResult(Result):
         self.places = tuple(places)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return rows from the outermost module inwards; "" is the model, and what no module calls."""
+        """Return rows from the outermost module inwards; "" is the model, with ops that no module calls."""
         inside: dict[str, list[OpProfile]] = {}
         own: dict[str, list[OpProfile]] = {}
         for place in self.places:
@@ -65,6 +65,6 @@ def _around(module: str) -> Sequence[str]:
 
 
 def _in_order(path: str) -> list[tuple[int, int, str]]:
-    """Return a key that puts `layer.2` ahead of `layer.10`."""
+    """Return a sort key that puts `layer.2` before `layer.10`."""
     parts = path.split(".") if path else []
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Attention that is written out, as PyTorch's scaled_dot_product_attention."""
+"""Fusion of attention in single ops into PyTorch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
 
 def fuse_attention() -> Sequence[Rule]:
-    """Return the rule by which softmax(q k^T scale + mask) v, with dropout, is one fused call.
+    """Return the rule that replaces softmax(q k^T scale + mask) v, with dropout, by one fused call.
 
-    Where dropout is active other elements are dropped than by the original, as many on average.
+    Active dropout drops other elements than the original, as many on average.
     """
     scores = Op("matmul", Capture("query"), Capture("key"), where=_has_kernel)
     scaled = Maybe(Op(("mul", "div"), scores, Capture("scale"), name="scaling"))
@@ -53,7 +53,7 @@ def _is_mask(mask: Any, shape: Sequence[int]) -> bool:
 
 
 def attention(match: Match) -> Any:
-    """Return the fused call. The keys were given transposed: (..., head, length)."""
+    """Return the output of the fused call; the captured keys are transposed: (..., head, length)."""
     from torch.nn.functional import scaled_dot_product_attention
 
     query, mask = match["query"], match.get("mask")
