@@ -70,7 +70,7 @@ class _Decision:
 
 
 class ActivationPruneTool(DynamicPruneTool):
-    """Prunes positions of residual branches: a branch adds nothing at a pruned position.
+    """A tool that prunes positions of residual branches: a branch adds nothing at a pruned position.
 
     A mask unit chooses the positions for each input, from the input of the branch's first convolution: a 3x3
     convolution plus a linear function of the channels' means.  Inner convolutions compute the positions that

@@ -86,7 +86,7 @@ class _Sum:
 
 
 class AttentionPruneTool(DynamicPruneTool):
-    """Drops tokens from later layers, by the attention that they receive.
+    """A tool that drops tokens from later layers, by the attention that they receive.
 
     unit: "token", or "block" of `block` adjacent tokens.  by: "attention": each attention keeps the share
     `keep` of its tokens that all heads and queries together attend to most; "learned": a predictor of two

@@ -32,7 +32,7 @@ class _Layer:
 
 
 @dataclass(eq=False)
-class _Said:
+class _Prediction:
     """Saliencies and gates that a predictor computed for the last input.
 
     gate: factors of the channels, (N, C).  given: share of kept channels.  computed: share of the products
@@ -46,7 +46,7 @@ class _Said:
 
 
 class DynamicChannelPruneTool(DynamicPruneTool):
-    """Multiplies output channels of convolutions by predicted saliencies, and prunes the least salient.
+    """A tool that scales channels of convolutions by predicted saliencies, and prunes the least salient.
 
     The saliency is a linear function of the mean magnitudes of the input's channels; for each input the share
     `density` of channels with the largest saliencies is kept.  After a convolution with a normalisation, the
@@ -58,7 +58,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     """
 
     def __init__(self, density: float = 0.5, penalty: float = 1e-8, seed: int = 0) -> None:
-        super().__init__(seed, _Said)
+        super().__init__(seed, _Prediction)
         self._density, self._penalty = checked_share("density", density), penalty
 
     def loss(self) -> Any:

@@ -23,7 +23,7 @@ from amanda.tools.trace import Graph, Tensor, TraceTool
 
 
 class EffectivePathTool(amanda.Tool):
-    """Extracts the effective paths of a model's outputs; `paths` and `result` return them.
+    """A tool that extracts the effective paths of a model's outputs; `paths` and `result` return them.
 
     theta, mode: a neuron is explained by the fewest inputs whose contributions sum to the share theta of its
     value ("cumulative"), or by all inputs that contribute theta or more ("absolute").

@@ -26,7 +26,7 @@ class HangError(AmandaError):
 
 
 class _Watch(amanda.Tool):
-    """Stops a program that executes more than `limit` ops, or that runs for longer than `timeout` seconds."""
+    """A tool that stops a program after more than `limit` ops or `timeout` seconds."""
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
@@ -49,9 +49,9 @@ class _Watch(amanda.Tool):
 
 
 class Campaign:
-    """Runs a program `trials` times with faults that a tool injects, and classifies the outcomes.
+    """Trials of a program with faults that a tool injects, and their outcomes.
 
-    tool: injects the faults; its seed and the number of a trial determine them.
+    tool: injects the faults; its seed and the number of a trial determine them.  trials: number of runs.
     compare: function of the output without faults and the output of a trial, which returns True for a
         corrupted output: `differs`, `differs_by(...)`, `top1_changed` or your own.  Outputs are NumPy arrays
         in the structure that the program returned.

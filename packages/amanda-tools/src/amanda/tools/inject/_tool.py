@@ -21,7 +21,7 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 
 
 class InjectTool(amanda.Tool):
-    """Injects faults into elements of the selected ops' tensors; `result` lists them, `clear` starts anew.
+    """A tool that changes elements of the selected ops' tensors; `result` lists them, `clear` starts anew.
 
     fault: "bit_flip", "stuck_at_0" and "stuck_at_1" of `flips` bits in each element; "value" and "zero";
         "gaussian" (standard deviation `scale`), "uniform" (within `scale` of the old value) and "relative"

@@ -10,7 +10,7 @@ from amanda.tools.profile._op import OpProfile
 
 
 class DeviceClock:
-    """Records events around ops in the queue of a device, and adds the time between two events to the op.
+    """A clock of events around ops in the queue of a device; the time between two is added to the op.
 
     record: records an event, the given one or for None a new one, and returns the event, or None if that is
     not possible now.  An event has the methods of torch.cuda.Event.

@@ -15,7 +15,7 @@ RANGE = "amanda: "
 
 
 class Kernels:
-    """Runs torch.profiler while steps are recorded, with a range around each op and no synchronisation.
+    """Runner of torch.profiler in recorded steps, with a range around each op and no synchronisation.
 
     obstacle: why torch.profiler does not run; "" if it does.
     """

@@ -63,7 +63,7 @@ class Timeline:
 
 
 class Log:
-    """Keeps up to `limit` executions, in the order of their ends, and up to `limit` steps.
+    """A log of up to `limit` executions, in the order of their ends, and up to `limit` steps.
 
     number: of the step that is recorded now, or None.
     threads: by `get_ident`, read when the first op ended there.  dropped: number of executions not kept.

@@ -106,7 +106,7 @@ class _Held(NamedTuple):
 
 
 class Memory:
-    """Follows storages from the op that made them to their end, by weak references.
+    """Storages, followed from the op that made them to their end by weak references.
 
     Storages that an op reads and no known op made belong to `others`: parameters, inputs, older tensors.
     limit: number of changes kept for the timeline.

@@ -80,7 +80,7 @@ class _Open:
 
 
 class Recorder:
-    """Keeps sums for each op and, up to `limit`, each execution.
+    """Sums for each op and, up to `limit`, each execution.
 
     on_end: called when recording stops.
     places: profiles by the ids of the forward and the backward op.  clocks: of devices.

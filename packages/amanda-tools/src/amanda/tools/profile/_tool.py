@@ -18,7 +18,7 @@ from amanda.tools.steps import Steps
 
 
 class ProfileTool(amanda.Tool):
-    """Measures the time and memory of ops; `result` has the profile, `clear` starts anew.
+    """A tool that measures the time and memory of ops; `result` has the profile, `clear` starts anew.
 
     wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
     then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.

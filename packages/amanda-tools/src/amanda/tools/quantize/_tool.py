@@ -21,7 +21,7 @@ from amanda.tools.select import Patterns, as_remarks, unmatched
 
 
 class QuantizeTool(amanda.Tool):
-    """Simulates quantisation of the weights and activations that ops read.
+    """A tool that simulates quantisation of the weights and activations that ops read.
 
     method: the source of scales.  "static": a calibration, after which scales are fixed; "dynamic": for
         activations the values of each execution; "qat": training with the straight-through estimator, where

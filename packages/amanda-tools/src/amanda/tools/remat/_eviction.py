@@ -13,7 +13,7 @@ logger = logging.getLogger("amanda")
 
 
 class Eviction:
-    """Keeps the bytes that are alive within a budget, and evicts only what can be made again.
+    """Eviction of storages that can be made again, so that the live bytes stay within a budget.
 
     budget: bytes, None for no bound.  strict: raise BudgetError where it cannot be held.
     """
@@ -46,7 +46,7 @@ class Eviction:
                 passed.add(victim)
 
     def _drop_unneeded(self) -> None:
-        """Drop the copies of what came back and was read for the last time."""
+        """Drop the copies of storages that were made again and read for the last time."""
         for one in self.ledger.storages():
             if one.copy is not None and not (one.handles or one.locks) and one.maker and one.maker.is_over:
                 one.copy = None
@@ -62,7 +62,7 @@ class Eviction:
         return min(scores, key=scores.__getitem__, default=None)
 
     def _is_ours(self, storage: Storage) -> bool:
-        """Return True if nothing but this tool holds it."""
+        """Return True if only this tool holds a storage."""
         own = sum(handle.tensor is not None for handle in storage.handles) + (storage.copy is not None)
         return own > 0 and self.torch.uses(storage.address) == own
 

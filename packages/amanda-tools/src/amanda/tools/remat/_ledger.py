@@ -1,4 +1,4 @@
-"""The bytes of the storages that are followed, from their making to their end."""
+"""The bytes of storages, from their making to their end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from amanda.tools.remat._records import Storage
 
 @dataclass(slots=True)
 class Entry:
-    """Memory that is alive.
+    """Live memory.
 
-    size: bytes that count.  record: what it holds, by a weak reference where the record holds the memory;
-    None after it was written.
+    size: bytes that count.  record: the storage in the memory, by a weak reference if the storage holds the
+    memory; None after a write.
     """
 
     memory: weakref.ref[Any]
@@ -25,7 +25,7 @@ class Entry:
 
     @property
     def storage(self) -> Storage | None:
-        """The record of what the memory holds; None if that is unknown, or of no more use."""
+        """The storage in the memory; None after a write, or if the record has gone."""
         record = self.record
         return record if record is None or isinstance(record, Storage) else record()
 
@@ -39,7 +39,7 @@ class Totals:
 
 
 class Ledger:
-    """Counts bytes, by weak references that tell when memory ends.
+    """The account of live bytes, by weak references that report the end of memory.
 
     totals: are kept up to date.  bytes: alive now.  clock: cost of all ops that ran.
     """
@@ -50,12 +50,12 @@ class Ledger:
         self.totals, self.bytes, self.clock = totals, 0, 0.0
 
     def find(self, memory: Any) -> Entry | None:
-        """Return what is known of memory."""
+        """Return the entry of memory, or None."""
         entry = self._entries.get(memory._cdata)
         return entry if entry is not None and entry.memory() is memory else None
 
     def add(self, memory: Any, storage: Storage, counts: bool) -> None:
-        """Follow memory, which holds a storage from now on."""
+        """Follow memory that holds a storage from now on; counts: add its bytes."""
         address, dead = memory._cdata, self._dead
         self.drain()
         entry = self.find(memory)
@@ -78,7 +78,7 @@ class Ledger:
             self.totals.peak = bytes
 
     def drain(self) -> None:
-        """Take account of what has died."""
+        """Process the deaths of memory."""
         while self._dead:
             address, reference = self._dead.popleft()
             entry = self._entries.get(address)
@@ -90,7 +90,7 @@ class Ledger:
                     join_neighbours(storage)
 
     def written(self, memory: Any) -> Storage | None:
-        """Drop what memory held before it is written, and return it."""
+        """Drop and return the record of memory that is about to be written."""
         entry = self.find(memory)
         storage = None if entry is None else entry.storage
         if entry is not None and storage is not None:
@@ -105,11 +105,11 @@ class Ledger:
             entry.record = weakref.ref(storage)  # the record holds the memory, and not the other way round
 
     def storages(self) -> list[Storage]:
-        """Return what is alive."""
+        """Return the storages that are alive."""
         found = [entry.storage for entry in list(self._entries.values())]
         return [one for one in found if one is not None]
 
     def clear(self) -> None:
-        """Follow nothing any more."""
+        """Follow no memory any more."""
         self._entries.clear()
         self.bytes = 0

@@ -16,7 +16,7 @@ from amanda.tools.remat._records import OpCounts, Operation, Ref, RematError, Sc
 
 
 class Recomputation:
-    """Makes evicted storages again, within the budget."""
+    """Recomputation of evicted storages, within the budget."""
 
     def __init__(self, torch: Torch, ledger: Ledger, eviction: Eviction) -> None:
         self.torch, self.ledger, self._eviction = torch, ledger, eviction

@@ -11,7 +11,7 @@ from amanda.tools.results import Column, Result, amount, shortened
 
 
 class RematResult(Result):
-    """A row for each op of which something was evicted or that was run again, the most seconds first.
+    """A row for each op that ran again or had storages evicted, the most seconds first.
 
     budget: bytes, None for no bound.  peak: the most bytes that were alive at once.
     short: the most bytes by which an op exceeded the budget, 0 where it was held.
@@ -51,11 +51,11 @@ class RematResult(Result):
 
     @property
     def seconds(self) -> float:
-        """Spent on running ops again."""
+        """Seconds in ops that ran again."""
         return sum(one.seconds for one in self._counts)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each op."""
+        """Return a row for each op."""
         return [
             ("forward", one.type, one.module, one.source, one.evictions, one.evicted_bytes,
              one.rematerialisations, one.seconds)
@@ -63,11 +63,11 @@ class RematResult(Result):
         ]  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """The budget, and the peak against it."""
+        """Return the budget, the peak, and the bytes by which the budget was exceeded."""
         return {"budget": self.budget, "peak": self.peak, "short": self.short}
 
     def notes(self) -> Sequence[str]:
-        """Return whether the budget was held."""
+        """Return sentences on the peak and the budget."""
         peak = f"At most {self.peak:,} bytes of storages that ops had made were alive"
         if self.budget is None:
             return [f"{peak}; there was no budget."]

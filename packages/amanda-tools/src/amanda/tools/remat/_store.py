@@ -19,7 +19,7 @@ from amanda.tools.remat._records import Handle, OpCounts, Operation, Ref, Scratc
 
 
 class Store:
-    """Records ops as they run, and holds what autograd saves of them within a budget; any thread may call it.
+    """The records of ops, and of tensors that autograd saves, within a budget; any thread may call it.
 
     Evicted storages come back when they are read, before a write that would make that impossible, and at the
     end.  totals: are kept up to date.  budget, strict: as `Eviction` has them.
@@ -34,7 +34,7 @@ class Store:
         self._busy = False
 
     def meet(self, tensor: Any) -> Storage:
-        """Return the record of a tensor's storage; a new one is as given, and cannot be made again."""
+        """Return the record of a tensor's storage; that of an unknown tensor cannot be made again."""
         memory, ledger = tensor.untyped_storage(), self.ledger
         entry = ledger.find(memory)
         storage = None if entry is None else entry.storage
@@ -79,7 +79,7 @@ class Store:
         return Ref(self.meet(value), geometry, value.requires_grad, value._version, weakref.ref(value))
 
     def saving(self, operation: Operation) -> AbstractContextManager[Any]:
-        """Return a context in which autograd keeps handles of what an op saves."""
+        """Return a context in which autograd saves handles instead of an op's tensors."""
         kept, indices = weakref.ref(operation), count()  # the graph keeps the hooks, and with them `pack`
 
         def pack(tensor: Any) -> Handle:

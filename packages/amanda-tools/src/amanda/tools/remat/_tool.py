@@ -1,4 +1,4 @@
-"""The tool: lets each op of autograd's graph run under hooks that keep what it saves within a budget."""
+"""The tool: runs each differentiable op under hooks that keep the tensors it saves within a budget."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECA
 
 
 class RematTool(amanda.Tool):
-    """Keeps what PyTorch's autograd saves within a budget, and computes again what it evicted.
+    """A tool that keeps the tensors that autograd saves within a budget, and recomputes evicted ones.
 
     budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
-    heuristic: which storage goes first, a name in `HEURISTICS`.
-    cost: of an op, the "time" that it took or, for runs that repeat, "count" (each op is 1).
-    strict: raise BudgetError where the budget cannot be held, instead of going on and saying so.
-    `result` tells, `clear` starts anew.  Raises ToolError for options that are none of these.
+    heuristic: chooses the storage to evict first, a name in `HEURISTICS`.
+    cost: of an op, its "time" or, for runs that are to repeat exactly, "count" (each op is 1).
+    strict: raise BudgetError if the budget cannot be held, instead of a warning.
+    `result` has the evictions, `clear` starts anew.  Raises ToolError for other options.
 
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
     """
@@ -63,12 +63,12 @@ class RematTool(amanda.Tool):
 
     @property
     def result(self) -> RematResult:
-        """The evictions, and the ops that were run again, so far."""
+        """Return the evictions, and the ops that ran again, so far."""
         totals = self._totals
         return RematResult(list(self._counts.values()), self._budget, totals.peak, totals.short)
 
     def clear(self) -> None:
-        """Forget what was counted; what is evicted stays so."""
+        """Reset the counts; evicted storages stay evicted."""
         for counts in self._counts.values():
             counts.evictions = counts.evicted_bytes = counts.rematerialisations = 0
             counts.seconds = 0.0
@@ -78,7 +78,7 @@ class RematTool(amanda.Tool):
             self._store.ledger.note_peak()
 
     def scope_left(self) -> None:
-        """Bring back all that is evicted."""
+        """Make all evicted storages again."""
         store, self._store = self._store, None
         if store is not None:
             store.restore()
@@ -98,7 +98,7 @@ class RematTool(amanda.Tool):
         context.replace_op(self._run, kind=kind, counts=counts, compute=context.get_computation())
 
     def _pass(self, context: amanda.OpContext) -> None:
-        """Leave an op as it is, and warn once."""
+        """Leave an op unchanged, and warn once for its namespace."""
         if context.is_static():
             raise ToolError(
                 "remat acts while a model is trained in PyTorch's eager mode, not in a file: apply it to the "
@@ -113,7 +113,7 @@ class RematTool(amanda.Tool):
             self._store.before_write(self._store.torch.tensors(values))
 
     def _run(self, *inputs: Any, kind: _pytorch.Kind, counts: OpCounts, compute: _pytorch.Compute) -> Any:
-        """Run the op and record it; return NotImplemented where it leaves nothing for a backward pass."""
+        """Run and record the op; return NotImplemented for an op without a backward pass."""
         if self._store is None:
             self._store = Store(self._totals, self._budget, self._heuristic, self._strict)
         store = self._store
@@ -146,7 +146,7 @@ class RematTool(amanda.Tool):
 
 
 def _signature(value: Any) -> Hashable:
-    """Return what the bytes that an op makes depend on."""
+    """Return a key of the inputs on which the bytes that an op makes depend."""
     if type(value) in (list, tuple):
         return tuple(map(_signature, value))
     if hasattr(value, "requires_grad"):

@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class TorchSteps(Steps):
-    """Delays ops once the form of their outputs is known; the first execution of each kind computes."""
+    """Steps that delay ops once the form of their outputs is known; first executions compute."""
 
     def __init__(self, read: Callable[[Step], None]) -> None:
         super().__init__(read)

@@ -30,7 +30,7 @@ DECLINED = "the rule's condition does not hold"
 
 
 class RewriteTool(amanda.Tool):
-    """Replaces subgraphs: the replacement of a rule computes each match of the rule's pattern, as one op.
+    """A tool that replaces subgraphs: a rule's replacement computes each match of the rule's pattern.
 
     rules: `Rule`s, or names of built-in ones ("fold_batch_norm"); one or several.  Of overlapping matches the
     one that begins first is replaced, then the longest, then that of the first rule.  `result` has the
