@@ -99,7 +99,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return strength times the squared distance from the budget, of this thread's last execution."""
-        done = [one for one in self._said() if one.used is not None]
+        done = [one for one in self._predictions() if one.used is not None]
         if not done:
             return 0.0
         used, total = [one.used for one in done], [one.total for one in done]
@@ -153,8 +153,8 @@ class ActivationPruneTool(DynamicPruneTool):
             return None
         if block.convolutions[0] is one:
             self._decide(x, block)
-        said = self._present.of(block)
-        given, read = said.given.get(one), said.read.get(one)
+        decision = self._present.of(block)
+        given, read = decision.given.get(one), decision.read.get(one)
         if given is None:
             return None
         kept = do("mean", stop(given))
@@ -168,24 +168,24 @@ class ActivationPruneTool(DynamicPruneTool):
 
     def _decide(self, x: Any, block: _Block) -> None:
         """Compute the masks of a branch from its input."""
-        said, layout = self._present.of(block), block.convolutions[0].layout
+        decision, layout = self._present.of(block), block.convolutions[0].layout
         x = as_type_of(x, block.kernel)
         logits = local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         logits = logits + mean[:, :, None]
-        mask = said.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
+        mask = decision.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
         sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for one in block.convolutions[:-1]:
             sizes.append([at.places(size) for at, size in zip(one.windows, sizes[-1], strict=True)])
         used: Any = 0.0
-        said.total = 0
+        decision.total = 0
         for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
             macs = one.size * prod(mask.shape)
-            used, said.total = used + macs * do("mean", mask), said.total + macs
-            said.given[one], mask = mask, needed(mask, one.windows, size)
+            used, decision.total = used + macs * do("mean", mask), decision.total + macs
+            decision.given[one], mask = mask, needed(mask, one.windows, size)
             if one is not block.convolutions[0]:
-                said.read[one] = mask
-        said.used = used
+                decision.read[one] = mask
+        decision.used = used
 
 
 def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:

@@ -131,10 +131,10 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
-        ran = [said for said in self._said() if said.later is not None]
+        ran = [decision for decision in self._predictions() if decision.later is not None]
         if not ran or not self._learned:
             return 0.0
-        share = sum(1.0 if said.alive is None else do("mean", said.alive) for said in ran) / len(ran)
+        share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
         return self._strength * (share - self._share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
@@ -211,34 +211,36 @@ class AttentionPruneTool(DynamicPruneTool):
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
             return do("reshape", self._attend(split, one), shape)
         batch, heads, queries, keys = probabilities.shape
-        said = self._present.of(one)
-        said.alive = said.later = None
+        decision = self._present.of(one)
+        decision.alive = decision.later = None
         if queries != keys:
             return probabilities
         previous = None if one.previous is None else self._present.of(one.previous)
         before = previous.later if previous is not None and previous.carries else None
         if before is not None and tuple(before.shape) == (batch, keys):
-            said.alive = before
+            decision.alive = before
             # Without `stop`, a key that took most attention would get an unbounded gradient.
             alive = as_type_of(stop(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
-        if said.alive is None:
+        if decision.alive is None:
             one.pruned.add(0.0, macs, 0.0)
         else:
-            shares = do("mean", stop(said.alive), axis=-1)
+            shares = do("mean", stop(decision.alive), axis=-1)
             one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        said.later = self._left(probabilities, one, said, previous)
+        decision.later = self._left(probabilities, one, decision, previous)
         return probabilities
 
-    def _left(self, probabilities: Any, one: _Attention, said: _Decision, previous: _Decision | None) -> Any:
+    def _left(
+        self, probabilities: Any, one: _Attention, decision: _Decision, previous: _Decision | None
+    ) -> Any:
         """Return 0/1 of the tokens that later layers keep: (N, T)."""
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
-        alive = do("ones_like", received[:, 0]) if said.alive is None else said.alive
+        alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
         units = per_unit(alive, self._size)
         count = int(units.shape[-1])
-        if said.alive is not None and previous is not None:
+        if decision.alive is not None and previous is not None:
             count = previous.count
         guarded = np.arange(units.shape[-1]) * self._size < self._protect
         first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
@@ -247,8 +249,8 @@ class AttentionPruneTool(DynamicPruneTool):
             left = units * (first + (1 - first) * hard)
         else:
             score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
-            said.count = max(density_count(self._share, count), int(guarded.sum()))
-            left = winners(score + 1e6 * first + units - 1, said.count) * units
+            decision.count = max(density_count(self._share, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, decision.count) * units
         return per_token(left, self._size, length)
 
     def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
@@ -264,21 +266,21 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
         """Add nothing to dropped tokens at a residual connection."""
-        said = self._present.of(one)
-        said.state = None
+        decision = self._present.of(one)
+        decision.state = None
         stays = self._along(one.attention, branch)
         if stays is None:
             return None
         if one.is_normed:
-            said.state = state
+            decision.state = state
             return None
         return branch * stays, state
 
     @amanda.differentiable
     def _restore(self, normed: Any, node: DataflowNode, one: _Sum) -> Any:
         """Restore the state that dropped tokens had before a residual connection and its normalisation."""
-        said = self._present.of(one)
-        state, said.state = said.state, None
+        decision = self._present.of(one)
+        state, decision.state = decision.state, None
         stays = None if state is None else self._along(one.attention, normed)
         if stays is None:
             return None
@@ -291,12 +293,12 @@ class AttentionPruneTool(DynamicPruneTool):
 
         Returns None for all tokens, and for states of other sequences than those of the attention.
         """
-        said = self._present.of(attention)
-        if said.later is None:
+        decision = self._present.of(attention)
+        if decision.later is None:
             return None
-        shape, own = tuple(states.shape[:2]), tuple(said.later.shape)
-        if said.alive is None or shape not in (own, own[::-1]):
-            said.carries = shape in (own, own[::-1])
+        shape, own = tuple(states.shape[:2]), tuple(decision.later.shape)
+        if decision.alive is None or shape not in (own, own[::-1]):
+            decision.carries = shape in (own, own[::-1])
             return None
-        alive = said.alive if shape == own else do("transpose", said.alive, (1, 0))
+        alive = decision.alive if shape == own else do("transpose", decision.alive, (1, 0))
         return as_type_of(alive, states)[..., None]

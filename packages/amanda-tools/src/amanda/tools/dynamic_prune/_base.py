@@ -62,9 +62,9 @@ class DynamicPruneTool(amanda.Tool):
         """Return a term for the training loss, of this thread's last execution; 0.0 without one."""
         return 0.0
 
-    def _said(self) -> list[Any]:
+    def _predictions(self) -> list[Any]:
         """Return the predictions at each op in this thread's last execution."""
-        return [said for said in map(self._present.last, self._ops.values()) if said is not None]
+        return [one for one in map(self._present.last, self._ops.values()) if one is not None]
 
     def _known(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
         """Return the tool's record of an op, which `make` makes at the first analysis of the op."""

@@ -63,8 +63,8 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return penalty times the saliencies, summed over all convolutions and averaged over the batch."""
-        said = [one.saliency for one in self._said() if one.saliency is not None]
-        return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
+        found = [one.saliency for one in self._predictions() if one.saliency is not None]
+        return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in found) if found else 0.0
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         for position, number in enumerate(node.inputs):
@@ -113,19 +113,19 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _predict(self, x: Any, layer: _Layer) -> None:
         squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
         squeezed = as_type_of(squeezed, layer.weight)
-        said = self._present.of(layer)
-        said.saliency = saliency(squeezed, layer.weight, layer.bias)
+        prediction = self._present.of(layer)
+        prediction.saliency = saliency(squeezed, layer.weight, layer.bias)
         count = density_count(self._density, int(layer.bias.shape[0]))
-        kept = winners(said.saliency, count)
-        said.gate = said.saliency * kept
-        given = do("mean", as_type_of(stop(said.gate) > 0, kept), axis=-1)
+        kept = winners(prediction.saliency, count)
+        prediction.gate = prediction.saliency * kept
+        given = do("mean", as_type_of(stop(prediction.gate) > 0, kept), axis=-1)
         read = do("mean", as_type_of(stop(squeezed) > 0, kept), axis=-1)
-        said.given, said.computed = do("mean", given), do("mean", given * read)
+        prediction.given, prediction.computed = do("mean", given), do("mean", given * read)
 
     @amanda.observer
     def _count(self, made: Any, layer: _Layer) -> None:
-        positions, said = prod(made.shape) // int(layer.bias.shape[0]), self._present.of(layer)
-        layer.pruned.add(1 - said.given, layer.size * positions, 1 - said.computed)
+        positions, prediction = prod(made.shape) // int(layer.bias.shape[0]), self._present.of(layer)
+        layer.pruned.add(1 - prediction.given, layer.size * positions, 1 - prediction.computed)
 
     @amanda.differentiable
     def _prune(self, value: Any, layer: _Layer, evenly: bool = False) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import amanda
 from amanda.tools.rewrite._match import Match
 from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
@@ -15,18 +14,15 @@ def fuse_attention() -> Sequence[Rule]:
 
     Active dropout drops other elements than the original, as many on average.
     """
-    scores = Op("matmul", Capture("query"), Capture("key"), where=_has_kernel)
+    name = "fuse_attention"
+    scores = Op("matmul", Capture("query"), Capture("key"), where=lambda context: name in context["rewrites"])
     scaled = Maybe(Op(("mul", "div"), scores, Capture("scale"), name="scaling"))
     masked = Maybe(Op("add", scaled, Capture("mask"), name="masking"))
     weights = Op("softmax", masked, Capture("dim"), name="softmax")
     cast = Maybe(Op(("to", "type"), weights, name="cast"))
     dropped = Maybe(Op("dropout", cast, name="dropout"))
     fused = Op("matmul", dropped, Capture("value"))
-    return (Rule(fused, attention, when=is_attention, name="fuse_attention"),)
-
-
-def _has_kernel(context: amanda.OpContext) -> bool:
-    return "fuse_attention" in context["rewrites"]
+    return (Rule(fused, attention, when=is_attention, name=name),)
 
 
 def is_attention(match: Match) -> bool:

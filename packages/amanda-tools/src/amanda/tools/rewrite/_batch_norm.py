@@ -17,18 +17,14 @@ def fold_batch_norm() -> Sequence[Rule]:
     b' = (b - m) g / sqrt(v + eps) + beta.  Source: Jacob et al. 2018, eq. 14.  Both are computed at every
     execution, so that they follow the parameters and pass gradients to them.
     """
-    convolution = Op(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), name="convolution")
-    norm = Op("batch_norm", convolution, name="norm", where=_can_be_folded)
     name = "fold_batch_norm"
+    convolution = Op(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), name="convolution")
+    norm = Op("batch_norm", convolution, name="norm", where=lambda context: name in context["rewrites"])
     # Keras normalises by a multiplication and an addition.
     sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
     scaled = Op("mul", sum_, Capture("scale"), where=_is_per_channel)
     affine = Op("add", scaled, Capture("shift"), where=_is_per_channel)
     return Rule(norm, _folded, when=_infers, name=name), Rule(affine, _folded_affine, name=name)
-
-
-def _can_be_folded(context: amanda.OpContext) -> bool:
-    return "fold_batch_norm" in context["rewrites"]
 
 
 def _infers(match: Match) -> bool:

@@ -8,17 +8,13 @@ from typing import Any
 
 from amanda.tools.rewrite._attention import fuse_attention
 from amanda.tools.rewrite._batch_norm import fold_batch_norm
-from amanda.tools.rewrite._match import Match
 from amanda.tools.rewrite._pattern import Capture, Op, PatternError, Rule
 
 
 def remove(*types: str, name: str = "") -> Rule:
     """Return a rule that replaces ops of these types by their first input, as "dropout" in inference."""
-    return Rule(Op(types, Capture("input")), _first, name=name or f"remove {', '.join(types)}")
-
-
-def _first(match: Match) -> Any:
-    return match["input"]
+    told = name or f"remove {', '.join(types)}"
+    return Rule(Op(types, Capture("input")), lambda match: match["input"], name=told)
 
 
 def insert_after(pattern: Op, function: Callable[[Any], Any], name: str = "") -> Rule:
