@@ -15,9 +15,8 @@ from amanda.tools.command._config import read_config
 from amanda.tools.command._launch import command_of
 from amanda.tools.command._options import Unreadable, read
 from amanda.tools.command._spec import combined, made
-from amanda.tools.coverage import CoverageResult
-from amanda.tools.coverage import Place as CoveragePlace
-from amanda.tools.flops import FlopsResult, FlopsTool, Place
+from amanda.tools.coverage import CoverageResult, OpCoverage
+from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
 from amanda.tools.results import Mergeable
 from amanda.tools.stats import StatsTool
@@ -226,7 +225,7 @@ def test_the_command_line_comes_before_the_configuration() -> None:
 
 def test_flops_of_ranks_add_up() -> None:
     def result(calls: int, module: str) -> FlopsResult:
-        places = [Place("forward", "linear", one, "a.py:1", calls, 10, 20, 5, 40) for one in ("", module)]
+        places = [OpCost("forward", "linear", one, "a.py:1", calls, 10, 20, 5, 40) for one in ("", module)]
         return FlopsResult(places)
 
     one, two = result(2, "a"), result(3, "b")
@@ -238,7 +237,7 @@ def test_flops_of_ranks_add_up() -> None:
 
 
 def test_coverage_of_ranks_adds_up() -> None:
-    place = CoveragePlace("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
+    place = OpCoverage("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
     one = CoverageResult([place])
     merged = one.merged(CoverageResult.from_dict(one.to_dict()))
     assert isinstance(merged, Mergeable)

@@ -14,7 +14,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import (
     FoundMemory,
-    OpPlace,
+    OpRecord,
     TensorTool,
     bits_of,
     from_bytes,
@@ -66,7 +66,7 @@ def test_bytes_of_elements_are_read_and_replaced_in_a_copy(made: Any) -> None:
 def test_numbers_are_read_where_a_tensor_lies(made: Any) -> None:
     x = made()
     xp = tensors_of(x)
-    numbers = xp.numbers(x)
+    numbers = xp.stored_values(x)
     assert xp.extents(x) == (2, 3, 4)
     assert np.array_equal(xp.exact(xp.dense(x)), VALUES)
     assert xp.exact(xp.at(x, [1, 7, 23])).tolist() == VALUES.reshape(-1)[[1, 7, 23]].tolist()
@@ -78,16 +78,16 @@ def test_numbers_are_read_where_a_tensor_lies(made: Any) -> None:
 def test_a_sparse_tensor_has_the_zeros_that_it_does_not_store() -> None:
     x = torch.eye(3, dtype=torch.complex64).mul(3 + 4j).to_sparse()
     xp = tensors_of(x)
-    numbers = xp.numbers(x)
+    numbers = xp.stored_values(x)
     assert numbers.tolist() == [5.0] * 3
     assert xp.unstored(x, numbers) == 6
-    assert xp.numbers(x, safe=True).dtype == torch.float64
+    assert xp.stored_values(x, widen=True).dtype == torch.float64
     assert xp.exact(xp.dense(x)).shape == (3, 3)
 
 
 def test_a_tensor_on_the_meta_device_has_no_numbers() -> None:
     x = torch.ones(3, device="meta")
-    assert tensors_of(x).numbers(x) is None
+    assert tensors_of(x).stored_values(x) is None
     assert tensors_of(x).dense(x) is None
 
 
@@ -99,18 +99,18 @@ def test_an_exact_array_has_the_type_of_the_tensor() -> None:
         numpy_type("imaginary")
 
 
-class Met(TensorTool[OpPlace]):
-    """Notes the role, position, ordinal and execution of each tensor."""
+class Met(TensorTool[OpRecord]):
+    """Notes the role, position, flat index and execution of each tensor."""
 
     def __init__(self, *roles: str, **options: Any) -> None:
         super().__init__(roles, **options)
         self.met: list[tuple[str, str, int, int, int]] = []
 
-    def op_place(self, context: amanda.OpContext, phase: str, kind: str) -> OpPlace:
-        return OpPlace(phase, kind, context.get_scope(), context.get_source())
+    def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> OpRecord:
+        return OpRecord(phase, kind, context.get_scope(), context.get_source())
 
-    def look(self, place: OpPlace, tensors: Any, execution: int) -> None:
-        self.met += [(place.type, one.role, one.position, one.ordinal, execution) for one in tensors]
+    def observe(self, record: OpRecord, tensors: Any, execution: int) -> None:
+        self.met += [(record.type, one.role, one.position, one.flat_index, execution) for one in tensors]
 
 
 def test_a_tool_looks_at_tensors_by_their_roles() -> None:
@@ -123,6 +123,22 @@ def test_a_tool_looks_at_tensors_by_their_roles() -> None:
         ("input", 0, 0, 0), ("weight", 1, 1, 0), ("input", 2, 2, 0), ("output", 0, 0, 0),
     ]  # fmt: skip
     assert [one[1] for one in tool.met].count("weight gradient") == 1
+
+
+def test_a_tool_of_gradients_analyses_backward_ops_alone() -> None:
+    model, x = nn.Linear(2, 3), torch.ones(1, 2)
+    recorded: list[str] = []
+
+    class Recording(Met):
+        def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> OpRecord:
+            recorded.append(phase)
+            return super().op_record(context, phase, kind)
+
+    tool = Recording("gradient")
+    with amanda.apply(tool):
+        model(x).sum().backward()
+    assert {one[1] for one in tool.met} == {"gradient", "weight gradient"}
+    assert set(recorded) == {"backward"}
 
 
 def test_a_tool_looks_at_some_executions() -> None:

@@ -17,7 +17,7 @@ from torch.autograd.profiler_util import Kernel
 
 import amanda
 from amanda.errors import AmandaError, ToolError
-from amanda.tools.profile import Place, ProfileResult, ProfileTool
+from amanda.tools.profile import OpProfile, ProfileResult, ProfileTool
 from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import RANGE, seen
 from amanda.tools.profile._recorder import Recorder, Schedule
@@ -32,7 +32,7 @@ def profiled(program: Callable[[], Any], tool: ProfileTool | None = None) -> Pro
     return tool.result
 
 
-def place(result: ProfileResult, kind: str, phase: str = "forward") -> Place:
+def place(result: ProfileResult, kind: str, phase: str = "forward") -> OpProfile:
     (found,) = [one for one in result.places if (one.type, one.phase) == (kind, phase)]
     return found
 
@@ -393,7 +393,7 @@ class Mark:
 
 
 def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_end() -> None:
-    queue, one = Queue(), Place("forward", "", "", "")
+    queue, one = Queue(), OpProfile("forward", "", "", "")
     clock = DeviceClock(queue.record)
     clock.KEPT = 10
     for _ in range(15):
@@ -413,7 +413,7 @@ def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_e
 
 def test_marks_of_a_device_are_put_around_the_op_alone() -> None:
     recorder, clock = Recorder(Schedule(), 10), DeviceClock(Queue().record)
-    outer, inner = Place("forward", "outer", "", ""), Place("forward", "inner", "", "")
+    outer, inner = OpProfile("forward", "outer", "", ""), OpProfile("forward", "inner", "", "")
     begin, end = recorder.in_sequence(outer, [clock])
     begin_inner, end_inner = recorder.in_sequence(inner, [clock])
     begin()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import amanda
-from amanda.tools.profile import Place, ProfileResult, ProfileTool
+from amanda.tools.profile import OpProfile, ProfileResult, ProfileTool
 from amanda.tools.profile._log import GRAPH, Event, Step, Thread, Timeline
 from amanda.tools.profile._trace import pairs
 
@@ -133,8 +133,8 @@ def test_arrows_lead_from_each_forward_op_to_its_backward_ops(result: ProfileRes
 
 def test_of_an_op_executed_again_and_again_the_last_execution_comes_first_in_the_backward_pass() -> None:
     forward, backward = (
-        Place("forward", "mul", "", "", op_id=7),
-        Place("backward", "mul_backward", "", "", op_id=7),
+        OpProfile("forward", "mul", "", "", op_id=7),
+        OpProfile("backward", "mul_backward", "", "", op_id=7),
     )
     events = [
         Event(one, i, 1, 1) for i, one in enumerate([forward] * 3 + [backward] * 3 + [forward, backward])
@@ -143,7 +143,7 @@ def test_of_an_op_executed_again_and_again_the_last_execution_comes_first_in_the
 
 
 def test_ops_that_run_side_by_side_are_on_tracks_of_their_own() -> None:
-    op = Place("forward", "mul", "", "", op_id=7, calls=4)
+    op = OpProfile("forward", "mul", "", "", op_id=7, calls=4)
     spans = [(0, 10), (5, 10), (12, 3), (15, 1)]
     timeline = Timeline(
         [Event(op, *span, GRAPH) for span in spans], {GRAPH: Thread(1, "any")}, [Step(0, 0, 20)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ from amanda.tools.quantize import (
     Grid,
     QuantizeError,
     QuantizeTool,
+    _files,
     choose_qparams,
     extremes,
     fake_quantize,
     lsq_quantize,
     lsq_scale,
 )
+from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.select import select
 
 with warnings.catch_warnings():
@@ -310,6 +313,22 @@ def test_another_tool_quantises_with_the_scales_of_a_file(
         assert torch.equal(model(batches[0]), wanted)
     assert len(list(again.parameters())) == len(list(tool.parameters()))
     assert again.result.facts()["qparams"] == tool.result.facts()["qparams"]
+
+
+def test_scales_of_an_older_version_are_read_and_of_a_newer_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {"fc/linear/weight.scale": np.float32([0.5, 2])}
+    for suffix in (".json", ".safetensors"):
+        path = write_scales(tmp_path / f"scales{suffix}", arrays, {"options": {}})
+        with monkeypatch.context() as later:
+            later.setattr(_files, "_VERSION", 2)
+            found, about = read_scales(path)
+            newer = write_scales(tmp_path / f"newer{suffix}", arrays, {})
+        assert np.array_equal(found["fc/linear/weight.scale"], arrays["fc/linear/weight.scale"])
+        assert about["version"] == 1
+        with pytest.raises(QuantizeError, match=r"version 1 is read here; it is newer: update "):
+            read_scales(newer)
 
 
 def test_scales_for_other_bits_are_refused(model: Network, batches: list[Tensor], tmp_path: Path) -> None:

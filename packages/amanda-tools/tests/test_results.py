@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.results import Column, Result, amount, check_schema, shortened
 from amanda.tools.results._text import fitting
 
 
@@ -165,3 +165,19 @@ def test_text_keeps_each_row_in_a_line_however_wide() -> None:
 
 def test_the_last_three_columns_stay() -> None:
     assert fitting(["a", "b", "source", "d"], [["x" * 50] * 4], 10, [False] * 4) == ([0, 1, 3], 12)
+
+
+def test_older_versions_are_read_and_newer_ones_name_the_distribution() -> None:
+    def content(version: object) -> dict[str, object]:
+        return {"schema": "amanda.calls", "version": version}
+
+    assert [check_schema(content(one), "calls", 3) for one in (1, 2, 3)] == [1, 2, 3]
+    with pytest.raises(
+        ValueError, match=r"versions 1 to 3 are read here; it is newer: update .*amanda-tools"
+    ):
+        check_schema(content(4), "calls", 3)
+    with pytest.raises(ValueError, match=r"version 1 of amanda\.calls, and versions 2 to 3 are read here$"):
+        check_schema(content(1), "calls", 3, oldest=2)
+    for other in (0, True, "1", 1.0, None):
+        with pytest.raises(ValueError, match=r"version 1 is read here$"):
+            check_schema(content(other), "calls", 1)

@@ -171,6 +171,32 @@ def test_captures_of_one_name_are_one_value() -> None:
     assert tool.result.count() == 1
 
 
+def test_an_op_that_may_be_absent_fits_no_input_that_an_op_lacks() -> None:
+    scaled = Maybe(Op("mul", Capture("bias"), None))
+    x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+
+    def found(pattern: Op, program: Callable[[], Any]) -> list[dict[str, bool]]:
+        kept: list[dict[str, bool]] = []
+
+        def original(match: Match) -> Any:
+            kept.append({"bias": "bias" in match, "mul": "mul" in match.ops})
+            return match.original()
+
+        torch.testing.assert_close(rewritten(RewriteTool([Rule(pattern, original)]), program), program())
+        return kept
+
+    linear = Op("linear", None, None, scaled)
+    assert found(linear, lambda: F.linear(x, weight)) == []
+    assert found(linear, lambda: F.linear(x, weight, bias)) == [{"bias": True, "mul": False}] * 3
+    assert len(found(linear, lambda: F.linear(x, weight, bias * 2))) == 2  # the first is not known yet
+    nested = Op("linear", None, None, Maybe(Op("mul", Maybe(Op("neg", Op("relu", None))))))
+    assert found(nested, lambda: F.linear(x, weight)) == []
+    assert found(nested, lambda: F.linear(x, weight, bias)) == []
+    beyond = Op("relu", Capture("x"), Maybe(Op("mul", Capture("x"))))
+    assert found(beyond, lambda: torch.relu(x)) == []
+    assert len(found(Op("linear", None, None, None), lambda: F.linear(x, weight))) == 3
+
+
 def test_a_condition_is_asked_at_each_execution() -> None:
     rule = Rule(TEN.pattern, TEN.replacement, when=lambda match: match.original().sum() > 1)
     tool = RewriteTool([rule])

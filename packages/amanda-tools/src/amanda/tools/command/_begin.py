@@ -1,4 +1,4 @@
-"""The first step of a process under `amanda run`: cheap, for most processes never use a framework."""
+"""Start of a process under `amanda run`: cheap, because most processes never import a framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def begin() -> None:
-    """Open the scope: at once in the root process, with the first import of a framework in others."""
+    """Open the scope: at once in the root process, at the first import of a framework in others."""
     handed = json.loads(os.environ["AMANDA_TOOLS"])
     if os.getpid() == handed["root"]:
         _open()
@@ -27,7 +27,7 @@ def _open() -> None:
 
 
 class _Beginning(MetaPathFinder):
-    """Sees the first import of a framework, ahead of it."""
+    """Import hook that opens the scope before the first import of a framework."""
 
     def __init__(self, frameworks: Sequence[str]) -> None:
         self._frameworks = frozenset(frameworks)
@@ -39,7 +39,7 @@ class _Beginning(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         _open()
-        for finder in list(sys.meta_path):  # which may have become another list
+        for finder in list(sys.meta_path):  # opening may have changed the list
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find else None
             if spec is not None:

@@ -33,14 +33,14 @@ _KEYS = ("output", "tools")
 
 @dataclass
 class Config:
-    """Tools, and the folder for results."""
+    """The content of a configuration file: tools, and the folder for results."""
 
     tools: list[ToolSpec] = field(default_factory=list)
     output: Path | None = None
 
 
 def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
-    """Read a file, and add the tools of the command line. Raises SpecError where there is no tool."""
+    """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
     found = Config() if path is None else read_config(path)
     found.tools = combined(found.tools, [ToolSpec.parse(text) for text in tools])
     if not found.tools:
@@ -49,7 +49,7 @@ def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
 
 
 def read_config(path: Path) -> Config:
-    """Read a file. Raises SpecError, which says what is wrong and where."""
+    """Return the content of a configuration file; raise SpecError if it is not valid."""
     found = _parsed(path)
     if not isinstance(found, Mapping):
         raise SpecError(f"{path} has no keys; it has {' and '.join(_KEYS)}")
@@ -74,13 +74,13 @@ def _parsed(path: Path) -> Any:
             import yaml
 
             return yaml.safe_load(text) or {}
-    except Exception as error:  # a parser's own; it has line and column
+    except Exception as error:  # the parser's own error, with line and column
         raise SpecError(f"{path} is no {path.suffix[1:].upper()}: {error}") from None
     raise SpecError(f"{path} is neither .toml nor .yaml")
 
 
 def _tools(path: Path, found: Any) -> list[ToolSpec]:
-    """Read a table of tools by name, or a list of names and tables that have a `name`."""
+    """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`."""
     if isinstance(found, Mapping):
         tables = {name: one or {} for name, one in found.items()}
         found = [{**one, "name": name} if isinstance(one, Mapping) else one for name, one in tables.items()]

@@ -1,4 +1,4 @@
-"""Results of a program's processes: left by each, gathered, merged, saved and told by the root process."""
+"""Results of a program's processes: each writes a file; the root process merges, saves and prints them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from amanda.tools.results import Result, can_merge, merge, restored
 
 
 class Gathering:
-    """The tools of one process and where their results go.
+    """The tools of one process, and the way of their results to the root process.
 
-    messages: what is logged, ever more.
-    In the folder that the processes share each leaves `<label>.json` when all else is written: for each
-    tool its result as `to_dict` gives it and as text, and what was logged.
+    messages: the list to which warnings are appended while the process runs.
+    Each process writes `<label>.json` into the folder that the processes share, after all other files: for
+    each tool its result as `to_dict` gives it, or as text, and the messages.
     """
 
     def __init__(self, handed: Handed, tools: Sequence[Tooling], messages: Sequence[str], label: str) -> None:
@@ -34,18 +34,18 @@ class Gathering:
         self._tools = tools
         self._logged = messages
         self._label = label
-        # Of one of several roots that know nothing of each other, where a rank has its own.
+        # Several roots that know nothing of each other save under names of their own.
         self._suffix = "" if label.partition(".")[0] == "main" or handed.together else label
 
     def leave(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
-        """Save this process's results and leave them for the root, in a file.
+        """Save this process's results, and write them into a file for the root process; return its path.
 
-        saw_op: whether it has any.  ended: False while it goes on, which the results then say.
-        followed: whether another program begins in this process, which may be the root.
+        saw_op: whether there are results.  ended: False while the process goes on; the results say so.
+        followed: whether `exec` is about to replace the program of this process, which may be the root.
         """
         handed, remark = self._handed, None
         self._lost: list[str] = []
-        # It is the root, and saves for itself.
+        # The root needs no file.
         alone = handed.root == os.getpid() and not handed.together and not followed
         if not ended:
             now = datetime.now(timezone.utc).isoformat(" ", "seconds")
@@ -89,27 +89,30 @@ class Gathering:
             return {"saved": saved, "result": None, "text": None if result is None else str(result)}
 
     def tell(self, saw_op: bool) -> None:
-        """Gather, merge, save and print. saw_op: whether this process has results of its own."""
+        """Merge the results of all processes, save and print them.
+
+        saw_op: whether this process has results of its own.
+        """
         self._lost = []
         folder = Path(self._handed.folder)
         paths = sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem))
         others = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
-        if not self._handed.quiet:  # what the program printed comes first
+        if not self._handed.quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
         teller = Teller(self._handed.quiet)
         expected = max((one["ranks"] for one in others.values()), default=0)
-        missing = missing_ranks(others, expected) if expected else []  # of another host's nothing is known
+        missing = missing_ranks(others, expected) if expected else []  # ranks of other hosts are not known
         for index, tooling in enumerate(self._tools):
             theirs = {label: one["tools"][index] for label, one in others.items() if one["tools"][index]}
             try:
                 self._tell(teller, tooling, theirs, missing, saw_op)
-            except Exception as error:  # of a tool, whose result is one of several
+            except Exception as error:  # the other tools' results are printed
                 self._lose(tooling, error)
         teller.say(*_each_once(self._messages, others, "messages"))
         killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
         teller.say(*dict.fromkeys([*_each_once(self._lost, others, "lost"), *killed]), anyway=True)
-        if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # none is to come
+        if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
             shutil.rmtree(folder, ignore_errors=True)
 
     def _tell(
@@ -160,21 +163,21 @@ class Gathering:
         if path is None or getattr(type(result), "save", None) is getattr(object, "save", None):
             return None
         if label:
-            path = path.with_name(f"{label}.{path.name}")  # what it ends in says the form
+            path = path.with_name(f"{label}.{path.name}")  # the suffix says the form
         try:
             place = tooling.home / path
             place.parent.mkdir(parents=True, exist_ok=True)
             whole = place.with_name(f".{place.name}")  # a process that is killed leaves what it saved before
             result.save(whole)
             whole.replace(place)
-        except Exception as error:  # what can still be told is told
+        except Exception as error:  # results can still be printed
             self._lost.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None
         return str(path)
 
 
 class Teller:
-    """Standard error, with tables on a terminal and plain text elsewhere; nothing where it is to be quiet."""
+    """Writer to standard error: tables on a terminal, plain text elsewhere, nothing if `quiet`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._is_there = sys.stderr is not None and not sys.stderr.closed
@@ -182,12 +185,12 @@ class Teller:
         self._console = Console(file=sys.stderr, highlight=False)
 
     def say(self, *texts: str, anyway: bool = False) -> None:
-        """Write lines, also where it is to be quiet if they are to be read anyway."""
+        """Write lines; anyway: also if the writer is quiet."""
         for text in texts:
             self._print(Text(f"amanda: {text}"), anyway)
 
     def say_saved(self, name: str, *paths: str | None) -> None:
-        """Write which files have a result, if any has."""
+        """Write the paths of the files with a tool's result, if there are any."""
         if saved := [path for path in paths if path]:
             self.say(f"{name} is in {', '.join(saved)}")
 
@@ -201,17 +204,17 @@ class Teller:
             return
         try:
             self._console.print(told, soft_wrap=isinstance(told, Text))
-        except (OSError, ValueError):  # nobody reads it any more
+        except (OSError, ValueError):  # the reader has gone
             self._is_there = False
 
 
 def _nothing(name: str) -> str:
-    """Return what is said where no op of any framework ran."""
+    """Return the sentence for a run without an op of any framework."""
     if frameworks := " or ".join(driven_frameworks()):
         return f"{name}: no op of {frameworks} was executed"
     return 'no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"'
 
 
 def _each_once(own: Iterable[str], others: Mapping[str, Any], key: str) -> list[str]:
-    """Return the sentences of this process and of others."""
+    """Return the sentences of this process and of others, each once."""
     return list(dict.fromkeys([*own, *(text for one in others.values() for text in one[key])]))

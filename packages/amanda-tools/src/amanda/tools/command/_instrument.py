@@ -100,7 +100,7 @@ def instrument(arguments: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """End the process at SIGTERM as an exception does, so that nothing is left behind."""
+    """Convert SIGTERM to SystemExit, so that temporary files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -116,10 +116,10 @@ def _ended_by_signal() -> Iterator[None]:
 
 
 def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
-    """Load "TOOL=FILE", or "FILE" where there is one tool, each into its tool.
+    """Load the state of tools from "TOOL=FILE", or from "FILE" if there is one tool.
 
-    A tool with a `load` of its own reads the file; others are given its arrays as `load_state_dict` takes
-    them. Raises SpecError for a file that cannot be read, and for no such tool.
+    A tool's own `load` reads the file; without one, `load_state_dict` takes the arrays of the file.
+    Raises SpecError for a file that cannot be read, and for an unknown tool.
     """
     named = {tooling.name: tooling for tooling in toolings}
     for text in given:
@@ -143,9 +143,9 @@ def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
 
 
 def read_arrays(path: Path) -> Mapping[str, Any]:
-    """Read the arrays of an .npz or .safetensors file by name; nothing in it is run.
+    """Return the arrays of an .npz or .safetensors file by name; raise SpecError for another file.
 
-    Raises SpecError for another file.
+    No code in the file runs.
     """
     if path.suffix == ".npz":
         try:
@@ -167,7 +167,7 @@ def read_arrays(path: Path) -> Mapping[str, Any]:
 
 
 class InstrumentedResult(Result):
-    """A row for each type of op and tool, with how many routines are at such ops."""
+    """A row for each type of op and each tool, with the numbers of routines at such ops."""
 
     name: ClassVar[str] = "instrument"
     columns: ClassVar[Sequence[Column]] = (
@@ -181,7 +181,7 @@ class InstrumentedResult(Result):
         self._model = model
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return types and tools with their numbers of routines; a stored one is counted as that alone."""
+        """Return types and tools with their numbers of routines; stored ones are counted as stored alone."""
         done = self._done.inlined
         counted = Counter(
             (one.type, one.tool, "stored" if one.stored else _WHERE[one.action]) for one in done
@@ -191,7 +191,7 @@ class InstrumentedResult(Result):
         return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
 
     def notes(self) -> Sequence[str]:
-        """Say how many ops there were, and what could not be instrumented."""
+        """Return the number of ops, and the ops that could not be instrumented."""
         done = self._done
         stored = any(one.stored for one in done.inlined)
         return [
@@ -201,7 +201,7 @@ class InstrumentedResult(Result):
         ]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the files, and each routine."""
+        """Return the paths of both files, and each routine."""
         return {
             "model": str(self._model), "out": str(self._done.path), "kind": self._done.kind,
             "analysed": self._done.analysed, "routines": [one._asdict() for one in self._done.inlined],

@@ -1,4 +1,4 @@
-"""Starting the program: Python itself runs it, so that nothing about it is different; also by `os.exec*`."""
+"""Start of the program under tools, and of programs that replace it by `os.exec*`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the command line of a program, and True if it is a program of this Python's.
+    """Return the command line of a program, and True if Python runs it.
 
-    `script.py ...`, `-m module ...`, `-c code ...` and further options are for Python; another file that
-    can be executed, and the name of one on PATH, are run as they are.
-    Raises SpecError for what is not there.
+    `script.py ...`, `-m module ...`, `-c code ...` and further options are for this Python; another
+    executable file, and the name of one on PATH, is run as it is.
+    Raises SpecError for a program that does not exist.
     """
     first = program[0]
     if first.startswith("-"):
@@ -48,8 +48,9 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | None, **options: Any) -> int:
-    """Become the program, with the tools in its environment; return only where it is not Python's.
+    """Replace this process by the program, with the tools in its environment.
 
+    A program that Python does not run is a child process instead, whose exit status is returned.
     options: further fields of `Handed`.
     """
     command, python = command_of(program)
@@ -76,9 +77,9 @@ def launch(program: Sequence[str], tools: Sequence[ToolSpec], output: Path | Non
 
 
 def _folder_for(output: Path) -> Path:
-    """Make the folder for results, so that a program does not run for nothing; return its absolute path.
+    """Make the folder for results; return its absolute path.
 
-    Raises SpecError for one that cannot be made or written to.
+    Raises SpecError, before the program runs, if the folder cannot be made or written to.
     """
     try:
         place = output.absolute()
@@ -96,12 +97,12 @@ def _tell(handed: Handed) -> None:
 
 
 def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callable[[], None]) -> int:
-    """Run a program that is not Python's; return its exit status, or die by its signal."""
+    """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
     arrived: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        # From a terminal the child has it too; a second one tells it no more.
+        # A terminal sends SIGINT to the child as well.
         if number == signal.SIGINT and os.isatty(0):
             return
         arrived.append(number)
@@ -123,7 +124,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], tell: Callab
 
 
 def _check_flags(program: Sequence[str]) -> None:
-    """Refuse switches with which Python does not look at what its environment says."""
+    """Raise SpecError for switches with which Python ignores PYTHONPATH or site."""
     arguments = iter(program)
     for argument in arguments:
         if not argument.startswith("-") or argument.startswith("--") or argument == "-":
@@ -141,12 +142,12 @@ def _check_flags(program: Sequence[str]) -> None:
 
 
 def _is_script(path: Path) -> bool:
-    """Return True if a file is for Python to run, and no command of its own."""
+    """Return True for a Python file, and for a file that is not executable."""
     return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
 
 
 def is_python(path: Path) -> bool:
-    """Return True if a program is run by a Python."""
+    """Return True for a Python interpreter, and for a script whose first line names Python."""
     if path.resolve() == Path(sys.executable).resolve():
         return True
     with path.open("rb") as file:
@@ -155,12 +156,12 @@ def is_python(path: Path) -> bool:
 
 
 def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
-    """Call `leave` whenever this process is about to become another program.
+    """Call `leave` whenever `exec` is about to replace the program of this process.
 
-    leave: is told whether the program will be under the tools; gives a function that takes back what was
-        left, which is called where the system refuses.
+    leave: takes True if the next program runs under the tools; returns a function that withdraws the results
+        that `leave` wrote, which is called if `exec` fails.
     """
-    for name in ("execv", "execve"):  # which the others of their family call
+    for name in ("execv", "execve"):  # which the others of the family call
         setattr(os, name, _leaving(getattr(os, name), leave))
 
 
@@ -186,7 +187,7 @@ def _can_be_run(path: Any) -> bool:
 
 
 def _stays(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
-    """Return True if a program is one of Python's that begins with the tools of this environment."""
+    """Return True if Python runs a program, in an environment that names tools."""
     try:
         return any(os.fsdecode(name) == VARIABLE for name in env) and is_python(Path(os.fsdecode(path)))
     except (TypeError, OSError, AttributeError):

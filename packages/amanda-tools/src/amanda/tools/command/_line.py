@@ -1,4 +1,4 @@
-"""Parts that subcommands share: how they end, and options that several have."""
+"""Parts of several subcommands: exit statuses and common options."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _USAGE = (SpecError, UnknownToolError)
 
 
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
-    """Run a subcommand; return its exit status, 2 where it is used wrongly.
+    """Run a subcommand; return its exit status, 2 for wrong usage.
 
-    name: "amanda view".  failure: the status where what is asked for cannot be done, as AmandaError and
-    OSError tell.  What is wrong is written to standard error.
+    name: of the subcommand, for messages ("amanda view").  failure: the status after an AmandaError or an
+    OSError, whose message is written to standard error.
     """
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_HELP) or 0)
-    except click.Abort:  # what click makes of KeyboardInterrupt
+    except click.Abort:  # click converts KeyboardInterrupt
         return _said(name, "interrupted", 130)
     except click.ClickException as error:
         error.show()
@@ -46,13 +46,13 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
             where = "the working directory has been deleted: "
         return _said(name, f"{where}{error.strerror or error}", failure)
     except Exception as error:
-        if not _notes(error):  # it is of no tool
+        if not _notes(error):  # no tool raised it
             raise
         return _said(name, f"{type(error).__name__}: {error}", failure, error)
 
 
 def save_option(*forms: str) -> Callable[[Any], Any]:
-    """Return the option `--save FILE`, given as the argument `files`: paths with one of some suffixes."""
+    """Return the option `--save FILE`, passed as `files`; forms: the suffixes that paths may have."""
     return click.option(
         "--save", "files", multiple=True, type=path_to_write(*forms), metavar="FILE",
         help=f"Write the result, as {', '.join(forms)}; may be repeated.",
@@ -60,14 +60,14 @@ def save_option(*forms: str) -> Callable[[Any], Any]:
 
 
 def tool_option(told: str) -> Callable[[Any], Any]:
-    """Return the option `--tool`, given as the argument `tools`."""
+    """Return the option `--tool`, passed as `tools`; told: its help."""
     return click.option(
         "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help=told
     )  # fmt: skip
 
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--compiled`, given as the argument `compiled`."""
+    """Add the option `--compiled`, passed as `compiled`."""
     told = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
     kind = click.Choice(["eager", "instrument"])
     return click.option("--compiled", type=kind, default="eager", help=told)(command)
@@ -84,7 +84,7 @@ class _Size(click.ParamType[int]):
 
 
 def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--limit SIZE`, up to which the command reads files."""
+    """Add the option `--limit SIZE`: the size of the largest file that the command reads."""
 
     @functools.wraps(command)
     def limited(limit: int | None, **given: Any) -> Any:
@@ -98,7 +98,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def path_to_write(*forms: str) -> Callable[[str], Path]:
-    """Return the type of an option for a file to be written: a path with a known suffix, in a folder."""
+    """Return the type of an option for a file to write: a path with a known suffix, in an existing folder."""
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -119,12 +119,12 @@ def _said(name: str, text: str, status: int, error: BaseException | None = None)
 
 
 def _notes(error: BaseException | None) -> list[str]:
-    """Return the notes on the op, and the tool, that an error was raised in."""
+    """Return the notes on an error that name the tool and the op in which it was raised."""
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
 
 
 def function_of(named: str) -> Callable[[], Any]:
-    """Import the function of FILE:FUNCTION or MODULE:FUNCTION.  Raises SpecError for anything else."""
+    """Import and return the function of FILE:FUNCTION or MODULE:FUNCTION; raise SpecError for other text."""
     where, _, name = named.rpartition(":")
     path = Path(where)
     if not where or not name:
@@ -158,5 +158,5 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
-            raise  # what the module itself imports
+            raise  # for an import in the module itself
         raise SpecError(f"there is no module {name}, and no file of that name") from error

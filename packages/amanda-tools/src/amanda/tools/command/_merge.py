@@ -1,4 +1,4 @@
-"""`amanda merge`: results that ranks or processes saved as one, also those of a run that did not end well."""
+"""`amanda merge`: merges results that ranks or processes saved, also after a run that was killed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def merge(arguments: Sequence[str]) -> int:
 
 
 def _merged(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:
-    """Return results by the name of their tool."""
+    """Return a merged result for each tool, by the tool's name; "" for files that were named one by one."""
     found = _of_folder(files[0]) if len(files) == 1 and files[0].is_dir() else {"": _of_files(files)}
     made: dict[str, Result] = {}
     for tool, results in found.items():
@@ -78,7 +78,7 @@ def _of_folder(folder: Path) -> dict[str, dict[str, Result]]:
 
 
 def _of_files(files: Sequence[Path]) -> dict[str, Result]:
-    """Return results by the process that the file's name tells; by the path where several tell the same."""
+    """Return results by the process in the file's name, or by path if two names have the same process."""
     named = [_OF_PROCESS.fullmatch(path.name) for path in files]
     labels = [
         path.stem if name is None else name[1].rstrip(".") for path, name in zip(files, named, strict=True)

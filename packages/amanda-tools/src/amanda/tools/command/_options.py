@@ -1,4 +1,4 @@
-"""Values of a tool's options from text, as its constructor's annotations say."""
+"""Conversion of text to values of a tool's options, by the annotations of the tool's constructor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_TEXT = "its values are no text: make the tool in Python"
 
 
 class Unreadable(ValueError):
-    """A value is not of the kind that is expected; the message says what would be."""
+    """A value is not of the expected type, which the message names."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Option:
 
     @property
     def readable(self) -> bool:
-        """True if it can be given as text."""
+        """True if text can be converted to the option's type."""
         return _is_readable(self.type)
 
     def read(self, given: Given) -> Any:
-        """Return the value. Raises Unreadable, which says what is expected."""
+        """Return the value; raise Unreadable, which names the expected type."""
         return read(given, self.type)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
     target = getattr(kind, "__init__") if isinstance(kind, type) else kind  # noqa: B009
     try:
         hints = typing.get_type_hints(target)
-    except Exception:  # a name that is there for type checkers alone, say
+    except Exception:  # such as a name that only type checkers import
         hints = {}
     parameters = inspect.signature(kind).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
@@ -89,7 +89,7 @@ def read(given: Given, kind: Any) -> Any:
 
 
 def expected(kind: Any) -> str:
-    """Return a type in words for people."""
+    """Return the name of a type for messages."""
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(expected(one) for one in members)

@@ -1,7 +1,7 @@
-"""Processes of one program: what is handed to them, their names, which are missing, and the last to end.
+"""Processes of one program: the settings that they inherit, their labels, and the last one to end.
 
-Ranks that each began with `amanda run`, as of `torchrun -m amanda run`, share a folder, and the last tells
-for all.
+Ranks that each began with `amanda run`, as under `torchrun -m amanda run`, share a folder; the last rank to
+end prints the results of all.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _RANK = re.compile(r"rank(\d+)(\.restart\d+)?")
 
 @dataclass(frozen=True)
 class Handed:
-    """tools: name and given options of each.  folder: where processes leave what the root gathers.
+    """Settings that a process inherits through its environment.
 
-    root: id of the process that gathers and prints.  output: folder for results.  quiet: print nothing.
-    frameworks: the import names at which the tools of a child begin.
-    every: seconds after which results are saved as they are so far; None for not before the end.
-    together: whether the program is one of several ranks, of which the last that ends gathers and prints.
-    compiled: as of `amanda.apply`.  construction: whether tools see what makes models.
+    tools: name and given options of each.  folder: where processes write their results for the root.
+    root: id of the process that merges and prints results.  output: folder for results.
+    quiet: print nothing.  frameworks: import names at which the scope of a child opens.
+    every: seconds between two saves of the present results; None to save at the end alone.
+    together: whether the program is one of several ranks, of which the last to end merges and prints.
+    compiled: as in `amanda.apply`.  construction: whether tools see the ops that construct models.
     """
 
     tools: list[tuple[str, dict[str, Any]]]
@@ -56,7 +57,7 @@ class Handed:
     construction: bool = False
 
     def put(self, environment: MutableMapping[str, str]) -> None:
-        """Put it into an environment, with the folder on PYTHONPATH that Python begins with."""
+        """Write the settings into an environment, with the folder of `sitecustomize` first on PYTHONPATH."""
         environment[VARIABLE] = json.dumps(asdict(self))
         others = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
         environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, others)])
@@ -64,16 +65,16 @@ class Handed:
 
     @classmethod
     def get(cls) -> Handed:
-        """Read the environment of this process."""
+        """Return the settings in the environment of this process."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
     def toolings(self) -> list[Tooling]:
-        """Make the tools, for one process."""
+        """Return new tools for one process."""
         return made(ToolSpec(name, given) for name, given in self.tools)
 
 
 def number_of_ranks() -> int:
-    """Return how many ranks the launcher started on this host; 0 if unknown, or if other hosts have more."""
+    """Return the number of ranks, if the launcher started all of them on this host; otherwise 0."""
     for every, here in _SIZES:
         size = os.environ.get(every, "")
         if size.isdigit() and os.environ.get(here) == size:
@@ -82,10 +83,10 @@ def number_of_ranks() -> int:
 
 
 def process_label(handed: Handed) -> str:
-    """Return a name for this process: "main", "rank0", "process123", "rank0.process123" for a rank's child.
+    """Return a label for this process: "main", "rank0", "process123", "rank0.process123" for a rank's child.
 
-    "rank0.restart1" where the launcher has started the ranks again, "main.restart1" of a program that this
-    process has become.
+    "rank0.restart1" after the launcher has started the ranks again, "main.restart1" after `exec` has replaced
+    the program of the process.
     """
     above = os.environ.get(PROCESS, "")
     rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
@@ -104,12 +105,15 @@ def process_label(handed: Handed) -> str:
 
 
 def is_rank(label: str) -> bool:
-    """Return True if a process is a rank itself, not one that a rank has started."""
+    """Return True for the label of a rank, False for that of a process that a rank has started."""
     return _RANK.fullmatch(label) is not None
 
 
 def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
-    """Return ranks without a label, for each start of the ranks: of so many, or up to the last with one."""
+    """Return the labels of missing ranks, for each start of the ranks.
+
+    ranks: the number of ranks; None for up to the highest one that has a label.
+    """
     found: dict[str, set[int]] = {}
     for match in filter(None, map(_RANK.fullmatch, labels)):
         found.setdefault(match[2] or "", set()).add(int(match[1]))
@@ -124,12 +128,12 @@ def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
 
 
 def by_number(label: str) -> list[tuple[str, int]]:
-    """Return a key for sorting, so that rank10 comes after rank2."""
+    """Return a sort key that puts rank10 after rank2."""
     return [(letters, int(digits or 0)) for letters, digits in re.findall(r"(\D*)(\d*)", label)]
 
 
 def folder_of_ranks() -> str | None:
-    """Make a folder that the ranks of a launcher share; None for no rank, and for ranks of several hosts."""
+    """Return a folder that the ranks of a launcher share; None outside of ranks, and for several hosts."""
     if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
     run = digest(os.getppid(), *(os.environ.get(name, "") for name in _OF_RUN))
@@ -141,7 +145,7 @@ def folder_of_ranks() -> str | None:
 
 
 class Rank:
-    """One of the ranks, alive until it has left its results: others see a lock, which dies with it."""
+    """One of several ranks: a lock file shows the others that the rank has not yet written its results."""
 
     def __init__(self, folder: str, label: str) -> None:
         self._folder = Path(folder)
@@ -150,7 +154,7 @@ class Rank:
         fcntl.lockf(self._alive, fcntl.LOCK_EX)
 
     def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
-        """Leave the results of this rank; tell those of all if no other is alive."""
+        """Call `leave` to write the results of this rank, then `tell` if no other rank is alive."""
         with _alone(self._folder / "telling"):
             leave()
             if self._alive is not None:

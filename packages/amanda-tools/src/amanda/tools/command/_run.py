@@ -52,7 +52,7 @@ def _command(
     amanda run --config amanda.toml -- torchrun --nproc-per-node 2 train.py
 
     `amanda tools` lists the tools, `amanda info TOOL` their options. Of every tool: type, module, phase
-    (which ops it is for), start, end, frequency (at which steps), out (a file for its result).
+    (of the ops it acts on), start, end, frequency (of steps), out (a file for its result).
     """
     settings = configured(config, tools, such_as="flops")
     if not program:
@@ -60,7 +60,7 @@ def _command(
     output = output or settings.output
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
-    made(settings.tools)  # so that what is wrong is said now
+    made(settings.tools)  # so that errors come before the program starts
     return launch(
         program, settings.tools, output,
         quiet=quiet, every=every, compiled=compiled, construction=construction,

@@ -1,4 +1,4 @@
-"""Saving results before the end: from time to time, and at a signal that native code keeps from Python."""
+"""Saving of results before the end: at intervals, and at a signal whose Python handler cannot run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import amanda
 
 GRACE = 1.0
-"""Seconds after which a signal that ends the process has not been answered: it waits in native code."""
+"""Seconds without an answer to a signal, after which the main thread is taken to wait in native code."""
 _SOON = 0.1
 
 
 class Saving(threading.Thread):
-    """Calls `save` every so many seconds, and where the main thread does not come to its signal handler.
+    """Thread that calls `save` every so many seconds, and when a signal's handler cannot run.
 
-    A rank that waits for another in a collective is told to end by its launcher, and after some seconds is
-    killed; Python's handlers run on the main thread, which waits.  A signal that arrives just before a
-    system call that waits does not end the wait, so it is sent once more: of SIG_DFL the process would die.
+    A launcher ends a rank that waits for another one in a collective by a signal, and kills the rank some
+    seconds later; Python runs handlers on the main thread, which waits.  A signal that arrives just before a
+    blocking system call does not interrupt the call, so the thread sends the signal once more.
     """
 
     def __init__(self, save: Callable[[], None], every: float | None) -> None:
@@ -34,20 +34,20 @@ class Saving(threading.Thread):
         os.set_blocking(self._writing, False)
 
     def receive_signals(self, handler: Any) -> None:
-        """Receive signals for a handler, unless the program does so itself.  On the main thread."""
+        """Watch a handler's signals, unless the program has a wakeup descriptor; call on the main thread."""
         self._handler = handler
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
 
     def ignore_signals(self) -> None:
-        """Receive no signals, in a child that would tell its parent's thread of its own."""
+        """Stop watching signals in a forked child, which would notify the thread of its parent."""
         before = signal.set_wakeup_fd(-1)
         if before not in (-1, self._writing):
             signal.set_wakeup_fd(before)
 
     def run(self) -> None:
-        """Wait and save, until `end`."""
+        """Save at intervals and at signals, until `end`."""
         with amanda.disabled():
             self._run()
 
@@ -70,6 +70,6 @@ class Saving(threading.Thread):
             signal.pthread_kill(main, number)
 
     def end(self) -> None:
-        """Save no more."""
+        """End the thread."""
         self._ended.set()
         os.write(self._writing, b"\0")

@@ -1,4 +1,4 @@
-"""A process under `amanda run`: its scope, from its beginning to its end."""
+"""One process under `amanda run`, from the opening of its scope to its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _MESSAGES = 1000
 
 
 class Session:
-    """Tools of their own, applied to all that this process does; after a fork the child has its own."""
+    """The scope of one process: tools made for the process, and applied until it ends or becomes a program.
+
+    A forked child begins again with tools of its own.
+    """
 
     _pid = 0
     _scope: Any = None
@@ -35,10 +38,10 @@ class Session:
     _waiting: int | None = None
 
     def __init__(self) -> None:
-        self._held: list[set[int]] = []  # what was blocked before each fork that is under way
+        self._held: list[set[int]] = []  # the signals that were blocked before each fork under way
 
     def open(self) -> None:
-        """Begin, and end with the process."""
+        """Open the scope, and see to it that the scope closes when the process ends."""
         plugin_manager().register(self)
         self._begin()
         show_program_alone()
@@ -63,7 +66,7 @@ class Session:
             Teller().say(f"no tools in process {os.getpid()}: {error}")
 
     def _start(self, handed: Handed) -> None:
-        """Open the scope of this process."""
+        """Make the tools and apply them."""
         tools = handed.toolings()
         for tooling in tools:
             if not handed.construction and tooling.phase is None:
@@ -82,7 +85,7 @@ class Session:
             self._listen()
 
     def _listen(self) -> None:
-        """Start the thread that saves results, and that hears signals."""
+        """Start the thread that saves results and receives signals."""
         if os.name == "posix" and self._saving is None:
             self._saving = Saving(self._save, self._handed.every)
             self._saving.start()
@@ -93,14 +96,14 @@ class Session:
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
-        """Note that there is something to tell."""
+        """Note that an op ran under the tools, so that there are results."""
         self._saw_op = True
 
     def _is_closed(self) -> bool:
         return self._pid != os.getpid() or self._scope.closed
 
     def _finish(self) -> None:
-        """Close the scope; leave the results for the root process, or gather and tell them. Once."""
+        """Close the scope once; write the results for the root process, or print those of all processes."""
         if self._is_closed():
             return
         try:
@@ -122,13 +125,16 @@ class Session:
             gathering.leave(self._saw_op)
 
     def _save(self) -> None:
-        """Leave the results as they are so far."""
+        """Write the present results for the root process."""
         with self._leaving:
             if self._saw_op and not self._is_closed():
                 self._gathering.leave(ended=False)
 
     def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
-        """Leave the results for the program that this process becomes; return what takes them back."""
+        """Write the results before `exec` replaces this program; return a function that withdraws them.
+
+        under_tools: whether the next program runs under the tools, and gathers results.
+        """
         left = None
         if not under_tools:
             self._end()
@@ -138,9 +144,9 @@ class Session:
         return lambda: left.unlink(missing_ok=True) if left is not None else None
 
     def _hold_signals(self) -> None:
-        """Keep signals that end a process waiting: Python forgets one that a child gets as it begins.
+        """Block SIGTERM and SIGHUP during a fork: Python loses a signal that a child receives as it begins.
 
-        Without tools the child would die of it, as a worker may of a pool that is terminated early.
+        Without tools the signal would end the child, such as a worker of a pool that is terminated early.
         """
         self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
 
@@ -152,7 +158,7 @@ class Session:
         if self._saving is not None:
             self._saving.ignore_signals()
         self._begin()
-        # Its processes end without what `atexit` has; what it clears in a child is registered after that.
+        # Its processes skip `atexit`; it clears finalizers in a child, so ours is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.register_after_fork(self, Session._end_with_multiprocessing)
@@ -186,7 +192,10 @@ class Session:
 
 
 class Messages(logging.Handler):
-    """Messages that Amanda logs, as of ops that could not be instrumented; they are told at the end."""
+    """Log handler that collects warnings of Amanda, such as ops that could not be instrumented.
+
+    told: the messages, each once, which the end of the process prints.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -197,7 +206,7 @@ class Messages(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message, once."""
+        """Collect a message that is new."""
         message = record.getMessage()
         if message not in self.told and len(self.told) < _MESSAGES:
             self.told.append(message)
@@ -209,5 +218,5 @@ def _die(number: int) -> None:
 
 
 def open_session() -> None:
-    """Put this process under the tools that its environment names."""
+    """Apply the tools that the environment names to this process."""
     Session().open()

@@ -1,4 +1,4 @@
-"""Tools to be applied, with their options, the ops and steps that each is for, and files for results."""
+"""Tools of the command line: their options, selected ops and steps, and files for their results."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SELECTORS: Mapping[str, Option] = {
         Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
     )
 }  # fmt: skip
-"""Options of every tool, unless it has one of that name itself: which ops it is for, at which steps,
-and the file that its result goes to."""
+"""Options of every tool that has none of that name itself: selected ops and steps, and the file for the
+result."""
 
 
 class SpecError(AmandaError, ValueError):
-    """A tool is given an option that it does not have, or a value that it does not take."""
+    """A tool has no such option, or an option cannot take the given value."""
 
 
 @dataclass
 class Tooling:
-    """A tool that was made, under a name of its own, and the file for its result.
+    """A tool, its name in the output, and the file for its result.
 
-    phase: the part of the program that was asked for; None for all.
-    home: what the path of the file begins at, wherever the program goes.
+    phase: the selected part of the program; None for all.
+    home: the folder that `out` is relative to, even if the program changes its working directory.
     """
 
     name: str
@@ -59,7 +59,7 @@ def _working_directory() -> Path | None:
 
 @dataclass
 class ToolSpec:
-    """A tool by its registered name, and what is given for its options, as text or as it is in a file."""
+    """The registered name of a tool, and values for its options: texts, or values of a configuration file."""
 
     name: str
     given: dict[str, Given] = field(default_factory=dict)
@@ -91,10 +91,10 @@ class ToolSpec:
         return f"{self.name}:{','.join(given)}" if given else self.name
 
     def make(self, steps: Steps) -> Tooling:
-        """Make the tool and apply the selection to it.
+        """Return a new tool, restricted to its selection.
 
-        Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, what was
-        given and what is expected.
+        Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, the given and
+        the expected value.
         """
         kind = _class(self.name)
         options = options_of(kind)
@@ -132,7 +132,7 @@ class ToolSpec:
 
 
 def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
-    """Return both, in order; of a tool that both have, options of the second come before the first's."""
+    """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
     specs = [ToolSpec(one.name, dict(one.given)) for one in first]
     known = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
@@ -144,7 +144,7 @@ def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[Tool
 
 
 def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
-    """Make tools, which go by the same steps; one that is there twice is called "flops-2" the second time.
+    """Return tools that count the same steps; the second of a kind is named "flops-2".
 
     Raises what `ToolSpec.make` raises.
     """
@@ -159,7 +159,7 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
     return toolings
 
 
-_class = functools.cache(tool_class)  # a forked process looks up none of them again
+_class = functools.cache(tool_class)  # a forked process need not look them up again
 
 
 def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:

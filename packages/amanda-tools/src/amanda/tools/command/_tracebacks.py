@@ -16,7 +16,7 @@ _CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
 
 
 def show_program_alone() -> None:
-    """Leave Amanda's frames out where Python tells of an exception that nothing caught."""
+    """Remove Amanda's frames from the tracebacks of exceptions that nothing caught."""
     before = sys.excepthook
     before_in_thread = threading.excepthook
 
@@ -36,9 +36,9 @@ def show_program_alone() -> None:
 
 
 def strip(error: BaseException | None) -> None:
-    """Take Amanda's frames out of an exception that an op raised, and out of those it comes from.
+    """Remove Amanda's frames from an exception that an op raised, and from its causes.
 
-    One of a tool keeps them, and so does one of Amanda itself; an interrupt may come anywhere.
+    Exceptions of tools and of Amanda itself keep the frames; interrupts lose them wherever they were raised.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -74,7 +74,7 @@ def _stripped(trace: TracebackType | None, all_of_ours: bool) -> TracebackType |
 
 
 def _calls_op(frames: list[TracebackType]) -> bool:
-    """Return True if the last of Amanda's frames in a row is where the op itself is called."""
+    """Return True if the last frame calls the op itself."""
     if not frames:
         return False
     code = frames[-1].tb_frame.f_code

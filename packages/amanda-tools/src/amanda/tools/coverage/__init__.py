@@ -6,7 +6,7 @@ with amanda.apply(coverage):
 print(coverage.result.by("phase"))
 """
 
-from amanda.tools.coverage._result import CoverageResult, Place
+from amanda.tools.coverage._result import CoverageResult, OpCoverage
 from amanda.tools.coverage._tool import CoverageTool
 
-__all__ = ["CoverageResult", "CoverageTool", "Place"]
+__all__ = ["CoverageResult", "CoverageTool", "OpCoverage"]

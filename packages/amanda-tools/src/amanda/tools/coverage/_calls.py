@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import amanda
-from amanda.tools.coverage._result import Place
+from amanda.tools.coverage._result import OpCoverage
 from amanda.tools.kit._requirements import check
 
 
@@ -21,10 +21,10 @@ class Span:
 
     def __init__(self) -> None:
         self._count = 0
-        self._first: Place
-        self._last: Place
+        self._first: OpCoverage
+        self._last: OpCoverage
 
-    def add(self, place: Place) -> None:
+    def add(self, place: OpCoverage) -> None:
         """Add one more op, which is the last so far."""
         if self._count == 0:
             self._first = place

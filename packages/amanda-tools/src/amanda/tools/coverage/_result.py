@@ -15,7 +15,7 @@ _COUNTS = ("calls", "whole", "entered", "left")
 
 
 @dataclass
-class Place:
+class OpCoverage:
     """One op, forward or backward.
 
     model: class of the outermost module that calls it.  calls: how often it was executed.  whole: how often
@@ -34,7 +34,7 @@ class Place:
     left: int = 0
 
 
-class CoverageResult(PlacesResult[Place]):
+class CoverageResult(PlacesResult[OpCoverage]):
     """Executions of ops, and those that hooks of modules would have seen.
 
     places: each op apart.  by: the keys of a row, of `KEYS`.
@@ -42,14 +42,14 @@ class CoverageResult(PlacesResult[Place]):
 
     name: ClassVar[str] = "coverage"
     keys: ClassVar[Sequence[str]] = KEYS
-    place = Place
+    place = OpCoverage
     summed = _COUNTS
     counted: ClassVar[Sequence[Column]] = (
         *(Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")),
         Column("share", show="{:.1%}".format, number=True, unit="share"),
     )
 
-    def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
+    def __init__(self, places: Iterable[OpCoverage], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls]
         self.tell_by(by, "Ops that hooks of modules see")
 

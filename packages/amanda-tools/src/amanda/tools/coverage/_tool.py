@@ -10,7 +10,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.coverage._calls import KERAS, TORCH, Call, Modules, Span
-from amanda.tools.coverage._result import CoverageResult, Place
+from amanda.tools.coverage._result import CoverageResult, OpCoverage
 from amanda.tools.mapping import MappingTool, StandardMapping
 
 
@@ -27,8 +27,8 @@ class CoverageTool(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self._places: dict[int, Place] = {}
-        self._in_graphs: dict[int, Place] = {}
+        self._places: dict[int, OpCoverage] = {}
+        self._in_graphs: dict[int, OpCoverage] = {}
         self._calls: dict[int, tuple[FrameType, Call]] = {}
         self._number = 0
         modules = [["pytorch", TORCH.describe], ["tensorflow/*/eager", KERAS.describe]]
@@ -66,20 +66,20 @@ class CoverageTool(amanda.Tool):
         else:
             context.insert_before_backward_op(self._count, grad_outputs=[], place=place)
 
-    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
+    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> OpCoverage:
         places = self._places if context.get("modules") else self._in_graphs
         if op not in places:
             where = (context.get_scope(), context.get_source(), context.get("model", ""))
-            places[op] = Place(phase, kind, *where)
+            places[op] = OpCoverage(phase, kind, *where)
         return places[op]
 
     @staticmethod
     @amanda.observer
-    def _count(place: Place) -> None:
+    def _count(place: OpCoverage) -> None:
         place.calls += 1
 
     @amanda.observer
-    def _enter(self, place: Place, modules: Modules, run: dict[str, Any]) -> None:
+    def _enter(self, place: OpCoverage, modules: Modules, run: dict[str, Any]) -> None:
         place.calls += 1
         frame = modules.innermost(sys._getframe(1))
         if frame is None:
@@ -93,16 +93,16 @@ class CoverageTool(amanda.Tool):
             call.forward.add(place)
 
     @amanda.observer
-    def _enter_backward(self, place: Place, run: dict[str, Any]) -> None:
+    def _enter_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
         place.calls += 1
         call: Call | None = run.get("call")
         if call is not None and call.leaf and call.number == self._number:
             call.backward.add(place)
 
 
-def _see_scopes(places: Iterable[Place]) -> None:
+def _see_scopes(places: Iterable[OpCoverage]) -> None:
     """Record which ops in graphs are seen, from how many there are in each name scope."""
-    groups: dict[tuple[str, str], list[Place]] = {}
+    groups: dict[tuple[str, str], list[OpCoverage]] = {}
     for place in places:
         place.whole = place.entered = place.left = 0
         if place.calls and place.module and place.type != "accumulate_grad":

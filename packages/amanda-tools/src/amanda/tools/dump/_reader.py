@@ -22,7 +22,7 @@ class Dump:
     """The ops and entries of a folder's index; `array` reads a tensor that was kept.
 
     op_by_op: names and lines of compiled callables that ran as eager code.
-    Raises AmandaError for a folder that has no index of this schema and version.
+    Raises AmandaError for a folder without an index, or with one of a newer version.
 
     >>> dump = Dump("dump")  # doctest: +SKIP
     >>> [dump.array(entry) for entry in dump if dump.ops[entry.op].type == "conv2d"]  # doctest: +SKIP

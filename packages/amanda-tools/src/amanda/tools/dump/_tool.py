@@ -18,7 +18,7 @@ from amanda.tools.dump._entry import Entry, Op
 from amanda.tools.dump._result import DumpResult
 from amanda.tools.dump._values import array, summary
 from amanda.tools.dump._writer import Writer
-from amanda.tools.kit import OpPlace, OpTensor, TensorTool, tensors_of
+from amanda.tools.kit import OpRecord, OpTensor, TensorTool, tensors_of
 from amanda.tools.mapping import itemsize
 
 Keep = Literal["no", "summary", "full"]
@@ -28,13 +28,13 @@ _SMALL = 1 << 18
 
 
 @dataclass
-class _Place(OpPlace):
+class _IndexedOp(OpRecord):
     """One op and its index in the dump."""
 
     index: int
 
 
-class DumpTool(TensorTool[_Place]):
+class DumpTool(TensorTool[_IndexedOp]):
     """Writes summaries of tensors, or the tensors themselves, with an index, into a folder.
 
     folder: made when needed; in a run of several ranks, a folder for each in it.  inputs, outputs, weights,
@@ -95,10 +95,10 @@ class DumpTool(TensorTool[_Place]):
         value: a tensor, or lists, tuples and dicts of tensors; anything else is left out.
         """
         if self._dtype is not None:
-            place = self._met(Op("forward", "returned", "", "", "", 0))
-            self._see(*_leaves(value), place=place, role="output", dtype=self._dtype)
+            record = self._met(Op("forward", "returned", "", "", "", 0))
+            self._see(*_leaves(value), record=record, role="output", dtype=self._dtype)
 
-    def op_place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
+    def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
         """Take an op into the index."""
         forward, backward = context.get_op_id(), context.get_backward_op_id()
         op, of = (forward, None) if context.is_forward() else (backward or 0, forward)
@@ -107,32 +107,32 @@ class DumpTool(TensorTool[_Place]):
             context["layout"], context["weight_layout"],
         ))  # fmt: skip
 
-    def _met(self, op: Op) -> _Place:
-        return _Place(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
+    def _met(self, op: Op) -> _IndexedOp:
+        return _IndexedOp(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
 
-    def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
+    def _record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
         for scope in State.current().scopes:
             if not any(scope.report is one for one in self._writer.reports):
                 self._writer.reports.append(scope.report)
         self._dtype = context["dtype"]
-        return super()._place(context, phase, kind)
+        return super()._record(context, phase, kind)
 
-    def look(self, place: _Place, tensors: Iterator[OpTensor], execution: int) -> None:
+    def observe(self, record: _IndexedOp, tensors: Iterator[OpTensor], execution: int) -> None:
         """Take in what is kept of the tensors of an execution."""
         for one in tensors:
             keep = self._keeps[one.role.split()[-1]]
             if keep != "no":
-                self._take(place, one, keep, execution)
+                self._take(record, one, keep, execution)
         self._order += 1
 
-    def _take(self, place: _Place, one: OpTensor, keep: Keep, execution: int) -> None:
+    def _take(self, record: _IndexedOp, one: OpTensor, keep: Keep, execution: int) -> None:
         shape = tensors_of(one.tensor).extents(one.tensor)
         size = prod(shape) * (itemsize(one.dtype) or 8)
         left_out = self._left_out(size) if keep == "full" else None
         kept = keep == "full" and left_out is None
         numbers = array(one.tensor) if kept or size <= _SMALL else None
         entry = Entry(
-            place.index, self._order, execution, one.role, one.position, shape, one.dtype,
+            record.index, self._order, execution, one.role, one.position, shape, one.dtype,
             summary(one.tensor if numbers is None else numbers),
             left_out="its layout" if kept and numbers is None else left_out,
         )  # fmt: skip

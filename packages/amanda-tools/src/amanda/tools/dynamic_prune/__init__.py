@@ -1,4 +1,4 @@
-"""Pruning that goes by the input: channels of convolutions, positions of activations, tokens.
+"""Pruning that depends on the input: channels of convolutions, positions of activations, tokens.
 
 tool = DynamicChannelPruneTool(density=0.5)
 tool.prepare(model, images)

@@ -1,4 +1,4 @@
-"""Spatially sparse activations: positions of residual branches are pruned by what enters them."""
+"""Spatially sparse activations: pruning of positions in residual branches, by their inputs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ _POINTWISE = frozenset(
      "hardswish", "hardsigmoid", "sigmoid", "tanh", "clamp", "dropout", "BiasAdd", "add", "sub", "mul", "div",
      "to", "Identity", "clone", "contiguous"}
 )  # fmt: skip
-"""Ops that compute each position of itself, and of vectors."""
+"""Types of ops that compute each position from the same position of their input, and from vectors."""
 
 
 @dataclass(eq=False)
 class _Convolution:
-    """A convolution of a residual branch.
-
-    size: elements of the kernel.
-    """
+    """A convolution of a residual branch; size: elements of the kernel."""
 
     pruned: Pruned
     layout: str
@@ -58,11 +55,11 @@ class _Block:
 
 
 @dataclass(eq=False)
-class _Said:
+class _Decision:
     """Masks and costs that the mask unit of a branch computed for the last input.
 
-    given, read: 0/1 of the positions that each convolution gives and reads; read lacks the first, whose input
-    others read too.  used, total: multiply-accumulates.
+    given, read: 0/1 for the output and input positions of each convolution that are needed; read lacks the
+    first convolution, whose input other ops read too.  used, total: multiply-accumulates.
     """
 
     mask: Any = None
@@ -73,18 +70,18 @@ class _Said:
 
 
 class ActivationPruneTool(DynamicPruneTool):
-    """Computes residual branches at some positions alone: at the others they add nothing.
+    """A tool that prunes positions of residual branches: a branch adds nothing at a pruned position.
 
-    For each input a mask unit says where a branch is worth it: a convolution of 3x3 and a linear function of
-    the means, of what the branch's first convolution reads. Inner convolutions give what the next one needs
-    at these positions. In training the mask is sampled (Gumbel, straight through).
+    A mask unit chooses the positions for each input, from the input of the branch's first convolution: a 3x3
+    convolution plus a linear function of the channels' means.  Inner convolutions compute the positions that
+    the next one needs.  In training the mask is sampled (Gumbel, straight through).
 
-    budget: share of the branches' multiply-accumulates that `loss()` aims at.  strength: of that loss.
-    temperature: of the sigmoid whose gradient the mask has.  `progress`, from 0 to 1, is how much of the
-    training is done: at 0 each branch is to have the budget, at 1 all together.
+    budget: target of `loss()`, a share of the branches' multiply-accumulates.  strength: factor of the loss.
+    temperature: of the sigmoid that gives the mask its gradient.  progress: share of the training that is
+    done, from 0, where each branch has the budget, to 1, where all branches together have it.
 
-    In PyTorch, and TensorFlow's eager mode, a branch is known when its end was executed: the first pass of a
-    model is dense, or `prepare` is that pass.
+    In PyTorch, and TensorFlow's eager mode, a branch is known once its end has run: the first pass of a model
+    is dense, or `prepare` is that pass.
     Source: Verelst & Tuytelaars 2020, "Dynamic convolutions: exploiting spatial sparsity for faster
     inference".
     """
@@ -94,7 +91,7 @@ class ActivationPruneTool(DynamicPruneTool):
     def __init__(
         self, budget: float = 0.5, strength: float = 10.0, temperature: float = 1.0, seed: int = 0
     ) -> None:
-        super().__init__(seed, _Said)
+        super().__init__(seed, _Decision)
         self._budget, self._strength = checked_share("budget", budget), strength
         if not temperature > 0:
             raise AmandaError(f"temperature is {temperature!r}; it is a number above 0")
@@ -102,7 +99,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return strength times the squared distance from the budget, of this thread's last execution."""
-        done = [one for one in self._said() if one.used is not None]
+        done = [one for one in self._predictions() if one.used is not None]
         if not done:
             return 0.0
         used, total = [one.used for one in done], [one.total for one in done]
@@ -156,8 +153,8 @@ class ActivationPruneTool(DynamicPruneTool):
             return None
         if block.convolutions[0] is one:
             self._decide(x, block)
-        said = self._present.of(block)
-        given, read = said.given.get(one), said.read.get(one)
+        decision = self._present.of(block)
+        given, read = decision.given.get(one), decision.read.get(one)
         if given is None:
             return None
         kept = do("mean", stop(given))
@@ -170,31 +167,31 @@ class ActivationPruneTool(DynamicPruneTool):
         return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
 
     def _decide(self, x: Any, block: _Block) -> None:
-        """Compute the masks of a branch from what it reads."""
-        said, layout = self._present.of(block), block.convolutions[0].layout
+        """Compute the masks of a branch from its input."""
+        decision, layout = self._present.of(block), block.convolutions[0].layout
         x = as_type_of(x, block.kernel)
         logits = local(x, block.kernel, block.stride, layout)
         mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         logits = logits + mean[:, :, None]
-        mask = said.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
+        mask = decision.mask = binary_gumbel(logits, self._noise(logits), self._temperature)
         sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for one in block.convolutions[:-1]:
             sizes.append([at.places(size) for at, size in zip(one.windows, sizes[-1], strict=True)])
         used: Any = 0.0
-        said.total = 0
+        decision.total = 0
         for one, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
             macs = one.size * prod(mask.shape)
-            used, said.total = used + macs * do("mean", mask), said.total + macs
-            said.given[one], mask = mask, needed(mask, one.windows, size)
+            used, decision.total = used + macs * do("mean", mask), decision.total + macs
+            decision.given[one], mask = mask, needed(mask, one.windows, size)
             if one is not block.convolutions[0]:
-                said.read[one] = mask
-        said.used = used
+                decision.read[one] = mask
+        decision.used = used
 
 
 def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
-    """Return the convolutions at the end of a branch, in order, each with how many channels it reads.
+    """Return the convolutions at the end of a branch, in order, each with the number of its input channels.
 
-    Between them are ops that compute each position of itself.
+    All ops between them are pointwise.
     """
     found: list[tuple[_Convolution, int]] = []
     for node in ops:
@@ -208,11 +205,11 @@ def _convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]
 
 
 def _reads_vectors(node: DataflowNode) -> bool:
-    """Return True if all inputs of an op beside its data are vectors or numbers."""
+    """Return True if all inputs of an op but the first are vectors or numbers."""
     return all(sum(one != 1 for one in shape) <= 1 for shape in node.shapes[1:] if shape is not None)
 
 
 def _masked(value: Any, mask: Any, layout: str) -> Any:
-    """Return a value, and zero where the mask is."""
+    """Return a value times a mask of positions."""
     mask = as_type_of(mask, value)
     return value * (mask[:, None] if layout.index("C") == 1 else mask[..., None])

@@ -1,4 +1,4 @@
-"""Token skimming: attention decides which tokens, or blocks of them, later layers do without."""
+"""Token skimming: attention chooses tokens, or blocks of tokens, that later layers drop."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 class _Attention:
     """An attention.
 
-    heads: where the softmax has batch and heads in one axis.  width: of a head.  previous: the attention
-    before it.  skim: parameters of the learned predictor.
+    heads: number of heads if batch and heads share an axis in the softmax, else None.  width: of a head.
+    previous: the attention before this one.  skim: parameters of the learned predictor.
     """
 
     pruned: Pruned
@@ -58,12 +58,12 @@ class _Attention:
 
 @dataclass(eq=False)
 class _Decision:
-    """The decision of an attention for the last input; at a residual connection `state`, what is added to.
+    """The decision of an attention for the last input.
 
-    alive: 0/1, (N, T), the tokens that the attention was given; None for all.  later: those that are left for
-    the next.  count: of the units that are left, where each input keeps as many.  carries: True where the
-    sequences of later layers are the same, as far as residual connections show: windows of images are others
-    in each layer.
+    alive: 0/1, (N, T), of the tokens that reach the attention; None for all.  later: of those that reach the
+    next one.  count: number of units in `later`, if it is the same for each input.  carries: whether later
+    layers have the same sequences, as far as residual connections show; windows of images differ by layer.
+    state: at a residual connection, the tensor that the branch is added to.
     """
 
     alive: Any = None
@@ -77,8 +77,8 @@ class _Decision:
 class _Sum:
     """A residual connection behind an attention.
 
-    is_normed: whether it adds to what a normalisation gave; then one follows, which takes dropped tokens
-    back to the state that was added to.
+    is_normed: whether the branch is added to the output of a normalisation; then the normalisation that
+    follows restores the state of dropped tokens.
     """
 
     attention: _Attention
@@ -86,16 +86,17 @@ class _Sum:
 
 
 class AttentionPruneTool(DynamicPruneTool):
-    """Drops tokens from later layers by what attention says of them.
+    """A tool that drops tokens from later layers, by the attention that they receive.
 
-    unit: "token", or "block" of `block` tokens in a row.  by: "attention": each attention keeps, of the
-    tokens that it was given, the share `keep` that all heads and queries attend to most; "learned": a
-    predictor of two layers, from the attention that a token receives and pays to itself in each head, says
-    what is kept; then `keep` is the mean share of tokens in all attentions that `loss()` aims at.
-    protect: so many first tokens stay.  strength: of the loss.  hidden: neurons of the predictor.
+    unit: "token", or "block" of `block` adjacent tokens.  by: "attention": each attention keeps the share
+    `keep` of its tokens that all heads and queries together attend to most; "learned": a predictor of two
+    layers chooses, from the attention that a token receives and pays to itself in each head; then `keep` is
+    the target of `loss()`, the mean share of tokens in all attentions.
+    protect: number of first tokens that are always kept.  strength: factor of the loss.  hidden: neurons of
+    the predictor.
 
-    A dropped token is no key and no query of later attentions, and residual connections leave its state as
-    it was. In training learned decisions are sampled (Gumbel, straight through).
+    A dropped token is neither key nor query of later attentions, and residual connections keep its state.
+    In training learned decisions are sampled (Gumbel, straight through).
     Sources: Guan et al. 2022, "Block-skim" and "Transkimmer"; Goyal et al. 2020, "PoWER-BERT", for the score.
     """
 
@@ -124,16 +125,16 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """Return what was pruned so far; MACs are those of the products of queries, keys and values."""
+        """Return the result so far; MACs are those of the products of queries, keys and values."""
         notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
         return DynamicPruneResult(self._rows.values(), notes)
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
-        ran = [said for said in self._said() if said.later is not None]
+        ran = [decision for decision in self._predictions() if decision.later is not None]
         if not ran or not self._learned:
             return 0.0
-        share = sum(1.0 if said.alive is None else do("mean", said.alive) for said in ran) / len(ran)
+        share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
         return self._strength * (share - self._share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
@@ -174,7 +175,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return one
 
     def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
-        """Return the predictor's parameters, of which the last lets all tokens be kept at first."""
+        """Return the predictor's parameters; the initial bias keeps all tokens."""
         like, width, hidden, normal = context.get_inputs()[0], 2 * heads, self._hidden, self._first.normal
         makers = {
             "skim.hidden.weight": lambda: normal(0, width**-0.5, (width, hidden)),
@@ -201,7 +202,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return pruned
 
     def _attend(self, probabilities: Any, one: _Attention) -> Any:
-        """Return probabilities without what was dropped, and decide what is dropped next.
+        """Return probabilities without dropped tokens, and choose the tokens to drop next.
 
         probabilities: (N, H, T, T), or (N * H, T, T).
         """
@@ -210,34 +211,36 @@ class AttentionPruneTool(DynamicPruneTool):
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
             return do("reshape", self._attend(split, one), shape)
         batch, heads, queries, keys = probabilities.shape
-        said = self._present.of(one)
-        said.alive = said.later = None
+        decision = self._present.of(one)
+        decision.alive = decision.later = None
         if queries != keys:
             return probabilities
         previous = None if one.previous is None else self._present.of(one.previous)
         before = previous.later if previous is not None and previous.carries else None
         if before is not None and tuple(before.shape) == (batch, keys):
-            said.alive = before
-            # A key of which most was attended to would get a gradient without bound.
+            decision.alive = before
+            # Without `stop`, a key that took most attention would get an unbounded gradient.
             alive = as_type_of(stop(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * one.width
-        if said.alive is None:
+        if decision.alive is None:
             one.pruned.add(0.0, macs, 0.0)
         else:
-            shares = do("mean", stop(said.alive), axis=-1)
+            shares = do("mean", stop(decision.alive), axis=-1)
             one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        said.later = self._left(probabilities, one, said, previous)
+        decision.later = self._left(probabilities, one, decision, previous)
         return probabilities
 
-    def _left(self, probabilities: Any, one: _Attention, said: _Decision, previous: _Decision | None) -> Any:
-        """Return 0/1 of the tokens that are left for later layers: (N, T)."""
+    def _left(
+        self, probabilities: Any, one: _Attention, decision: _Decision, previous: _Decision | None
+    ) -> Any:
+        """Return 0/1 of the tokens that later layers keep: (N, T)."""
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
-        alive = do("ones_like", received[:, 0]) if said.alive is None else said.alive
+        alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
         units = per_unit(alive, self._size)
         count = int(units.shape[-1])
-        if said.alive is not None and previous is not None:
+        if decision.alive is not None and previous is not None:
             count = previous.count
         guarded = np.arange(units.shape[-1]) * self._size < self._protect
         first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
@@ -246,8 +249,8 @@ class AttentionPruneTool(DynamicPruneTool):
             left = units * (first + (1 - first) * hard)
         else:
             score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
-            said.count = max(density_count(self._share, count), int(guarded.sum()))
-            left = winners(score + 1e6 * first + units - 1, said.count) * units
+            decision.count = max(density_count(self._share, count), int(guarded.sum()))
+            left = winners(score + 1e6 * first + units - 1, decision.count) * units
         return per_token(left, self._size, length)
 
     def _predicted(self, probabilities: Any, received: Any, one: _Attention) -> Any:
@@ -263,21 +266,21 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
         """Add nothing to dropped tokens at a residual connection."""
-        said = self._present.of(one)
-        said.state = None
+        decision = self._present.of(one)
+        decision.state = None
         stays = self._along(one.attention, branch)
         if stays is None:
             return None
         if one.is_normed:
-            said.state = state
+            decision.state = state
             return None
         return branch * stays, state
 
     @amanda.differentiable
     def _restore(self, normed: Any, node: DataflowNode, one: _Sum) -> Any:
-        """Take dropped tokens back to what they were before a residual connection and its normalisation."""
-        said = self._present.of(one)
-        state, said.state = said.state, None
+        """Restore the state that dropped tokens had before a residual connection and its normalisation."""
+        decision = self._present.of(one)
+        state, decision.state = decision.state, None
         stays = None if state is None else self._along(one.attention, normed)
         if stays is None:
             return None
@@ -286,16 +289,16 @@ class AttentionPruneTool(DynamicPruneTool):
         return restored
 
     def _along(self, attention: _Attention, states: Any) -> Any:
-        """Return 0/1 of the tokens that an attention was given, (N, T, 1) or (T, N, 1), as their states are.
+        """Return 0/1 of the tokens that reached an attention, (N, T, 1) or (T, N, 1), as `states`.
 
-        Gives None where all are, and where the states are of other sequences than it attended in.
+        Returns None for all tokens, and for states of other sequences than those of the attention.
         """
-        said = self._present.of(attention)
-        if said.later is None:
+        decision = self._present.of(attention)
+        if decision.later is None:
             return None
-        shape, own = tuple(states.shape[:2]), tuple(said.later.shape)
-        if said.alive is None or shape not in (own, own[::-1]):
-            said.carries = shape in (own, own[::-1])
+        shape, own = tuple(states.shape[:2]), tuple(decision.later.shape)
+        if decision.alive is None or shape not in (own, own[::-1]):
+            decision.carries = shape in (own, own[::-1])
             return None
-        alive = said.alive if shape == own else do("transpose", said.alive, (1, 0))
+        alive = decision.alive if shape == own else do("transpose", decision.alive, (1, 0))
         return as_type_of(alive, states)[..., None]

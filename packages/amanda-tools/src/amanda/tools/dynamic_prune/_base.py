@@ -1,4 +1,4 @@
-"""The base of dynamic pruning tools: predictors, a loss, and what was pruned."""
+"""The base of dynamic pruning tools: predictors, a loss, and results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class DynamicPruneTool(amanda.Tool):
-    """A tool whose predictors look at each input and say what of an op is pruned.
+    """Base of tools whose predictors choose for each input the parts of ops that are pruned.
 
-    seed: of the predictors' first values, and of the noise in training.
+    seed: of the predictors' initial values, and of the noise in training.  training: whether methods with
+    noise add it; set by `train`, as for a module.
 
-    Predictors are made where their ops are analysed; `prepare(model, *example)` does that ahead, so that
-    `parameters()` has them for an optimizer.  training: whether noise is added where the method has it, as
-    `train` of a module.  `loss()` is to be added to the user's.  `result` tells what was pruned since
-    `clear()`.
+    Predictors are made as their ops are analysed; `prepare(model, *example)` analyses beforehand, so that
+    `parameters()` returns them for an optimizer.  Add `loss()` to the loss of the model.  `result` has the
+    shares that were pruned since `clear()`.
     """
 
     training = False
@@ -44,7 +44,7 @@ class DynamicPruneTool(amanda.Tool):
         self.add_inst_for_op(self._leave, require_outputs=True)
 
     def train(self, mode: bool = True) -> None:
-        """Say whether what follows is training."""
+        """Switch training on or off."""
         self.training = mode
 
     @property
@@ -53,21 +53,21 @@ class DynamicPruneTool(amanda.Tool):
         return DynamicPruneResult(self._rows.values())
 
     def clear(self) -> None:
-        """Forget what was pruned, and what was predicted for the last input; what was analysed stays."""
+        """Forget the pruned shares, and the last predictions; analysed ops stay analysed."""
         self._present.clear()
         for row in self._rows.values():
             row.clear()
 
     def loss(self) -> Any:
-        """Return what training adds to its loss, of the last execution by this thread; 0.0 without one."""
+        """Return a term for the training loss, of this thread's last execution; 0.0 without one."""
         return 0.0
 
-    def _said(self) -> list[Any]:
-        """Return what was predicted at each op in this thread's last execution."""
-        return [said for said in map(self._present.last, self._ops.values()) if said is not None]
+    def _predictions(self) -> list[Any]:
+        """Return the predictions at each op in this thread's last execution."""
+        return [one for one in map(self._present.last, self._ops.values()) if one is not None]
 
     def _known(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
-        """Return what the tool keeps of an op, which is made where the op is analysed first."""
+        """Return the tool's record of an op, which `make` makes at the first analysis of the op."""
         place = self.place(context)
         if place not in self._ops:
             self._ops[place] = make()
@@ -75,7 +75,7 @@ class DynamicPruneTool(amanda.Tool):
         return known
 
     def _row(self, context: amanda.OpContext, unit: str) -> Pruned:
-        """Return a new row of the result, of an op whose units are pruned."""
+        """Return a new row of the result, for an op; unit: the name of the parts that are pruned."""
         row = Pruned(context["type"], context.get_scope(), context.get_source(), unit)
         self._rows[self.place(context)] = row
         return row
@@ -93,9 +93,9 @@ class DynamicPruneTool(amanda.Tool):
         """Instrument a forward op."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take predictors that `state_dict` gave; parameters that were made before get their values.
+        """Load predictors that `state_dict` returned; existing parameters take the loaded values.
 
-        Where these are all there is, ops are not analysed anew.
+        Ops are analysed anew unless the state has exactly the parameters that exist.
         """
         own = self.state_dict()
         known = not self.waiting_state() and _shapes(own) == _shapes(state)
@@ -107,10 +107,12 @@ class DynamicPruneTool(amanda.Tool):
     def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
         """Return a predictor's parameter at an op, on the device of `like`.
 
-        Raises AmandaError where one of another shape was loaded.
+        Raises AmandaError if the loaded value has another shape.
         """
         start, tensors = np.asarray(make(), np.float32), tensors_of(like)
-        dtype = "float64" if get_dtype_name(like) == "float64" else "float32"  # half would not train
+        dtype = (
+            "float64" if get_dtype_name(like) == "float64" else "float32"
+        )  # half precision is too coarse to train
 
         def state(value: Any) -> Any:
             return tensors.state(value, like, True, dtype)
@@ -126,7 +128,7 @@ class DynamicPruneTool(amanda.Tool):
         return self.keep(context, name, lambda: state(start), load=load, renew=tensors.update)
 
     def _noise(self, like: Any) -> Any:
-        """Return logistic noise for the logits of a gate in training; None else."""
+        """Return logistic noise for the logits of a gate; None outside of training."""
         if not self.training:
             return None
         uniform = self._noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))

@@ -1,4 +1,4 @@
-"""Feature boosting and suppression: channels of convolutions are pruned by what is convolved."""
+"""Feature boosting and suppression: pruning of convolutions' channels, by their inputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
 
 @dataclass(eq=False)
 class _Layer:
-    """A convolution and its predictor.
-
-    size: elements of the kernel.
-    """
+    """A convolution and its predictor; size: elements of the kernel."""
 
     pruned: Pruned
     layout: str
@@ -35,11 +32,11 @@ class _Layer:
 
 
 @dataclass(eq=False)
-class _Said:
+class _Prediction:
     """Saliencies and gates that a predictor computed for the last input.
 
-    gate: what the channels are multiplied by: (N, C).  given: share of the channels that are kept; computed:
-    of the products, since zeros of the input need none.
+    gate: factors of the channels, (N, C).  given: share of kept channels.  computed: share of the products
+    that are needed, since zeros of the input need none.
     """
 
     saliency: Any = None
@@ -49,26 +46,25 @@ class _Said:
 
 
 class DynamicChannelPruneTool(DynamicPruneTool):
-    """Multiplies each channel that a convolution gives by its predicted saliency, and most of them by zero.
+    """A tool that scales channels of convolutions by predicted saliencies, and prunes the least salient.
 
-    The saliency is a linear function of the mean magnitudes of the input's channels; the share `density` of
-    the channels, those of the largest, is kept for each input.  Behind a convolution with a normalisation
-    it takes the place of the normalisation's scale. Else it multiplies what the convolution gives, divided by
-    its mean over the channels that are kept: nothing else would hold activations that are multiplied by
-    their own size.
+    The saliency is a linear function of the mean magnitudes of the input's channels; for each input the share
+    `density` of channels with the largest saliencies is kept.  After a convolution with a normalisation, the
+    saliency replaces the normalisation's scale.  Otherwise it multiplies the convolution's output, divided by
+    its mean over the kept channels, without which activations would grow with their own size.
 
-    penalty: of the mean saliencies, in `loss()`.
+    penalty: factor of the mean saliencies in `loss()`.
     Source: Gao et al. 2019, "Dynamic channel pruning: feature boosting and suppression".
     """
 
     def __init__(self, density: float = 0.5, penalty: float = 1e-8, seed: int = 0) -> None:
-        super().__init__(seed, _Said)
+        super().__init__(seed, _Prediction)
         self._density, self._penalty = checked_share("density", density), penalty
 
     def loss(self) -> Any:
-        """Return penalty times the mean over the batch of the sum of the saliencies, of all convolutions."""
-        said = [one.saliency for one in self._said() if one.saliency is not None]
-        return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in said) if said else 0.0
+        """Return penalty times the saliencies, summed over all convolutions and averaged over the batch."""
+        found = [one.saliency for one in self._predictions() if one.saliency is not None]
+        return self._penalty * sum(do("sum", do("mean", one, axis=0)) for one in found) if found else 0.0
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         for position, number in enumerate(node.inputs):
@@ -83,7 +79,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _gate_at(
         self, context: amanda.OpContext, node: DataflowNode, position: int, notes: dict[str, Any]
     ) -> None:
-        """Decide where the channels of a convolution are pruned, at an op that reads them."""
+        """Insert the pruning of a convolution's channels at an op that reads them."""
         kind, layer = context["type"], notes["layer"]
         with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
         if kind in _NORMS and position == 0:
@@ -117,19 +113,19 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _predict(self, x: Any, layer: _Layer) -> None:
         squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
         squeezed = as_type_of(squeezed, layer.weight)
-        said = self._present.of(layer)
-        said.saliency = saliency(squeezed, layer.weight, layer.bias)
+        prediction = self._present.of(layer)
+        prediction.saliency = saliency(squeezed, layer.weight, layer.bias)
         count = density_count(self._density, int(layer.bias.shape[0]))
-        kept = winners(said.saliency, count)
-        said.gate = said.saliency * kept
-        given = do("mean", as_type_of(stop(said.gate) > 0, kept), axis=-1)
+        kept = winners(prediction.saliency, count)
+        prediction.gate = prediction.saliency * kept
+        given = do("mean", as_type_of(stop(prediction.gate) > 0, kept), axis=-1)
         read = do("mean", as_type_of(stop(squeezed) > 0, kept), axis=-1)
-        said.given, said.computed = do("mean", given), do("mean", given * read)
+        prediction.given, prediction.computed = do("mean", given), do("mean", given * read)
 
     @amanda.observer
     def _count(self, made: Any, layer: _Layer) -> None:
-        positions, said = prod(made.shape) // int(layer.bias.shape[0]), self._present.of(layer)
-        layer.pruned.add(1 - said.given, layer.size * positions, 1 - said.computed)
+        positions, prediction = prod(made.shape) // int(layer.bias.shape[0]), self._present.of(layer)
+        layer.pruned.add(1 - prediction.given, layer.size * positions, 1 - prediction.computed)
 
     @amanda.differentiable
     def _prune(self, value: Any, layer: _Layer, evenly: bool = False) -> Any:
@@ -148,6 +144,6 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
 
 def _is_vector(node: DataflowNode, position: int, layer: _Layer) -> bool:
-    """Return True if an input has one number for each channel."""
+    """Return True if an input has one number per channel."""
     shape = node.shapes[position] if position in (0, 1) and position < len(node.shapes) else None
     return shape is not None and prod(one or 0 for one in shape) == int(layer.bias.shape[0])

@@ -30,13 +30,13 @@ def winners(values: Any, count: int) -> Any:
 
 
 def shares(gate: Any) -> Any:
-    """Return a gate divided by its mean over what is not zero along the last axis."""
+    """Return a gate divided by the mean of its nonzero values along the last axis."""
     count = do("sum", as_type_of(gate > 0, gate), axis=-1, keepdims=True)
     return gate * count / _total(gate)
 
 
 def density_count(density: float, size: int) -> int:
-    """Return the number of `size` that are kept: `density` of them, rounded up, and one at least."""
+    """Return the number of kept units of `size`: the share `density`, rounded up, at least one."""
     return min(size, max(1, math.ceil(density * size - 1e-9)))
 
 
@@ -46,9 +46,9 @@ def as_type_of(value: Any, like: Any) -> Any:
 
 
 def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> Any:
-    """Return 0/1 whether logits and noise are above zero, with the gradient of their sigmoid.
+    """Return 1 where logits plus noise are above zero, else 0, with the gradient of their sigmoid.
 
-    noise: logistic, of the shape of logits; None for none.
+    noise: logistic, of the shape of logits, or None.
     Source: Jang et al. 2017 for two classes; Verelst & Tuytelaars 2020.
     """
     shifted = logits if noise is None else logits + noise
@@ -63,7 +63,7 @@ def stop(value: Any) -> Any:
 
 
 def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
-    """Return a convolution of 3x3 to one channel, with a margin of one: (N, height, width).
+    """Return a 3x3 convolution to one channel, with padding 1: (N, height, width).
 
     x: (N, C, H, W) or (N, H, W, C), as the layout says.  kernel: (3, 3, C).
     """
@@ -79,9 +79,9 @@ def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
 
 
 def needed(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
-    """Return 0/1 of a convolution's input positions of which any that `mask` keeps is computed.
+    """Return 0/1 of the input positions that a convolution reads for the output positions in `mask`.
 
-    mask: 0/1, (N, height, width) of what the convolution gives.  size: of its input.  Returns (N, *size).
+    mask: 0/1, (N, height, width), of the output.  size: of the input.  Returns (N, *size).
     """
     if all(
         one.reach == one.stride == 1 and not any(one.pads(of)) for one, of in zip(windows, size, strict=True)
@@ -95,13 +95,13 @@ def needed(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
 
 
 def _reaches(window: Window, size: int, count: int) -> Any:
-    """Return 0/1 (count, size): whether the window at a place reads an element."""
+    """Return (count, size), 1 where the window of an output reads an input, else 0."""
     read = window.positions(size, count)[:, :, None] == np.arange(size)
     return read.any(1).astype(np.float32)
 
 
 def per_unit(values: Any, size: int) -> Any:
-    """Return means over blocks of `size` along the last axis, of the last what is left.
+    """Return means over blocks of `size` along the last axis; the last block may be shorter.
 
     values: (..., T).  Returns (..., ceil(T / size)).
     """
@@ -113,7 +113,7 @@ def per_unit(values: Any, size: int) -> Any:
 
 
 def per_token(units: Any, size: int, length: int) -> Any:
-    """Return each unit's value at each of its `size` tokens, `length` in all: (..., T)."""
+    """Return each unit's value for each of its `size` tokens: (..., length)."""
     if size == 1:
         return units
     spread = do("stack", [units] * size, axis=-1)
@@ -130,16 +130,16 @@ def renormalised(probabilities: Any, keys: Any) -> Any:
 
 
 def _total(values: Any) -> Any:
-    """Return the sum along the last axis to divide by: 1 where it is 0."""
+    """Return the sum along the last axis as a divisor, 1 for a sum of 0."""
     total = do("sum", values, axis=-1, keepdims=True)
     return total + as_type_of(total == 0, total)
 
 
 def budget_loss(used: Sequence[Any], total: Sequence[Any], target: float, progress: float = 1.0) -> Any:
-    """Return the squared distance of the blocks' cost from the target share, and from bounds that relax.
+    """Return the squared distance of the blocks' cost from the target share, and from relaxing bounds.
 
-    used, total: multiply-accumulates of each block.  progress: of the training, from 0, where each block
-    is to cost the target, to 1, where a block is free.
+    used, total: multiply-accumulates of each block.  progress: of the training, from 0, where the
+    bounds of each block are the target, to 1, where there are no bounds.
     Source: Verelst & Tuytelaars 2020, with the annealing of their code.
     """
     strict = math.cos(min(max(progress, 0.0), 1.0) * math.pi / 2) ** 2

@@ -1,4 +1,4 @@
-"""Patterns of ops: residual connections, and attention of several ops."""
+"""Recognition of residual connections, and of attention in single ops."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _BETWEEN = frozenset(
     {"add", "sub", "mul", "div", "masked_fill", "where", "to", "clamp", "maximum", "reshape", "Identity",
      "clone", "contiguous", "dropout"}
 )  # fmt: skip
-"""Ops between the product of queries and keys and the softmax."""
+"""Types of ops between the product of queries and keys and the softmax."""
 
-_PARTS = 50  # of a tensor that was put together, at most
+_PARTS = 50  # the most parts of a concatenated tensor that are followed
 
 
 @dataclass(frozen=True)
 class Residual:
-    """An addition of what ops have made of a tensor to that tensor, or to a projection of it.
+    """A residual connection: a sum of the output of a branch and the branch's input, or a projection of that.
 
-    branch: position of what they made.  ops: those of the branch, the last first.
-    identity: number of the other.
+    branch: position of the branch's output in the sum.  ops: of the branch, the last first.
+    identity: number of the other tensor.
     """
 
     branch: int
@@ -32,7 +32,7 @@ class Residual:
 
 
 def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
-    """Return the branch, which has more ops, and the identity of a residual connection; None of other ops."""
+    """Return the residual connection that an op ends, or None; the branch is the input with more ops."""
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
     if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
@@ -48,13 +48,13 @@ def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
-    """Return True if queries and keys are computed from one tensor, as far as their layers show."""
+    """Return True unless the layers show that queries and keys come from different tensors."""
     queries, *keys = (_layered(flow, number) for number in product.reads[:2])
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
 
 
 def _layered(flow: Dataflow, number: int) -> set[int | None]:
-    """Return the inputs of the layers that made a tensor, or its parts: caches append keys to older keys."""
+    """Return the inputs of the layers that made a tensor or its parts, since caches concatenate keys."""
     parts, found, looked_at = [number], set[int | None](), 0
     while parts and looked_at < _PARTS:
         looked_at += 1
@@ -70,7 +70,7 @@ def _layered(flow: Dataflow, number: int) -> set[int | None]:
 
 
 def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
-    """Return the product of queries and keys that a softmax reads; None where it reads something else."""
+    """Return the product of queries and keys that a softmax reads, or None."""
     size = node.shapes[0]
     if size is None or len(size) not in (3, 4):
         return None
@@ -89,7 +89,7 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
 
 
 def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
-    """Return the number of heads that share an axis with the batch, whose size the queries' layer shows."""
+    """Return the number of heads that share an axis with the batch, from the shape in the queries' layer."""
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
             batch = prod(one or 1 for one in node.shapes[0][:-1]) // (scores[1] or 1)

@@ -1,4 +1,4 @@
-"""Attention of PyTorch whose probabilities are pruned."""
+"""PyTorch's attention, with pruned probabilities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Compute `scaled_dot_product_attention`, whose probabilities go through `prune`."""
+    """Return `scaled_dot_product_attention` with probabilities that `prune` changes."""
     import torch
     from torch.nn import functional
 
@@ -43,4 +43,4 @@ def attend(
 
 
 ATTENTIONS = {"torch": attend}
-"""Attention whose probabilities are pruned, by the library of its tensors."""
+"""Functions for attention with pruned probabilities, by the library of the tensors."""

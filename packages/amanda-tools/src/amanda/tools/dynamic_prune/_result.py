@@ -14,10 +14,10 @@ KEYS = ("phase", "type", "module", "source")
 
 @dataclass(eq=False)
 class Pruned:
-    """One op, over its executions; sums stay where the tensors are.
+    """Sums over the executions of one op, which stay on the device of the tensors.
 
-    unit: "channels", "positions" or "tokens".  share: of the units that were pruned, summed over the
-    executions.  macs: multiply-accumulates of the dense op.  saved: those that pruned units would not need.
+    unit: "channels", "positions" or "tokens".  share: sum of the pruned shares of the units.
+    macs: multiply-accumulates of the dense op.  saved: those that pruned units would not need.
     """
 
     type: str
@@ -30,7 +30,7 @@ class Pruned:
     saved: Any = 0.0
 
     def add(self, share: Any, macs: int, saved: Any) -> None:
-        """Count an execution; share and saved are tensors without a gradient, or numbers."""
+        """Add an execution; share and saved: tensors without gradient, or numbers."""
         self.executions += 1
         self.share = self.share + share
         self.macs += macs
@@ -42,7 +42,7 @@ class Pruned:
 
 
 class DynamicPruneResult(Result):
-    """The share of each op that was pruned, and the multiply-accumulates that it would save."""
+    """A row for each op: the pruned share, and the multiply-accumulates that pruning would save."""
 
     name: ClassVar[str] = "dynamic_prune"
     title = "Dynamic pruning"
@@ -73,11 +73,11 @@ class DynamicPruneResult(Result):
         return self._rows
 
     def notes(self) -> Sequence[str]:
-        """Return what the numbers count."""
+        """Return sentences on the numbers, and on ops that were not pruned."""
         return self._notes
 
     @property
     def saved(self) -> float:
-        """Return the share of the multiply-accumulates of these ops that is saved."""
+        """Return the saved share of the multiply-accumulates of all ops."""
         macs = sum(row[-2] for row in self._rows)
         return sum(row[-1] for row in self._rows) / macs if macs else 0.0

@@ -1,4 +1,4 @@
-"""From outputs back to inputs: the walk along the graph."""
+"""Extraction of paths: the walk along the graph from outputs back to inputs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from amanda.tools.effective_path._terms import (
 from amanda.tools.trace import Graph
 
 STATE = ("parameter", "buffer", "constant")
-"""Kinds of tensors that do not depend on what a model is given."""
+"""Kinds of tensors that do not depend on a model's inputs."""
 _SAME = frozenset({"reshape", "squeeze", "unsqueeze", "identity", "Identity", "contiguous", "clone", "to"})
 CHUNK = 1 << 18
-"""So many terms are looked at at once."""
+"""Number of terms that are computed at once."""
 
 Keys = list[Indices]
 """Elements of a tensor on the paths of all samples: sample times the tensor's size, and the flat index."""
@@ -36,7 +36,7 @@ Keys = list[Indices]
 class _Found:
     """The inputs and outputs of one op that are on the paths.
 
-    weight: the place of the weight among the inputs, where the op sums products with it.
+    weight: the index of the weight among the inputs, if the op sums products with the weight.
     """
 
     step: Step
@@ -51,8 +51,8 @@ class _Found:
 class Extraction:
     """The effective paths of the samples of one pass.
 
-    steps: the ops that were executed, by their index in the graph.  rules: by type.  theta, mode: see
-    `leading`.  missing: types of ops at which paths end for want of a rule, and a line where one is.
+    steps: the executed ops, by their index in the graph.  rules: by type.  theta, mode: see `leading`.
+    missing: types of ops at which paths end because no rule knows them, each with a source line.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Extraction:
         self.missing: dict[str, str] = {}
 
     def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
-        """Return a path for each sample, from one element of each row of an output (samples, classes)."""
+        """Return a path for each sample, from the element of its label in an output (samples, classes)."""
         samples, classes = start.outputs[0].shape
         rows = np.arange(samples) * classes + np.asarray(labels)
         scores = start.op.outputs[0]
@@ -89,7 +89,7 @@ class Extraction:
         ]
 
     def _step(self, index: int) -> Step | None:
-        """Return the step of an op that makes what is on a path; None where the path ends."""
+        """Return the step of an op on a path; None if the path ends there."""
         step = self._steps.get(index)
         if step is not None and step.type in self._rules:
             return step if step.varying else None
@@ -98,9 +98,9 @@ class Extraction:
             self.missing[op.type] = op.source
         return None
 
-    @np.errstate(invalid="ignore")  # sums of what is infinite are NaN, which `leading` expects
+    @np.errstate(invalid="ignore")  # sums with infinities are NaN, which `leading` expects
     def _back(self, found: _Found, keys: Indices, is_head: bool) -> None:
-        """Bring what is on the paths from an output of an op to its inputs."""
+        """Follow the paths from an output of an op to the op's inputs."""
         if not keys.size:
             return
         step, output = found.step, found.output
@@ -122,7 +122,7 @@ class Extraction:
                 self._active.setdefault(tensor, []).extend(elements)
 
     def _chosen(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
-        """Return (outputs, terms): True for the terms that are on the path."""
+        """Return (outputs, terms), True for the terms on the path."""
         found = terms.contributions
         if found is None:
             return np.ones(next(iter(terms.sources.values())).shape, bool)
@@ -140,10 +140,10 @@ class Extraction:
         return leading(found, values, self._theta, self._mode)
 
     def _folded(self, step: Step, rows: Indices, output: int) -> tuple[Numbers, Numbers]:
-        """Return the values that elements of an output have in the end, and by what they were scaled.
+        """Return values of an output's elements after the following ops with constants, and their scales.
 
-        As long as nothing but one op with constants reads it, the sum and that op are one, as a convolution
-        and its bias, scale or batch norm are.
+        An op with constants that alone reads a sum counts as a part of the sum, such as the bias, scale or
+        batch norm of a convolution.
         """
         values = step.outputs[output].reshape(-1)[rows].astype(np.float64)
         scale, size, tensor = np.ones(len(rows)), step.outputs[output].size, step.op.outputs[output]
@@ -180,7 +180,7 @@ def _note(found: _Found, keys: Indices, chosen: Indices, terms: Terms) -> None:
 
 
 def _layers(found: _Found, samples: int) -> list[Layer]:
-    """Return the parts of an op that are on the path of each sample."""
+    """Return for each sample the part of an op that is on the sample's path."""
     step = found.step
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
     size: int = 0
@@ -209,7 +209,7 @@ def _layers(found: _Found, samples: int) -> list[Layer]:
 
 
 def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
-    """Return flat indices for each sample, within the sample's own block of the tensor where there is one."""
+    """Return flat indices for each sample, within the sample's own block of the tensor if there is one."""
     every = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
     of, indices = np.divmod(every, max(size, 1))
     own = indices - of * (size // samples)
@@ -220,7 +220,7 @@ def _by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tup
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
-    """Return module and type of each step, and a number for each further one of the same."""
+    """Return a name for each step: module and type, with a number for repetitions."""
     seen: dict[str, int] = {}
     names = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""An op as its framework has it, and what rules read of the op in words that all frameworks share."""
+"""Values and arguments of ops, converted from each framework to names that all frameworks share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from amanda.tools.mapping import local
 from amanda.tools.trace import Op
 
 Move = Callable[[NDArray[Any]], Any]
-"""Does to an array what an op that moves elements does to its input."""
+"""Function that moves the elements of an array as an op moves those of its input."""
 
 _TURNED = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
 _NO_NUMBERS = ("resource", "variant", "string", "complex")
@@ -26,7 +26,7 @@ _OF_SEVERAL = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
 
 def array(tensor: Any) -> NDArray[Any] | None:
-    """Return a copy of a tensor on the host, of types that NumPy lacks in float32; None for no array."""
+    """Return a copy of a tensor on the host, in float32 if NumPy lacks the type; None without an array."""
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
     found = np.array(tensors_of(tensor).to_numpy(local(tensor)))
@@ -34,12 +34,12 @@ def array(tensor: Any) -> NDArray[Any] | None:
 
 
 @dataclass(eq=False)
-class Place:
-    """One op of the program, and what its last execution read and gave.
+class OpValues:
+    """One op of the program, with the inputs and outputs of its last execution.
 
-    type: the word by whose rule it is read.  weight, layout, weight_layout, dtype: as StandardMapping has.
-    moves: of the framework; gives the moves by word.  shapes_alone: whether the rule reads no values.
-    inputs, outputs: arrays, and values that are no tensors.
+    type: the key of its rule.  weight, layout, weight_layout, dtype: as StandardMapping writes them.
+    moves: function of the framework that returns moves by word.  shapes_alone: whether the rule reads no
+    values.  inputs, outputs: arrays, and values that are not tensors.
     """
 
     type: str
@@ -47,14 +47,14 @@ class Place:
     weight: int | None
     layout: str | None
     weight_layout: str | None
-    moves: Callable[[Place], Mapping[str, Move]]
+    moves: Callable[[OpValues], Mapping[str, Move]]
     dtype: Callable[[Any], str | None]
     shapes_alone: bool
     inputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
 
     def kept(self, value: Any) -> Any:
-        """Return what rules read of a value: a copy, or zeros of its shape."""
+        """Return a copy of a value for rules, or zeros of its shape if rules read no values."""
         if isinstance(value, (list, tuple)):
             return [self.kept(one) for one in value]
         dtype = self.dtype(value)
@@ -65,7 +65,7 @@ class Place:
         return array(value)
 
     def varying(self, op: Op, tensors: Container[Any]) -> list[Where]:
-        """Return the inputs that are among tensors, and no weight, scale or statistic of a normalisation."""
+        """Return the inputs that are among tensors, but no weight, scale or statistic of a normalisation."""
         return [
             (i, j) for i, position in enumerate(op.inputs)
             for j, tensor in enumerate(position if isinstance(position, tuple) else (position,))
@@ -82,31 +82,31 @@ class Place:
         return {} if move is None else {"move": move}
 
     def given(self, *names: str, at: int | None = None, default: Any = None) -> Any:
-        """Return the first attribute of these names, else what is given as an input that is no list."""
+        """Return the first attribute of these names, else the input at a position, unless that is a list."""
         found = next((self.attributes[one] for one in names if self.attributes.get(one) is not None), None)
         if found is None and at is not None and at < len(self.inputs):
             found = None if isinstance(self.inputs[at], (list, tuple)) else self.inputs[at]
         return default if found is None else found
 
     def integers(self, *names: str, at: int | None = None) -> list[int]:
-        """Return the same as a list; an empty one where nothing is given."""
+        """Return the integers that `given` returns, as a list; an empty list without any."""
         return [int(one) for one in np.atleast_1d(self.given(*names, at=at, default=()))]
 
 
-def _axes(op: Place) -> list[int] | None:
-    """Return the axes of a reduction; None for all, which no axes are too, but in TensorFlow."""
+def _axes(op: OpValues) -> list[int] | None:
+    """Return the axes of a reduction; None for all axes, which an empty list means outside of TensorFlow."""
     axes = op.integers("dim", "axes", at=1)
     return axes if axes or "keep_dims" in op.attributes else None
 
 
-def _softmax(op: Place) -> dict[str, Any]:
-    """Return what the softmax of an attention depends on beside queries and keys."""
+def _softmax(op: OpValues) -> dict[str, Any]:
+    """Return mask, causality and scale of an attention."""
     mask = next((one for one in op.inputs[3:] if isinstance(one, np.ndarray)), None)
     return {"mask": mask, "causal": op.attributes.get("is_causal"), "scale": op.attributes.get("scale")}
 
 
-def _tables(op: Place) -> list[Indices]:
-    """Return for each spatial axis (outputs, window) coordinates of the inputs."""
+def _tables(op: OpValues) -> list[Indices]:
+    """Return for each spatial axis the (outputs, window) coordinates of inputs."""
     layout = op.layout or ""
     axes = spatial_axes(layout)
     sizes, counts = ([values[0].shape[i] for i in axes] for values in (op.inputs, op.outputs))
@@ -121,15 +121,18 @@ def _tables(op: Place) -> list[Indices]:
 
 
 def _adaptive(size: int, count: int) -> Indices:
-    """Return the positions that windows read which divide an axis, and may overlap; `size` for none."""
+    """Return (outputs, window) positions for adaptive windows, which divide an axis and may overlap.
+
+    Positions past the end of a window are `size`.
+    """
     starts = np.arange(count) * size // count
     ends = -(-(np.arange(1, count + 1) * size) // count)
     found = starts[:, None] + np.arange((ends - starts).max())
     return np.where(found < ends[:, None], found, size)
 
 
-def _of_norm(op: Place) -> Sequence[Any]:
-    """Return by what a batch norm scales each channel; in training the variance is that of the batch."""
+def _of_norm(op: OpValues) -> Sequence[Any]:
+    """Return the scale of each channel in a batch norm; in training the variance is the batch's."""
     data, gamma, _, _, variance = op.inputs[:5]
     usual = "NHWC" if "is_training" in op.attributes else "NC"
     channel = (op.layout or usual).index("C")
@@ -140,7 +143,7 @@ def _of_norm(op: Place) -> Sequence[Any]:
     return [scale.reshape([-1 if axis == channel else 1 for axis in range(data.ndim)])]
 
 
-_ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
+_ARGUMENTS: dict[str, Callable[[OpValues], dict[str, Any]]] = {
     **dict.fromkeys(WINDOWED, lambda op: {"tables": _tables(op)}),
     **dict.fromkeys(("mean", "sum", "amax"), lambda op: {"axes": _axes(op)}),
     "cat": lambda op: {"axis": int(op.given("dim", "axis", at=1, default=0))},
@@ -151,20 +154,20 @@ _ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
     **dict.fromkeys(("addmm", "baddbmm"), lambda op: {"factors": ((1, 0), (2, 0))}),
     "scaled_dot_product_attention": _softmax,
 }
-"""By the word of an op: what its rule takes."""
+"""Functions that return the arguments of a rule, by the word of the op."""
 
-SCALES: dict[str, Callable[[Place], Sequence[Any]]] = {
+SCALES: dict[str, Callable[[OpValues], Sequence[Any]]] = {
     "BiasAdd": lambda op: (1, 1), "bias_add": lambda op: (1, 1), "neg": lambda op: (-1,),
     "add": lambda op: (1, op.attributes.get("alpha", 1)),
     "sub": lambda op: (1, -op.attributes.get("alpha", 1)),
     "rsub": lambda op: (-op.attributes.get("alpha", 1), 1),
     "mul": lambda op: op.inputs[1::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _of_norm,
 }  # fmt: skip
-"""By the word of an op that scales or shifts: by what it scales each input; what `div` divides by."""
+"""Functions that return the factor of each input, by the word of the op; for `div` the divisor."""
 
 
-def _moves(op: Place, own: Mapping[str, Move]) -> Mapping[str, Move]:
-    """Return the moves that are alike in every framework, and others."""
+def _moves(op: OpValues, own: Mapping[str, Move]) -> Mapping[str, Move]:
+    """Return the moves that all frameworks share, with those of one framework."""
     axis = op.given("dim", "axis", default=0)
 
     def split(a: NDArray[Any]) -> list[NDArray[Any]]:
@@ -181,7 +184,7 @@ def _moves(op: Place, own: Mapping[str, Move]) -> Mapping[str, Move]:
     }  # fmt: skip
 
 
-def _of_torch(op: Place) -> Mapping[str, Move]:
+def _of_torch(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of PyTorch, by the arguments of the function."""
     attributes, dim = op.attributes, op.attributes.get("dim", 0)
 
@@ -211,7 +214,7 @@ def _of_torch(op: Place) -> Mapping[str, Move]:
     })  # fmt: skip
 
 
-def _of_tensorflow(op: Place) -> Mapping[str, Move]:
+def _of_tensorflow(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of TensorFlow, by inputs that are constants."""
 
     def cut(a: NDArray[Any]) -> Any:
@@ -227,7 +230,7 @@ def _of_tensorflow(op: Place) -> Mapping[str, Move]:
     })  # fmt: skip
 
 
-def _of_onnx(op: Place) -> Mapping[str, Move]:
+def _of_onnx(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of ONNX, by inputs that are constants, in older models by attributes."""
 
     def cut(a: NDArray[Any]) -> NDArray[Any]:
@@ -266,7 +269,7 @@ def _indexed(index: Any) -> Any:
 
 
 def _slice(first: int, last: int, step: int, size: int) -> slice:
-    """Return a slice of bounds as ONNX clips them: what lies ahead of the first is no count from the end."""
+    """Return a slice with bounds clipped as ONNX clips them, where -1 past the start stays the start."""
     first, last = (one + size if one < 0 else one for one in (first, last))
     return slice(max(first, 0), last if last >= 0 else None if step < 0 else 0, step)
 
@@ -291,12 +294,12 @@ def _strided(
 
 
 def _text(value: Any) -> str:
-    """Return text that may be kept as bytes."""
+    """Return a text, decoded if it is bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _word_of_onnx(context: amanda.OpContext) -> str:
-    """Return the word by whose rule a node is read; its own type where it computes more, or integers."""
+    """Return the key of a node's rule; its own type if the node computes more than the word says."""
     name, inputs = context.get_op_type(), context.get_inputs()
     otherwise = name in _OF_SEVERAL or name.startswith("QLinear") or name.endswith("Integer")
     if name == "Gemm":
@@ -317,4 +320,4 @@ FRAMEWORKS = [
     ["pytorch", _read_by(_of_torch)], ["tensorflow", _read_by(_of_tensorflow)],
     ["onnxruntime", _read_by(_of_onnx, _word_of_onnx)],
 ]  # fmt: skip
-"""Mapping rules that tell the moves of an op's framework, and the word by whose rule the op is read."""
+"""Mapping rules that write the moves of an op's framework, and the key of the op's rule."""

@@ -1,4 +1,4 @@
-"""Effective paths: which neurons, synapses and weights of each layer made an output."""
+"""Effective paths: the neurons, synapses and weights of each layer that explain an output."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PathError(AmandaError, ValueError):
 class Layer:
     """The part of one op that is on the path.
 
-    neurons: of the op's inputs that are no weights; several inputs stand behind each other.  synapses: terms
-    of the sums that its outputs are, each the output's index times `fan_in` and the term's.  weights:
-    elements of the weight.  All are sorted flat indices; sizes: how many of each the op has.
-    shape, weight_shape: of masks, as the op's tensors are laid out; `layout` and `weight_layout` name axes.
+    neurons: elements of the op's inputs but the weight; several inputs are concatenated.  synapses: terms of
+    the sums that the op's outputs are: the output's index times `fan_in`, plus the index of the term.
+    weights: elements of the weight.  All are sorted flat indices; sizes: the numbers that the op has of each.
+    shape, weight_shape: of masks, with axes in the order of `layout` and `weight_layout`.
     """
 
     type: str
@@ -62,12 +62,12 @@ class Layer:
         return found
 
     def density(self, which: Part = "synapses") -> float | None:
-        """Return the share that is on the path; None where the op has none."""
+        """Return the share of neurons, synapses or weights on the path; None if the op has none."""
         size = self.sizes[PARTS.index(which)]
         return len(self.part(which)) / size if size else None
 
     def mask(self, which: Literal["neurons", "weights"] = "neurons") -> NDArray[np.bool_]:
-        """Return True where a neuron, without the axis of the batch, or a weight is on the path."""
+        """Return a mask, True for the neurons (without the batch axis) or weights on the path."""
         shape = self.weight_shape if which == "weights" else self.shape
         mask = np.zeros(prod(shape), bool)
         mask[self.part(which)] = True
@@ -86,7 +86,7 @@ class Layer:
 class EffectivePath:
     """The layers of a path, from input to output; `|` is the union of two.
 
-    label: the neuron of the output that it explains; None of a union of several.
+    label: the neuron of the output that the path explains; None for a union of paths with several labels.
     """
 
     def __init__(self, layers: Mapping[str, Layer], label: int | None = None) -> None:
@@ -103,16 +103,16 @@ class EffectivePath:
         return EffectivePath(layers, self.label if self.label == other.label else None)
 
     def density(self, which: Part = "synapses") -> float | None:
-        """Return the share of all layers together that is on the path."""
+        """Return the share on the path, of all layers together."""
         size = sum(layer.sizes[PARTS.index(which)] for layer in self.layers.values())
         return self.count(which) / size if size else None
 
     def count(self, which: Part = "synapses") -> int:
-        """Return the number on the path."""
+        """Return the number of neurons, synapses or weights on the path."""
         return sum(len(layer.part(which)) for layer in self.layers.values())
 
     def overlaps(self, other: EffectivePath, which: Part = "synapses") -> dict[str, float]:
-        """Return by layer the share of this path that is on the other, too; 1 where this path has none.
+        """Return by layer the share of this path that is also on the other; 1 for an empty layer.
 
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
         """
@@ -120,7 +120,7 @@ class EffectivePath:
         return {name: _share(common[name], len(one.part(which))) for name, one in self.layers.items()}
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
-        """Return the same of all layers together."""
+        """Return the share of this path that is also on the other, of all layers together."""
         return _share(sum(self._common(other, which).values()), self.count(which))
 
     def jaccard(self, other: EffectivePath, which: Part = "synapses") -> float:
@@ -129,7 +129,7 @@ class EffectivePath:
         return _share(common, self.count(which) + other.count(which) - common)
 
     def _common(self, other: EffectivePath, which: Part) -> dict[str, int]:
-        """Return by layer how many both paths have."""
+        """Return by layer the size of the intersection of both paths."""
         theirs = {name: layer.part(which) for name, layer in other.layers.items()}
         return {
             name: np.intersect1d(layer.part(which), theirs.get(name, ()), assume_unique=True).size
@@ -137,7 +137,7 @@ class EffectivePath:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write an npz file, which `load` reads back."""
+        """Write the path into an npz file; return the file's path."""
         arrays: dict[str, Any] = {}
         told: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
         told |= {"label": self.label, "layers": []}
@@ -151,9 +151,9 @@ class EffectivePath:
 
     @classmethod
     def load(cls, path: str | Path) -> EffectivePath:
-        """Read what `save` wrote.
+        """Return the path in a file that `save` wrote.
 
-        Raises PathError for a file of another kind or version.
+        Raises PathError for a file of another kind, or of a newer version.
         """
         try:
             file = read_npz(Path(path))
@@ -174,9 +174,9 @@ class EffectivePath:
 
 
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
-    """Return what is on any of the paths: for the images of a class the path of the class.
+    """Return the union of paths: for the images of a class the path of the class.
 
-    Raises PathError where there are none.
+    Raises PathError for no paths.
     """
     given = list(paths)
     if not given:

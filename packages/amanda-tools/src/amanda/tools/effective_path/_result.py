@@ -1,4 +1,4 @@
-"""Densities of paths: a row for each op that chooses."""
+"""Densities of paths: a row for each op with synapses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _COLOURS = ("#2563eb", "#d97706", "#059669")
 
 
 class EffectivePathResult(PlottedResult):
-    """Paths, and how much of each op is on them, as the mean over the paths.
+    """Paths, and the share of each op that is on them, as a mean over the paths.
 
-    missing: types of ops at which they end for want of a rule, and a line where one is.
-    reason: why there are none.
+    missing: types of ops at which paths end because no rule knows them, each with a source line.
+    reason: why there are no paths.
     """
 
     name: ClassVar[str] = "effective_path"
@@ -54,13 +54,13 @@ class EffectivePathResult(PlottedResult):
         return rows
 
     def notes(self) -> Sequence[str]:
-        """Return what the paths leave out."""
+        """Return sentences on the ops at which paths end."""
         ends = [f"{kind} ({source})" for kind, source in self.missing.items()]
         notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
         return [f"There is no path: {self.reason}."] if self.reason else notes
 
     def facts(self) -> Mapping[str, Any]:
-        """Return theta, the neuron of the output that each path explains, and the path's whole density."""
+        """Return theta, and for each path its label and its density over all layers."""
         paths = [
             {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}
             for path in self.paths

@@ -1,4 +1,4 @@
-"""By the words of StandardMapping: what the outputs of an op are made of."""
+"""Rules by the words of StandardMapping: the terms that the outputs of an op are sums of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amanda.tools.kit import spatial_axes
 def _products(
     rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], labels: Sequence[Sequence[Any]]
 ) -> tuple[list[Indices], Numbers, int]:
-    """Multiply two tensors and sum over the labels that the output lacks; return terms of its elements.
+    """Return the terms of a product of two tensors, summed over the labels that the output lacks.
 
     shape: of the output.  labels: of the axes of both factors and of the output; extents of 1 are broadcast.
     Returns the indices of both factors, the products, and the number of terms of all elements.
@@ -35,7 +35,7 @@ def _products(
 def _matrices(
     rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], turned: Sequence[bool]
 ) -> tuple[list[Indices], Numbers, int]:
-    """Multiply (..., n, k) by (..., k, m), each of them turned or a vector; see `_products`."""
+    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_products`."""
     labels: list[Sequence[Any]] = [
         [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_turned else axes)] if tensor.ndim > 1 else "k"
         for tensor, axes, is_turned in zip(factors, ("nk", "km"), turned, strict=True)
@@ -46,7 +46,7 @@ def _matrices(
 
 
 def matmul(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the products that a product of matrices sums; the second of a linear layer is the weight."""
+    """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
     where: Sequence[Where] = step.arguments.get("factors", ((0, 0), (1, 0)))
     turned = step.arguments.get("turned", (False, False))
     read, values, count = _matrices(
@@ -56,9 +56,9 @@ def matmul(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def einsum(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the products that an equation of two factors sums, which has no ellipsis.
+    """Return the products that an equation sums.
 
-    Raises NotImplementedError for others.
+    Raises NotImplementedError for an equation with an ellipsis, or with other than two factors.
     """
     equation = step.arguments["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
@@ -76,7 +76,7 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def attention(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the terms of softmax(q k^T) v: values, which the shares of the softmax weigh."""
+    """Return the terms of softmax(q k^T) v: values, weighted by the softmax."""
     query, key, value = (np.asarray(one, np.float64) for one in step.inputs[:3])
     if query.shape[:-2] != value.shape[:-2]:
         raise NotImplementedError("whose heads are shared")
@@ -93,9 +93,9 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
-    """Return coordinates of what is under the window of each output, and how often windows read something.
+    """Return coordinates of the inputs in the window of each output, and the number of terms of all outputs.
 
-    channels: extents of axes of the terms that come before those of the window, "h" and "w".
+    channels: extents of the axes of terms before the axes of the window, "h" and "w".
     """
     shape, layout, tables = step.outputs[output].shape, step.layout or "", step.arguments["tables"]
     spatial = [layout[axis] for axis in spatial_axes(layout)]
@@ -108,7 +108,7 @@ def _under_windows(step: Step, rows: Indices, output: int, channels: Mapping[str
 
 
 def convolution(step: Step, rows: Indices, output: int) -> Terms:
-    """Return weight times input for the channels of an output's group and the output's window."""
+    """Return the products of weight and input, over the channels of an output's group and its window."""
     assert step.weight is not None
     layout, weight_layout = step.layout or "", step.weight_layout or ""
     data, weight = step.tensor((0, 0)), step.tensor((step.weight, 0))
@@ -131,7 +131,7 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
-    """Return (outputs, terms) flat indices of what a pooling or a reduction reads, and their number."""
+    """Return (outputs, terms) flat indices of what a pooling or reduction reads, and their number."""
     data = step.tensor(step.data)
     if "tables" in step.arguments:
         mesh, count = _under_windows(step, rows, output, {})
@@ -144,14 +144,14 @@ def _gathered(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
 
 
 def average(step: Step, rows: Indices, output: int) -> Terms:
-    """Return what is under an output's window, or along the axes of a reduction."""
+    """Return the elements in the window of an output, or along the axes of a reduction."""
     read, count = _gathered(step, rows, output)
     values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
     return Terms({step.data: read}, np.where(read < 0, 0, values), count)
 
 
 def maximum(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the largest under the window or along axes, and of equal ones the first."""
+    """Return the largest element in the window or along axes, the first of equal ones."""
     read, count = _gathered(step, rows, output)
     values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
     largest = np.zeros(read.shape)
@@ -160,7 +160,7 @@ def maximum(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def summation(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the summands of a + b that vary; a constant is no part of the path."""
+    """Return the summands of a + b that vary; constants are not on a path."""
     if len(step.varying) < 2:
         return elementwise(step, rows, output)
     scales = step.arguments["scales"]
@@ -175,20 +175,20 @@ def summation(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def elementwise(step: Step, rows: Indices, output: int) -> Terms:
-    """Return for each output one element of each input that varies, which may be broadcast."""
+    """Return for each output one element of each input that varies; inputs may be broadcast."""
     shape = step.outputs[output].shape
     return Terms({where: aligned(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying})
 
 
 def reshaped(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the same elements in the same order: the op gives them another shape."""
+    """Return the same elements in the same order, for an op that changes the shape."""
     if step.tensor(step.data).size != step.outputs[output].size:
         raise NotImplementedError("it gives another number of elements than it reads")
     return Terms({step.data: rows[:, None]})
 
 
 def moved(step: Step, rows: Indices, output: int) -> Terms:
-    """Return where elements came from: the `move` does to flat indices what the op does to its input."""
+    """Return the origins of elements, for an op that moves them; `move` does the same to flat indices."""
     data = step.tensor(step.data)
     made = step.arguments["move"](np.arange(data.size).reshape(data.shape))
     found: NDArray[Any] = made[output] if isinstance(made, list) else made
@@ -196,7 +196,7 @@ def moved(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def joined(step: Step, rows: Indices, output: int) -> Terms:
-    """Return elements of several tensors, which the op lays side by side along an axis, or a new one."""
+    """Return the elements of several tensors that the op concatenates or stacks."""
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
     tensors = step.inputs[position]

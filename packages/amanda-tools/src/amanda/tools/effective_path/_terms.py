@@ -1,4 +1,4 @@
-"""Terms of an output: what it is a sum of, and which of them matter."""
+"""Terms: the summands of an output, and those that explain its value."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Indices = NDArray[Any]
 Numbers = NDArray[Any]
 Mode = Literal["cumulative", "absolute"]
 Where = tuple[int, int]
-"""A tensor among the inputs: the position, and the item where a list is there, else 0."""
+"""A tensor among the inputs: the position, and the index in a list there, else 0."""
 
 OUTSIDE = -(1 << 40)
-"""Coordinate of what is outside of a tensor: any flat index that is computed with it is negative."""
+"""Coordinate of an element outside of a tensor: flat indices that are computed with it are negative."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Step:
     """One execution of an op.
 
     op: of the graph.  inputs, outputs: arrays, lists of arrays, and values that are no tensors.
-    weight, layout, weight_layout: as StandardMapping says them.  arguments: what the rules of the op's type
-    read, in words that are the same for every framework.  varying: the tensors among the inputs that depend
-    on what the model is given; others are weights and constants.
+    weight, layout, weight_layout: as StandardMapping writes them.  arguments: of the op, under names that are
+    the same for every framework.  varying: the tensors among the inputs that depend on the model's inputs;
+    others are weights and constants.
     """
 
     op: Op
@@ -44,23 +44,23 @@ class Step:
 
     @property
     def data(self) -> Where:
-        """Return the place of the first tensor that varies."""
+        """Return the index of the first tensor that varies."""
         return self.varying[0] if self.varying else (0, 0)
 
     def tensor(self, where: Where) -> NDArray[Any]:
-        """Return the array at a place among the inputs."""
+        """Return the array at an index among the inputs."""
         value = self.inputs[where[0]]
         array: NDArray[Any] = value[where[1]] if isinstance(value, (list, tuple)) else value
         return array
 
 
 class Terms(NamedTuple):
-    """Of so many outputs of an op: what each is the sum of.
+    """The terms that some outputs of an op are sums of.
 
-    sources: by tensor among the inputs, (outputs, terms) flat indices of the elements that make each term;
-    -1 for none.  contributions: (outputs, terms) what each term adds; None where all of them matter.
-    synapses: of all outputs of the op; 0 where it has none.  weighted: whether the sum has weights, and is
-    compared with what constants make of it afterwards.
+    sources: by tensor among the inputs, (outputs, terms) flat indices of the element in each term; -1 for
+    none.  contributions: (outputs, terms) values of the terms; None if all terms are on the path.
+    synapses: their number for all outputs of the op; 0 for an op without.  weighted: whether the sum has
+    weights, so that following ops with constants count as a part of it.
     """
 
     sources: Mapping[Where, Indices]
@@ -70,7 +70,7 @@ class Terms(NamedTuple):
 
 
 Rule = Callable[..., Terms]
-"""From a `Step`, flat indices of elements of one of its outputs, and which output that is, to their terms."""
+"""Function of a `Step`, flat indices into one of its outputs, and the output's position; returns `Terms`."""
 
 
 def leading(
@@ -78,9 +78,9 @@ def leading(
 ) -> NDArray[np.bool_]:
     """Return True for the fewest positive contributions that reach theta times a neuron's value in sum.
 
-    contributions: (neurons, terms).  value: (neurons,); those that are not positive have none, and of NaN the
-    value is the sum of the positive contributions.  Where all of them do not reach it, it is all of them; of
-    equal ones the first come first.  mode "absolute": each contribution that is theta or more instead.
+    contributions: (neurons, terms).  value: (neurons,); NaN stands for the sum of the positive contributions,
+    and a neuron whose value is not positive has none.  All positive ones are chosen if they do not reach the
+    value; the first of equal ones is chosen first.  mode "absolute": all contributions of theta or more.
     Source: Qiu et al. 2019, sec. 3.1; Gan et al. 2020 (Ptolemy), sec. 3.
     """
     positive = contributions > 0
@@ -109,7 +109,7 @@ def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
     """Return True for the largest positive contributions, until their sum is enough."""
     order = np.argsort(-contributions, axis=1, kind="stable")
     ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
-    # Of infinite ones no difference can be taken: the sums before each are those after its neighbour.
+    # Infinities have no difference: the sum before each is the sum after its neighbour.
     before = np.pad(np.cumsum(ranked, axis=1)[:, :-1], ((0, 0), (1, 0)))
     chosen = np.zeros(contributions.shape, bool)
     np.put_along_axis(chosen, order, (before < enough[:, None]) & (ranked > 0), 1)
@@ -119,8 +119,8 @@ def _ranked(contributions: Numbers, enough: Numbers) -> NDArray[np.bool_]:
 class Mesh:
     """Coordinates of outputs, and of the terms that each of them has, by names of axes.
 
-    rows: flat indices of the outputs.  axes, terms: extents of the axes of the output, and of those that its
-    elements sum over.  at: coordinates by name, which broadcast to (outputs, *terms).
+    rows: flat indices of the outputs.  axes: extents of the axes of the output.  terms: extents of the axes
+    that are summed over.  at: coordinates by name, which broadcast to (outputs, *terms).
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Mesh:
 
 
 def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
-    """Return flat indices into an operand that was broadcast to a shape, of which rows are flat indices."""
+    """Return flat indices into an operand, for rows, flat indices into the shape that it was broadcast to."""
     if shape == operand:
         return rows
     mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))

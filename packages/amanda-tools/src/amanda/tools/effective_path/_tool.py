@@ -1,4 +1,4 @@
-"""The tool: keeps what a pass computes, and walks back along the graph."""
+"""The tool: keeps the values of a pass, and extracts paths along the graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.effective_path._extraction import STATE, Extraction
-from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, Place
+from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, OpValues
 from amanda.tools.effective_path._path import EffectivePath, PathError
 from amanda.tools.effective_path._result import EffectivePathResult
 from amanda.tools.effective_path._rules import PASSING, RULES
@@ -23,15 +23,15 @@ from amanda.tools.trace import Graph, Tensor, TraceTool
 
 
 class EffectivePathTool(amanda.Tool):
-    """Extracts the effective paths of what a model computes in its scopes: `paths` and `result` tell.
+    """A tool that extracts the effective paths of a model's outputs; `paths` and `result` return them.
 
-    theta: each neuron on a path is explained by its fewest inputs whose contributions reach this share of its
-    value.  mode: "cumulative", or "absolute": by all whose contribution is theta or more.  output: module of
-    the op with the classes, by a pattern of its path; by default the last that gives (samples, classes).
-    rules: by the word of StandardMapping or a framework's own name of an op, what its outputs are made of;
-    they come before those that are built in.
+    theta, mode: a neuron is explained by the fewest inputs whose contributions sum to the share theta of its
+    value ("cumulative"), or by all inputs that contribute theta or more ("absolute").
+    output: pattern for the module path of the op with the classes; by default the last op that makes
+    (samples, classes).  rules: functions that return the terms of an op's outputs, by the word of
+    StandardMapping or the framework's own name of an op; they replace built-in rules.
 
-    The paths are those of the last pass; it begins where an op runs again.
+    The paths are those of the last pass; a pass begins when an op runs again.
     Source: Qiu et al. 2019, Adversarial Defense Through Network Profiling Based Path Extraction.
     """
 
@@ -53,7 +53,7 @@ class EffectivePathTool(amanda.Tool):
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
         self._trace = TraceTool(executions=1, backward=False)
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, OpValues] = {}
         self._missing: dict[str, str] = {}
         self.depends_on(StandardMapping(), self._trace, MappingTool(FRAMEWORKS))
         self.add_inst_for_op(self._analyse)
@@ -67,7 +67,7 @@ class EffectivePathTool(amanda.Tool):
             return EffectivePathResult([], self.theta, {}, str(error))
 
     def clear(self) -> None:
-        """Forget what was computed; what was analysed stays."""
+        """Forget the values of the last pass; analysed ops stay analysed."""
         for place in self._places.values():
             place.inputs = place.outputs = ()
         self._places.clear()
@@ -79,7 +79,7 @@ class EffectivePathTool(amanda.Tool):
         moves, word = context["effective path"]
         kind = context.get_op_type() if context.get_op_type() in self._custom else word
         if kind in self._rules:
-            place = Place(
+            place = OpValues(
                 kind, context.get_attrs(), context["weight_index"], context["layout"],
                 context["weight_layout"], moves, context["dtype"],
                 kind in PASSING - SCALES.keys() - self._custom,
@@ -88,21 +88,21 @@ class EffectivePathTool(amanda.Tool):
             context.insert_after_op(self._leave, place=place)
 
     @amanda.observer
-    def _enter(self, *inputs: Any, place: Place, op: int) -> None:
+    def _enter(self, *inputs: Any, place: OpValues, op: int) -> None:
         if op in self._places:
             self.clear()
         self._places[op] = place
         place.inputs = [place.kept(value) for value in inputs]
 
     @amanda.observer
-    def _leave(self, *outputs: Any, place: Place) -> None:
+    def _leave(self, *outputs: Any, place: OpValues) -> None:
         place.outputs = [place.kept(value) for value in outputs]
 
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:
         """Return a path for each sample of the last pass.
 
-        labels: which class to explain of each sample; by default the one with the largest output.
-        Raises PathError where no pass has given (samples, classes), or no path leads back from there.
+        labels: the class to explain for each sample; by default the one with the largest output.
+        Raises PathError if no pass has made (samples, classes), or no path leads back from there.
         """
         graph = self._trace.graph
         steps = self._steps(graph)
@@ -137,7 +137,7 @@ class EffectivePathTool(amanda.Tool):
         return steps
 
     def _start(self, steps: Mapping[int, Step]) -> Step:
-        """Return the last op that gives (samples, classes)."""
+        """Return the last op that makes (samples, classes)."""
         found = [
             step for step in steps.values()
             if step.varying and _is_scores(step.outputs) and self._output(step.op.module)
@@ -157,9 +157,9 @@ def _is_scores(outputs: Sequence[Any]) -> bool:
 
 
 def _varying(graph: Graph) -> set[int]:
-    """Return the tensors that depend on what comes from outside or is drawn, and is no state of the model."""
+    """Return the tensors that depend on inputs or random numbers, and not only on the model's state."""
     found: set[int] = set()
-    for tensor in graph.tensors:  # in the order in which they were met
+    for tensor in graph.tensors:  # in the order of their first use
         made_by = None if tensor.producer is None else graph.ops[tensor.producer].reads
         from_outside = not made_by and tensor.kind not in STATE and tensor.shape != ()
         if (from_outside or not found.isdisjoint(made_by or ())) and not _is_shape(tensor):
@@ -168,7 +168,7 @@ def _varying(graph: Graph) -> set[int]:
 
 
 def _is_shape(tensor: Tensor) -> bool:
-    """Return True for a row of integers such as extents, axes and positions, which are no neurons."""
+    """Return True for a row of integers, such as extents and axes, which are not neurons."""
     return tensor.shape is not None and len(tensor.shape) < 2 and (tensor.dtype or "").startswith("int")
 
 

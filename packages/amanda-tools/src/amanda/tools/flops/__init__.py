@@ -8,7 +8,7 @@ print(flops.result.by("module"))
 
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._effective import Effective, EffectiveResult, effective
-from amanda.tools.flops._result import FlopsResult, Place
+from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._tool import FlopsTool
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "FlopsResult",
     "FlopsTool",
     "Formula",
-    "Place",
+    "OpCost",
     "Shapes",
     "effective",
 ]

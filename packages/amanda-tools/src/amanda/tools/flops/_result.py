@@ -18,7 +18,7 @@ KEYS = ("phase", "type", "module", "source")
 
 
 @dataclass
-class Place:
+class OpCost:
     """One op, forward or backward, with shapes that stayed the same.
 
     calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
@@ -49,7 +49,7 @@ _columns = (
 )
 
 
-class FlopsResult(PlacesResult[Place]):
+class FlopsResult(PlacesResult[OpCost]):
     """FLOPs and their like of everything that was executed.
 
     places: what was counted, each op apart.  by: the keys of a row, of `KEYS`.
@@ -57,11 +57,11 @@ class FlopsResult(PlacesResult[Place]):
 
     name: ClassVar[str] = "flops"
     keys: ClassVar[Sequence[str]] = KEYS
-    place = Place
+    place = OpCost
     summed = ("calls",)
     counted: ClassVar[Sequence[Column]] = _columns
 
-    def __init__(self, places: Iterable[Place], by: Sequence[str] = KEYS) -> None:
+    def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls or place.flops is None]
         self._is_told = False
         self.tell_by(by, "FLOPs")
@@ -141,7 +141,7 @@ class FlopsResult(PlacesResult[Place]):
         """Types of ops that no formula knows and that may be products, with their MACs if they are."""
         return self._without_cost(lambda place: place.calls * place.estimate)
 
-    def _without_cost(self, number: Callable[[Place], int]) -> Mapping[str, int]:
+    def _without_cost(self, number: Callable[[OpCost], int]) -> Mapping[str, int]:
         """Return sums of a number, where there is any, by the types of ops whose cost is not known."""
         found = Counter[str]()
         for place in self.places:
@@ -154,7 +154,7 @@ def _listed(types: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
 
 
-def _sums(places: Sequence[Place]) -> tuple[Any, ...]:
+def _sums(places: Sequence[OpCost]) -> tuple[Any, ...]:
     known = [place for place in places if place.flops is not None]
     macs = sum((place.macs or 0) * place.calls for place in known) if known else None
     flops = sum((place.flops or 0) * place.calls for place in known) if known else None

@@ -12,7 +12,7 @@ from amanda.tools.flops import _pytorch
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size, tensors
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, Inside
-from amanda.tools.flops._result import FlopsResult, Place
+from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, FORMULAS, MOVES, traffic
 from amanda.tools.kit import leaves, packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
@@ -38,8 +38,8 @@ class FlopsTool(amanda.Tool):
         self._custom = dict(formulas or {})
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.
-        self._places: dict[Hashable, Place] = {}
-        self._unseen: dict[Hashable, Place] = {}
+        self._places: dict[Hashable, OpCost] = {}
+        self._unseen: dict[Hashable, OpCost] = {}
         self._products = 0  # ops analysed so far that are products
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
@@ -75,7 +75,7 @@ class FlopsTool(amanda.Tool):
         outputs = context.get_outputs() or []
         shapes = _shapes(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
-        place = Place(context["phase"], names[1], context.get_scope(), context.get_source())
+        place = OpCost(context["phase"], names[1], context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
         if not _can_tell(names, shapes):
             context["cost"] = _AT_EXECUTION
@@ -98,7 +98,7 @@ class FlopsTool(amanda.Tool):
         context["cost"], context["estimate"] = cost, place.estimate
         context.insert_after_op(self._count, outputs=[], place=self._shared(place))
 
-    def _shared(self, place: Place, shapes: str = "") -> Place:
+    def _shared(self, place: OpCost, shapes: str = "") -> OpCost:
         """Return the place that stands for all ops that equal this one, executed with these shapes."""
         return self._places.setdefault((_key(place), shapes), place)
 
@@ -125,7 +125,7 @@ class FlopsTool(amanda.Tool):
 
     def _backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
-        place = Place("backward", kind, context.get_scope(), context.get_source())
+        place = OpCost("backward", kind, context.get_scope(), context.get_source())
         if "cost" not in context:
             context["cost"], context["estimate"] = self._cost_of_absent(context), 0
         if context["cost"] is _AT_EXECUTION:
@@ -179,7 +179,7 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_shapes(
-        self, *outputs: Any, place: Place, names: tuple[str, str], shapes: Shapes, shape: Any,
+        self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, shape: Any,
         run: dict[str, Any],
     ) -> None:  # fmt: skip
         told = run.pop("shapes", shapes.inputs)
@@ -198,7 +198,7 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_gradients(
-        self, *grads: Any, place: Place, names: tuple[str, str], shape: Any, run: dict[str, Any]
+        self, *grads: Any, place: OpCost, names: tuple[str, str], shape: Any, run: dict[str, Any]
     ) -> None:
         made = tensors(shape_of(grad, shape) for grad in grads)
         macs, elements = run.get("macs", 0), sum(map(size, made))
@@ -217,7 +217,7 @@ class FlopsTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
-    def _count(place: Place) -> None:
+    def _count(place: OpCost) -> None:
         place.calls += 1
 
 
@@ -246,7 +246,7 @@ def _formula(names: tuple[str, str]) -> Formula | None:
     return next((FORMULAS[name] for name in names if name in FORMULAS), None)
 
 
-def _key(place: Place) -> Hashable:
+def _key(place: OpCost) -> Hashable:
     """Return the parts that equal ops have in common."""
     return astuple(replace(place, calls=0))
 

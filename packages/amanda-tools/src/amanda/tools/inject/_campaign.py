@@ -1,4 +1,4 @@
-"""A campaign: the same program many times, each time with other faults."""
+"""Campaigns: runs of one program, each with other faults."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Sample = Literal["ops", "elements", "all"]
 
 
 class HangError(AmandaError):
-    """A program runs for much longer than it does without faults."""
+    """A program with faults runs for much longer than without."""
 
 
 class _Watch(amanda.Tool):
-    """Stops a program that executes more than `limit` ops, or that runs for longer than `timeout` seconds."""
+    """A tool that stops a program after more than `limit` ops or `timeout` seconds."""
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
@@ -49,18 +49,19 @@ class _Watch(amanda.Tool):
 
 
 class Campaign:
-    """Runs a program `trials` times, each time with faults that the tool puts in, and sorts what comes of it.
+    """Trials of a program with faults that a tool injects, and their outcomes.
 
-    tool: what is injected; its seed and the number of a trial decide where.
-    compare: whether an output is corrupted, given the one without faults and this one, as NumPy arrays
-        in the structure that the program returned: `differs`, `differs_by(...)`, `top1_changed`, your own.
-    sample: "ops": each trial picks one execution of one op, all alike; "elements": each as often as it has
-        elements; "all": faults are put into every execution, as the tool's probability has it.
-    hang_factor: a program that executes so many times the ops that it does without faults is stopped.
-    timeout: so is one that takes so many seconds.  Both look whenever an op begins: a kernel that does not
-        come back is not stopped, and None of both leaves ops that are not selected as they are.
+    tool: injects the faults; its seed and the number of a trial determine them.  trials: number of runs.
+    compare: function of the output without faults and the output of a trial, which returns True for a
+        corrupted output: `differs`, `differs_by(...)`, `top1_changed` or your own.  Outputs are NumPy arrays
+        in the structure that the program returned.
+    sample: "ops": each trial picks one execution of one op, all equally likely; "elements": with a likelihood
+        proportional to the number of elements; "all": each execution can have faults, by the tool's options.
+    hang_factor: stop a program that executes this many times the ops of the run without faults.
+    timeout: stop a program after so many seconds.  Both are checked as ops begin, so a kernel that does not
+        return is not stopped.  With None for both, ops that are not selected are not instrumented.
 
-    Raises InjectError for options that make no sense.
+    Raises InjectError for options that are not valid.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class Campaign:
         self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
 
     def run(self, program: Program) -> CampaignResult:
-        """Run the program without faults twice, and once for each trial.
+        """Run the program twice without faults, then once for each trial; return the outcomes.
 
-        It has to do the same at each call, random numbers included.  After each run the memory that its ops
-        found when it began, such as parameters and buffers, is put back bit for bit.
-        Raises InjectError where it does not, or executes nothing in which a fault fits.
+        The program has to do the same at each call, random numbers included.  After each run the memory that
+        existed before, such as parameters and buffers, is restored bit by bit.
+        Raises InjectError for a program whose output varies, or in which no fault fits.
         """
         try:
             golden, sites = self._golden(program)
@@ -97,13 +98,13 @@ class Campaign:
         return CampaignResult(trials, self._tool.seed, len(sites))
 
     def replay(self, program: Program, number: int) -> Any:
-        """Run the program with the faults of one trial; return what it returns, or raise what it raises."""
+        """Run the program with the faults of one trial; return its output, or raise its exception."""
         _, sites = self._golden(program)
         self._tool.try_at(number, self._site(number, sites))
         return self._run(program, self._memory.outlasting)
 
     def _golden(self, program: Program) -> tuple[Any, list[Site]]:
-        """Return what the program gives without faults, and where it can have them."""
+        """Return the output without faults, and the sites at which faults fit."""
         self._tool.look()
         self._watch.limit = float("inf")
         self._memory.clear()
@@ -158,7 +159,7 @@ class Campaign:
         return ("sdc" if self._compare(golden, output) else "masked"), ""
 
     def _run(self, program: Program, read: Callable[[Any], Any], *others: amanda.Tool) -> Any:
-        """Return what `read` makes of the program's output, before memory is put back."""
+        """Run the program; return `read(output)`, computed before memory is restored."""
         self._watch.start()
         try:
             with amanda.apply(*others, *self._tools):

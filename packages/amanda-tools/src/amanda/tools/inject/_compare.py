@@ -1,4 +1,4 @@
-"""Comparing what a program gives with what it gives without faults."""
+"""Comparison of the output of a program with the output without faults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from amanda.tools.inject._faults import InjectError
 from amanda.tools.kit import tensors_of
 
 Compare = Callable[[Any, Any], bool]
-"""Says of an output, given after the one without faults, if it is corrupted; both are as `arrays`."""
+"""Function of the output without faults and another, in the form of `arrays`; True for a corrupted one."""
 
 
 def arrays(output: Any) -> Any:
-    """Return what a program gave, with a copy as a NumPy array for each tensor.
+    """Return a program's output, with each tensor copied to a NumPy array.
 
     Mappings become dicts, and lists and tuples lists; other objects are copied.
     """
@@ -35,12 +35,12 @@ def arrays(output: Any) -> Any:
 
 
 def differs(golden: Any, output: Any) -> bool:
-    """Return True if anything is different, bit by bit but for the sign of zero; NaN equals NaN."""
+    """Return True if any number differs; NaN equals NaN, and 0.0 equals -0.0."""
     return not _all(golden, output, _equal)
 
 
 def differs_by(rtol: float = 1e-5, atol: float = 1e-8) -> Compare:
-    """Return a comparison: True if any number is further off than `atol + rtol * abs(golden)`."""
+    """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`."""
 
     def close(one: NDArray[Any], other: NDArray[Any]) -> bool:
         return bool(np.allclose(other, one, rtol, atol, equal_nan=True))
@@ -49,7 +49,7 @@ def differs_by(rtol: float = 1e-5, atol: float = 1e-8) -> Compare:
 
 
 def top1_changed(golden: Any, output: Any) -> bool:
-    """Return True if the index of the largest number along the last axis of the first array is another."""
+    """Return True if the index of the largest number along the last axis of the first array has changed."""
     one, other = next(_arrays_in(golden), None), next(_arrays_in(output), None)
     if one is None:
         raise InjectError("top1_changed compares arrays; the program gives none")
@@ -59,7 +59,7 @@ def top1_changed(golden: Any, output: Any) -> bool:
 
 
 def not_finite(golden: Any, output: Any) -> bool:
-    """Return True if NaN or Inf is where there was none."""
+    """Return True if there is NaN or Inf in the place of a finite number."""
     for one, other in zip_longest(_arrays_in(golden), _arrays_in(output)):
         if other is not None and _has_nan(other):
             bad = ~np.isfinite(other)
@@ -83,7 +83,7 @@ def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
 
 
 def _all(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
-    """Return True if two outputs have one structure, and arrays that are the same."""
+    """Return True if two outputs have the same structure, and `same` holds for all arrays."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""Faults: changes of the elements that are hit."""
+"""Faults: the changes of elements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OF_NOISE = ("gaussian", "uniform", "relative")
 
 
 class InjectError(AmandaError, ValueError):
-    """An option of the tool, or of a campaign, that makes no sense."""
+    """An option of the tool or of a campaign is not valid."""
 
 
 class Fault(NamedTuple):
     """One kind of fault and its parameters.
 
-    bits: positions that may be hit, None for all.  field: which part of a number they are in.
-    flips: bits that are hit in each element.  value: what "value" writes.
+    bits: positions that may change, None for all.  field: the part of a number with these bits.
+    flips: number of bits that change in an element.  value: written by "value".
     scale: standard deviation of "gaussian" and of the factor of "relative", bound of "uniform".
     """
 
@@ -49,7 +49,7 @@ class Fault(NamedTuple):
             )
 
     def fits(self, dtype: str | None) -> bool:
-        """Return True if elements of a type can have the fault; noise is added to everything but bool."""
+        """Return True if elements of a type can have the fault; bool has no noise."""
         if self.kind in OF_BITS:
             return len(self._bits_in(dtype)) >= self.flips
         return bool(bits_of(dtype)) and (dtype != "bool" or self.kind not in OF_NOISE)
@@ -60,7 +60,7 @@ class Fault(NamedTuple):
     def applied(
         self, raw: Bytes, dtype: str, like: Any, random: np.random.Generator
     ) -> tuple[Bytes, NDArray[np.int64] | None]:
-        """Return elements (n, width) with the fault, and the bits (n, flips) that were hit.
+        """Return elements (n, width) with the fault, and the changed bits (n, flips).
 
         like: a tensor of the elements' type.
         """

@@ -12,7 +12,7 @@ from amanda.tools.inject._result import Injection
 from amanda.tools.results import Column, KeyedResult
 
 Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
-"""The outcome of a trial; `sdc` is silent data corruption: an output that differs, and nobody is told."""
+"""The outcome of a trial; `sdc` is silent data corruption: another output without an error."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 COUNTED = OUTCOMES[:-1]
 KEYS = ("phase", "type", "module", "source", "dtype", "bit")
@@ -22,9 +22,9 @@ KEYS = ("phase", "type", "module", "source", "dtype", "bit")
 class Trial:
     """One run of the program with faults.
 
-    outcome: "masked": the output compares as the one without faults; "sdc" (silent data corruption): it
-    does not; "nan": it has NaN or Inf where there was none; "crash": the program raised `error`; "hang": it
-    was stopped because it ran for too long; "no_fault": nothing was changed.
+    outcome: "masked": the output equals the one without faults; "sdc" (silent data corruption): the output
+    differs; "nan": it has new NaN or Inf; "crash": the program raised `error`; "hang": the program ran too
+    long and was stopped; "no_fault": no element was changed.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Rate(NamedTuple):
 
 
 def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
-    """Return a share with its score interval; (0, 0, 1) of no trial.  Source: Wilson 1927."""
+    """Return a share with its score interval; (0, 0, 1) for no trials.  Source: Wilson 1927."""
     if not trials:
         return Rate(0.0, 0.0, 1.0)
     share, square = successes / trials, z * z
@@ -56,7 +56,7 @@ def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> Rate:
 
 
 class CampaignResult(KeyedResult):
-    """Counts of trials by outcome, for each type of op and the like.
+    """Counts of trials by outcome, for each type of op or other keys.
 
     by: the keys of a row, of `KEYS`.  A trial with several injections is in the row of each.
     """
@@ -79,18 +79,18 @@ class CampaignResult(KeyedResult):
         self.tell_by(by, f"Outcomes of {len(self.trials):,} trials")
 
     def count(self, outcome: Outcome) -> int:
-        """Return how many trials had an outcome.  Raises AmandaError for what is none."""
+        """Return the number of trials with an outcome; raise AmandaError for an unknown outcome."""
         if outcome not in OUTCOMES:
             raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(OUTCOMES)}")
         return sum(trial.outcome == outcome for trial in self.trials)
 
     def rate(self, *outcomes: Outcome) -> Rate:
-        """Return the share of these outcomes in the trials in which something was changed."""
+        """Return the share of these outcomes in the trials with faults."""
         happened = len(self.trials) - self.count("no_fault")
         return wilson(sum(self.count(outcome) for outcome in outcomes), happened)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each value of the keys, in their order; trials without a fault are in none."""
+        """Return a row for each value of the keys, sorted; trials without faults are left out."""
         groups: dict[tuple[str, ...], dict[int, Trial]] = {}
         for trial in self.trials:
             for one in trial.injections:
@@ -103,7 +103,7 @@ class CampaignResult(KeyedResult):
         return rows
 
     def facts(self) -> Mapping[str, Any]:
-        """Return rates of each outcome, and every trial with what was changed in it."""
+        """Return the rate of each outcome, and every trial with its injections."""
         rates = {outcome: self.rate(outcome)._asdict() for outcome in COUNTED}
         trials = [
             {**vars(trial), "injections": [one.to_dict() for one in trial.injections]}
@@ -112,7 +112,7 @@ class CampaignResult(KeyedResult):
         return {"seed": self.seed, "sites": self.sites, "rates": rates, "trials": trials}
 
     def notes(self) -> Sequence[str]:
-        """Return the rates of all trials together, and what the words mean."""
+        """Return sentences on the rates of all trials."""
         rates = "; ".join(f"{outcome} {self.rate(outcome)}" for outcome in COUNTED if self.count(outcome))
         notes = [
             f"Seed {self.seed}, {self.sites:,} executions of ops in which faults fit.",
@@ -129,6 +129,6 @@ def _key(injection: Injection, by: Sequence[str]) -> tuple[str, ...]:
 
 
 def _order(part: str) -> tuple[list[int], str]:
-    """Order bits by their positions, words by their letters."""
+    """Return a sort key: bits by their positions, words by their letters."""
     numbers = part.split() if part.replace(" ", "").isdigit() else []
     return [int(number) for number in numbers], part

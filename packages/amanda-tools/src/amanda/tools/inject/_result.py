@@ -1,4 +1,4 @@
-"""The faults that were injected, and where."""
+"""The injected faults, and their places."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from amanda.tools.results import Column, Result, shortened
 
 @dataclass(frozen=True)
 class Injection:
-    """One element that was changed.
+    """One changed element.
 
-    op: id of the op, forward or backward.  execution: which one of that op, from 0.
-    tensor: e.g. "outputs[0]".  element: its index in the tensor.  bits: positions that were hit, 0 the
-    least significant; empty for faults of values.  old, new: the element before and after.
+    op: id of the op, forward or backward.  execution: number of the op's execution, from 0.
+    tensor: e.g. "outputs[0]".  element: index in the tensor.  bits: positions of changed bits, 0 the least
+    significant; empty for faults of values.  old, new: the element before and after.
     """
 
     phase: str
@@ -35,7 +35,7 @@ class Injection:
     new: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as values that JSON knows: numbers that are complex or not finite as strings."""
+        """Return the fields as values for JSON; complex numbers, NaN and Inf are strings."""
         told = {**asdict(self), "op": f"{self.op:#018x}"}
         for name in ("old", "new"):
             if isinstance(told[name], complex) or not math.isfinite(told[name]):
@@ -44,9 +44,9 @@ class Injection:
 
 
 class InjectResult(Result):
-    """Every element that was changed, in the order of injection.
+    """A row for each changed element, in the order of injection.
 
-    total: how many there were.  left: types of the ops that were met, where none was selected.
+    total: number of changed elements.  left: types of the analysed ops, if none was selected.
     """
 
     name: ClassVar[str] = "inject"
@@ -67,7 +67,7 @@ class InjectResult(Result):
         self._left = sorted(left)
 
     def counts(self, key: str) -> dict[Any, int]:
-        """Return how many injections have each value of a field: "phase", "type", "module", "bits"."""
+        """Return the number of injections by the value of a field: "phase", "type", "module", "bits"."""
         return dict(Counter(getattr(one, key) for one in self.injections))
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -78,11 +78,11 @@ class InjectResult(Result):
         ]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return how many there were, also of those that are not in the rows."""
+        """Return the numbers of changed elements, including those without a row, and of executions."""
         return {"injected": self.total, "executions": self.executions}
 
     def notes(self) -> Sequence[str]:
-        """Return how many there were, and which ops were not selected where none was."""
+        """Return sentences on the number of elements, and on the types of ops if none was selected."""
         notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
         if self.total > len(self.injections):
             notes.append(f"The first {len(self.injections):,} are kept; `limit` says how many.")

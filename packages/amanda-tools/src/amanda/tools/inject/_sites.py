@@ -1,4 +1,4 @@
-"""Sites of faults: the executions of ops, and the tensors among the values of one."""
+"""Sites of faults: executions of ops, and the tensors of an execution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amanda.tools.kit import tensors_of
 
 
 class Site(NamedTuple):
-    """One execution of one op in which faults can be put; elements: how many its tensors have."""
+    """One execution of one op that can have faults; elements: the number in its tensors."""
 
     op: int
     execution: int
@@ -24,11 +24,11 @@ class Site(NamedTuple):
 
 
 @dataclass(eq=False)
-class Place:
-    """One op that is selected, forward or backward.
+class SelectedOp:
+    """One selected op, forward or backward.
 
-    told: its phase, type, module and source.  number: in the order of analysis.  dtype: gives the name of
-    a tensor's element type.
+    told: its phase, type, module and source.  number: in the order of analysis.  dtype: function that returns
+    the name of a tensor's element type.
     """
 
     op: int
@@ -39,7 +39,7 @@ class Place:
 
 
 class Tensor(NamedTuple):
-    """A tensor among the values that a routine is given: at a position, or an item of a list there."""
+    """A tensor among the values of a routine: at a position, or an item of a list there."""
 
     value: Any
     dtype: str
@@ -53,8 +53,8 @@ class Tensor(NamedTuple):
         return prod(self.value.shape)
 
 
-def tensors_in(value: Any, name: str, position: int, fault: Fault, place: Place) -> Iterator[Tensor]:
-    """Yield the dense tensors that a value is, or that are in a list, whose elements can have the fault."""
+def tensors_in(value: Any, name: str, position: int, fault: Fault, place: SelectedOp) -> Iterator[Tensor]:
+    """Yield the dense tensors in a value, or in a list, whose element type can have the fault."""
     listed = isinstance(value, (list, tuple))
     for item, one in enumerate(value if listed else (value,)):
         dtype = place.dtype(one)

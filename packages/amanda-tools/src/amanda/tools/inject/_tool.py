@@ -1,4 +1,4 @@
-"""The tool: at each execution of the selected ops, elements that chance picks are changed."""
+"""The tool: changes random elements at executions of the selected ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import amanda
 from amanda.tools.inject._faults import Fault, InjectError, Kind
 from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.inject._sites import Place, Site, Tensor, tensors_in
+from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import BitField, check_one_of, from_bytes, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Paths, Patterns, as_remarks, unmatched
@@ -21,27 +21,29 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 
 
 class InjectTool(amanda.Tool):
-    """Changes elements of what the selected ops read or give; `result` tells which, `clear` starts anew.
+    """A tool that changes elements of the selected ops' tensors; `result` lists them, `clear` starts anew.
 
     fault: "bit_flip", "stuck_at_0" and "stuck_at_1" of `flips` bits in each element; "value" and "zero";
         "gaussian" (standard deviation `scale`), "uniform" (within `scale` of the old value) and "relative"
         (times 1 + gaussian) noise.
-    target: "outputs"; "inputs" other than parameters; "weights", the values of the parameters that an op
-        reads, where the parameter itself is left as it is; "grad_outputs" that enter a backward op,
-        "grad_inputs" that leave it; "weight_grads", those of the latter that belong to the weight.
+    target: "outputs"; "inputs" but parameters; "weights", the parameters as the op reads them, while the
+        parameters themselves stay unchanged; "grad_outputs" that enter a backward op, "grad_inputs" that
+        leave it; "weight_grads", the gradient of the weight among these.
     type, module: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of module
         paths ("layer1.*"); None for all.  A backward op is selected by its own word ("linear_backward"); the
-        word of a forward op selects the first of that op's backward ops alone, which the gradient enters, and
-        for "weight_grads" the one that gives the weight's gradient.
-    index: position of the tensor among the target; None for all of them together.
-    probability: of each element, at each execution.  count: so many elements of each execution, which
-        is 1 where neither is given.
-    bits, field: which bits may be hit: positions, 0 the least significant; "sign", "exponent", "mantissa".
-    seed: what is changed depends on it, on the op's id and on how often the op was executed before, on
-        nothing else; generators of a framework are not touched.
-    permanent: the same elements and bits at every execution of an op.
-    start, end, frequency: at which executions of each op, counted from 0: each `frequency`th before `end`.
-    limit: so many injections are kept for the result.
+        word of a forward op selects the first of that op's backward ops, which the gradient enters, or for
+        "weight_grads" the one that makes the weight's gradient.
+    index: position of the tensor among the targets; None for all of them together.
+    probability: of a fault in an element, at each execution.  count: number of faults at each execution,
+        by default 1.  Give one of them.
+    bits, field: the bits that may be hit: positions, 0 the least significant; or "sign", "exponent",
+        "mantissa".
+    seed: faults depend on the seed, the op's id and the number of the execution alone; the framework's random
+        generators are not touched.
+    permanent: inject the same faults at every execution of an op.
+    start, end, frequency: executions of each op with faults, counted from 0: from `start` on, each
+        `frequency`th before `end`.
+    limit: number of injections that the result keeps.
 
     Raises InjectError for options that do not go together.
     """
@@ -92,7 +94,7 @@ class InjectTool(amanda.Tool):
         self._met: set[str] = set()
         self._selected = False
         self._number = itertools.count()
-        self._places: dict[int, dict[int, Place]] = {}  # by the forward op, by the op itself
+        self._places: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
         self.try_at(0, None)
         self.depends_on(StandardMapping())
@@ -103,7 +105,7 @@ class InjectTool(amanda.Tool):
 
     @property
     def result(self) -> InjectResult:
-        """The elements that were changed so far, in an order that does not depend on that of threads."""
+        """Return the injections so far, in an order that does not depend on threads."""
         executions = self._executed + sum(one.executions for one in self._all_places())
         left = () if self._selected else self._met
         result = InjectResult(_in_order(self._injections), self._total, executions, left)
@@ -115,7 +117,7 @@ class InjectTool(amanda.Tool):
         return [*super().unmatched(), *unmatched([self._types, self._modules])]
 
     def clear(self) -> None:
-        """Forget what was changed, and count executions from 0 again; what was analysed stays."""
+        """Forget the injections, and count executions from 0; analysed ops stay analysed."""
         self._injections: list[tuple[tuple[int, int], Injection]] = []
         self._total = 0
         self._executed = 0  # by ops that are gone
@@ -123,25 +125,25 @@ class InjectTool(amanda.Tool):
             place.executions = 0
 
     def op_gone(self, op_id: int) -> None:
-        """Keep of an op that is gone only how often it executed, and what was changed there."""
+        """Drop the record of an op that is gone, but keep the number of its executions."""
         self._backward_of.pop(op_id, None)
         self._executed += sum(one.executions for one in self._places.pop(op_id, {}).values())
 
-    def _all_places(self) -> list[Place]:
+    def _all_places(self) -> list[SelectedOp]:
         return [place for places in list(self._places.values()) for place in list(places.values())]
 
     def look(self) -> None:
-        """Change nothing from now on, and note in which executions faults would fit."""
+        """Inject nothing from now on, and note the executions in which faults would fit."""
         self.try_at(0, None)
         self._sites: list[tuple[tuple[int, int], Site]] | None = []
 
     @property
     def sites(self) -> list[Site]:
-        """The executions that were noted since `look`."""
+        """Return the executions that were noted since `look`."""
         return _in_order(self._sites or [])
 
     def try_at(self, trial: int, site: Site | None) -> None:
-        """Change elements at one site alone, or at all of them, as chance has it for this trial."""
+        """Inject faults at one site, or for None at all; trial: changes the random choice."""
         self.clear()
         self._sites = None
         self._only, self._trial = site, trial
@@ -178,7 +180,7 @@ class InjectTool(amanda.Tool):
             )
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
-        """Return True for the one backward op that the word of its forward op selects."""
+        """Return True if the word of the forward op selects this backward op."""
         if kind == "accumulate_grad" or not self._fits(context, context["type"], context.get_op_type()):
             return False
         if self._target == "weight_grads" and context["weight_grad_index"] is None:
@@ -189,16 +191,16 @@ class InjectTool(amanda.Tool):
     def _fits(self, context: amanda.OpContext, *names: str) -> bool:
         return self._types(*names) and self._modules(*context.get_scopes())
 
-    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> Place:
+    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
         places = self._places.setdefault(context.get_op_id(), {})
         if op not in places:
             told = (phase, kind, context.get_scope(), context.get_source())
-            places[op] = Place(op, told, next(self._number), context["dtype"])
+            places[op] = SelectedOp(op, told, next(self._number), context["dtype"])
             self._selected = True
         return places[op]
 
     def _inject(
-        self, *values: Any, place: Place, positions: Sequence[int] | None = None,
+        self, *values: Any, place: SelectedOp, positions: Sequence[int] | None = None,
         fits: Callable[[int, Any], bool] = lambda position, value: True,
     ) -> Any:  # fmt: skip
         execution, place.executions = place.executions, place.executions + 1
@@ -221,9 +223,9 @@ class InjectTool(amanda.Tool):
         return None
 
     def _changed(
-        self, values: Sequence[Any], tensors: Sequence[Tensor], place: Place, execution: int
+        self, values: Sequence[Any], tensors: Sequence[Tensor], place: SelectedOp, execution: int
     ) -> tuple[Any, ...] | None:
-        """Return the values with faults in elements that chance picks; None where it picks none."""
+        """Return the values with faults in random elements; None without faults."""
         starts = list(itertools.accumulate((tensor.size for tensor in tensors), initial=0))
         size, random = starts.pop(), self._random(place.op, 0 if self._permanent else execution)
         if self._probability is None:
@@ -246,15 +248,15 @@ class InjectTool(amanda.Tool):
         return tuple(results)
 
     def _random(self, op: int, execution: int) -> np.random.Generator:
-        """Return a generator that depends on what is to be random, and on nothing that was drawn before."""
+        """Return a random generator for an execution of an op, which does not depend on earlier draws."""
         counter = [0, execution, self._trial, get_args(Target).index(self._target)]
         key = np.array([self.seed, op], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
 
     def _faulty(
-        self, tensor: Tensor, positions: Any, place: Place, execution: int, random: np.random.Generator
+        self, tensor: Tensor, positions: Any, place: SelectedOp, execution: int, random: np.random.Generator
     ) -> Any:
-        """Return a tensor with the fault at positions, and keep what it was."""
+        """Return a tensor with the fault at positions, and record the injections."""
         xp, dtype = tensors_of(tensor.value), tensor.dtype
         old = xp.bytes_at(tensor.value, positions)
         new, bits = self._fault.applied(old, dtype, tensor.value, random)
@@ -271,5 +273,5 @@ class InjectTool(amanda.Tool):
 
 
 def _in_order(found: list[tuple[tuple[int, int], Any]]) -> list[Any]:
-    """Return injections or sites by execution and by the number of their op."""
+    """Return injections or sites, sorted by execution and by the number of the op."""
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]

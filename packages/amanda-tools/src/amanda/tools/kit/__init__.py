@@ -1,4 +1,4 @@
-"""Bases for tools that change weights or look at tensors, arithmetic of tensors, and which op made which."""
+"""Bases for tools that change weights or observe tensors, arithmetic of tensors, and which op made which."""
 
 from amanda.tools.kit._callers import PerCaller
 from amanda.tools.kit._checks import check_one_of
@@ -12,7 +12,7 @@ from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._parts import Parts, makes_a_weight
-from amanda.tools.kit._tensor_tool import OpPlace, OpTensor, TensorTool, op_tensors
+from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, TensorTool, op_tensors
 from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import (
@@ -31,7 +31,7 @@ from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held",
-    "HeldError", "Holders", "OpPlace", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
+    "HeldError", "Holders", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
     "Present", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
     "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
     "Weights", "Window", "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves",

@@ -63,7 +63,7 @@ class Origins:
         self._held = f"origins {next(_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> Origin | None:
-        """The origin of what is no view of a parameter; None of what was computed."""
+        """Return the origin of a tensor that is no view of a parameter; None if it was computed."""
         found = self._made.get(value.untyped_storage()._cdata) if _is_stored(value) else None
         holder = None if found is None or found.storage.expired() else found.holder()
         if found is None or holder is None:
@@ -85,7 +85,7 @@ class Origins:
         context.insert_after_op(self._note, compute=compute)
 
     def follow_symbols(self, context: amanda.OpContext) -> None:
-        """The same for an op of a graph, whose outputs are known."""
+        """Note the outputs of an op of a graph as `follow` does, where outputs are symbols."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/graph"):
             return
         selects = context["type"] in SELECTIONS and context.get_variable(0) is not None

@@ -8,7 +8,7 @@ import amanda
 
 
 def packed_inputs(context: amanda.OpContext) -> Iterator[str]:
-    """For each input of an op whose elements are packed into other tensors, a sentence for a result.
+    """Yield a sentence for a result on each input of an op that is packed into other tensors.
 
     Call it in a forward analysis routine of a tool that depends on StandardMapping, whose `dtype` names the
     class of such a tensor.

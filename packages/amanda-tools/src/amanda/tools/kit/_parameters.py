@@ -82,9 +82,9 @@ class Held:
 
 
 def parameters(model: Any) -> Iterator[Held]:
-    """Each parameter of a module of PyTorch, or of a list of parameters, once.
+    """Yield each parameter of a PyTorch module, or of a list of parameters, once.
 
-    Raises HeldError for what is neither.
+    Raises HeldError for another value.
     """
     import torch
 

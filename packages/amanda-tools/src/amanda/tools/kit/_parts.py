@@ -27,7 +27,7 @@ def form_of(tensor: Tensor) -> Form:
 
 
 def holder_of(weight: Tensor) -> Tensor | None:
-    """The parameter, or the leaf, that a tensor of PyTorch is or is a view of; None of a computed one."""
+    """Return the parameter or leaf that a PyTorch tensor is, or is a view of; None for a computed one."""
     import torch
 
     base = weight if weight._base is None else weight._base
@@ -54,7 +54,7 @@ def is_adapter(context: amanda.OpContext) -> bool:
 
 
 def in_memory_order(form: Form) -> tuple[int, ...]:
-    """The axes of a part in the order in which they lie in memory, which is one for all of its forms."""
+    """Return the axes of a part in memory order, which is the same for all of its forms."""
     extents, strides, _ = form
     return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
 
@@ -94,7 +94,7 @@ class Parts:
         whole: Form,
         is_named: bool = False,
     ) -> tuple[amanda.OpContext, str]:
-        """The context of the op that read the parameter's parts first, and what is added to names of state.
+        """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
 
         identity: of the parameter; is_named: whether names of state have its path.
         part: the form that is read, None for all of it.  whole: its own form.

@@ -1,4 +1,4 @@
-"""A base for tools that look at the tensors of ops."""
+"""Base for tools that observe the tensors of ops."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class OpTensor(NamedTuple):
     """One tensor that an op reads or gives.
 
     role: "input", "weight", "output", "gradient" or "weight gradient".  position: among the inputs, outputs
-    or gradients.  ordinal: likewise, where each tensor of a list counts.  dtype: name of the element type.
+    or gradients.  flat_index: the position after the lists among the values are flattened.
+    dtype: name of the element type.
     """
 
     role: str
     position: int
-    ordinal: int
+    flat_index: int
     tensor: Any
     dtype: str
 
@@ -43,18 +44,18 @@ def op_tensors(
     dtype: what StandardMapping writes.  kinds: what the name of the element type begins with.  first:
     position of the first value.
     """
-    ordinal = 0
+    flat_index = 0
     for position, value in enumerate(values, first):
         for tensor in leaves(value) if isinstance(value, (list, tuple)) else (value,):
             name = dtype(tensor)
             if name is not None and name.startswith(kinds):
-                yield OpTensor(role, position, ordinal, tensor, name)
-            ordinal += 1
+                yield OpTensor(role, position, flat_index, tensor, name)
+            flat_index += 1
 
 
 @dataclass
-class OpPlace:
-    """One op, forward or backward, and how often tensors of each role were met."""
+class OpRecord:
+    """One op, forward or backward; seen: how many executions had tensors of a role."""
 
     phase: str
     type: str
@@ -63,19 +64,19 @@ class OpPlace:
     seen: dict[str, int] = field(default_factory=dict, init=False)
 
 
-PlaceT = TypeVar("PlaceT", bound=OpPlace)
+RecordT = TypeVar("RecordT", bound=OpRecord)
 Key = tuple[int, int | None]
 """Ids of a forward op and of its backward op."""
 
 
-class TensorTool(amanda.Tool, Generic[PlaceT]):
-    """Base for tools that look at tensors of ops and change none.
+class TensorTool(amanda.Tool, Generic[RecordT]):
+    """Base for tools that observe tensors of ops and change none.
 
-    roles: which tensors are looked at: "input" (the weight among them too), "weight", "output", "gradient"
-    (that of the weight too).  every: of an op's executions the first and each so many-th after it.
-    executions: of each op, None for all.
+    roles: the tensors to observe: "input" (with the weight), "weight", "output", "gradient" (with that of
+    the weight).  every: observe the first execution of an op and each `every`-th after it.
+    executions: the most executions of an op to observe, None for all.
 
-    Raises AmandaError where `every` is no number from 1 on.
+    Raises AmandaError where `every` is not a number from 1 on.
     """
 
     def __init__(self, roles: Collection[str], every: int = 1, executions: int | None = None) -> None:
@@ -85,36 +86,36 @@ class TensorTool(amanda.Tool, Generic[PlaceT]):
         self._roles: frozenset[str] = frozenset(roles)
         self._every: int = every
         self._executions: int | None = executions
-        self._places: dict[Key, PlaceT] = {}
+        self._records: dict[Key, RecordT] = {}
         self._packed: dict[str, None] = {}
         self.depends_on(StandardMapping())
-        self.add_inst_for_op(self._forward)
+        if self._roles - {"gradient"}:
+            self.add_inst_for_op(self._forward)
         if "gradient" in self._roles:
             self.add_inst_for_op(self._backward, backward=True)
 
     @abstractmethod
-    def op_place(self, context: amanda.OpContext, phase: str, kind: str) -> PlaceT:
-        """Return what is kept of an op that is met for the first time; kind: its type."""
+    def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> RecordT:
+        """Return a new record of an op, at its first analysis; kind: the op's type."""
 
     @abstractmethod
-    def look(self, place: PlaceT, tensors: Iterator[OpTensor], execution: int) -> None:
-        """Look at the inputs, the outputs or the gradients of an op at one of its executions."""
+    def observe(self, record: RecordT, tensors: Iterator[OpTensor], execution: int) -> None:
+        """Observe the inputs, the outputs or the gradients of an op at one of its executions."""
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on inputs that are not read, for a result."""
+        """Sentences on inputs that cannot be read, for the `remarks` of a result."""
         return list(self._packed)
 
     def clear(self) -> None:
-        """Count executions anew; what was analysed stays."""
-        for place in self._places.values():
-            place.seen.clear()
+        """Reset the counts of executions; analysed ops stay analysed."""
+        for record in self._records.values():
+            record.seen.clear()
 
     def _forward(self, context: amanda.OpContext) -> None:
-        place, weight = self._place(context, context["phase"], context["type"]), context["weight_index"]
-        given: dict[str, Any] = {"place": place, "dtype": context["dtype"]}
-        if self._roles - {"gradient"}:
-            self._packed.update(dict.fromkeys(packed_inputs(context)))
+        record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
+        given: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
+        self._packed.update(dict.fromkeys(packed_inputs(context)))
         if "input" in self._roles:
             context.insert_before_op(
                 self._see, role="input", is_weights=lambda position, _: position == weight, **given
@@ -125,30 +126,31 @@ class TensorTool(amanda.Tool, Generic[PlaceT]):
             context.insert_after_op(self._see, role="output", **given)
 
     def _backward(self, context: amanda.OpContext) -> None:
-        if context["backward_type"] != "accumulate_grad":
+        kind = context["backward_type"]
+        if kind != "accumulate_grad":
             context.insert_after_backward_op(
-                self._see, place=self._place(context, "backward", context["backward_type"]), role="gradient",
+                self._see, record=self._record(context, "backward", kind), role="gradient",
                 dtype=context["dtype"], is_weights=weight_gradient(context),
             )  # fmt: skip
 
-    def _place(self, context: amanda.OpContext, phase: str, kind: str) -> PlaceT:
+    def _record(self, context: amanda.OpContext, phase: str, kind: str) -> RecordT:
         key = context.get_op_id(), context.get_backward_op_id()
-        if key not in self._places:
-            self._places[key] = self.op_place(context, phase, kind)
-        return self._places[key]
+        if key not in self._records:
+            self._records[key] = self.op_record(context, phase, kind)
+        return self._records[key]
 
     @amanda.observer
     def _see(
-        self, *values: Any, place: PlaceT, role: str, dtype: Dtype, first: int = 0,
+        self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
     ) -> None:  # fmt: skip
-        seen = place.seen.get(role, 0)
-        place.seen[role] = seen + 1
+        seen = record.seen.get(role, 0)
+        record.seen[role] = seen + 1
         taken, between = divmod(seen, self._every)
         if between or (self._executions is not None and taken >= self._executions):
             return
         tensors = op_tensors(values, dtype, role, first=first)
-        self.look(place, tensors if is_weights is None else _weights_told(tensors, is_weights), seen)
+        self.observe(record, tensors if is_weights is None else _weights_told(tensors, is_weights), seen)
 
 
 def _weights_told(tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool]) -> Iterator[OpTensor]:

@@ -71,23 +71,23 @@ class Tensors:
         """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
         return np.asarray(to_numpy(x)).reshape(-1)[positions]
 
-    def numbers(self, x: Any, safe: bool = False) -> Array | None:
-        """Return the elements that a tensor stores as real numbers, which are magnitudes of complex ones.
+    def stored_values(self, x: Any, widen: bool = False) -> Array | None:
+        """Return the elements that a tensor stores, as real numbers: magnitudes of complex elements.
 
-        safe: in an element type that every function takes, and that no magnitude overflows.
-        None for a tensor without numbers, as PyTorch's meta device has them.
+        widen: convert to an element type that every function takes, and that no magnitude overflows.
+        None for a tensor without elements, as on PyTorch's meta device.
         """
         array = np.asarray(to_numpy(x))
         if not np.iscomplexobj(array):
             return array
-        return np.abs(array.astype(np.complex128) if safe else array)
+        return np.abs(array.astype(np.complex128) if widen else array)
 
     def unstored(self, x: Any, numbers: Array) -> int:
-        """Return how many elements of a tensor are zeros that are not among its `numbers`."""
+        """Return how many elements of a tensor are zeros that `stored_values` leaves out."""
         return 0
 
     def blocks(self, numbers: Array) -> Iterator[Array]:
-        """Yield `numbers` in rows of float64, or the widest type of a device; arrays of NumPy on the host."""
+        """Yield stored values in rows of float64, or the device's widest; on the host arrays of NumPy."""
         row = numbers.reshape(-1)
         for start in range(0, row.shape[0], CACHED_BLOCK):
             with np.errstate(invalid="ignore"):  # memory that nobody wrote to

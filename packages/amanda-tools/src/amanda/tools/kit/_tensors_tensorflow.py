@@ -37,13 +37,13 @@ class TensorFlowTensors(Tensors):
         """Return the elements of a tensor at positions in the order of indexing, in one row."""
         return _tf().gather(_tf().reshape(x, [-1]), np.array(positions, np.int64))
 
-    def numbers(self, x: Any, safe: bool = False) -> Any:
+    def stored_values(self, x: Any, widen: bool = False) -> Any:
         """Return the elements of a tensor as real numbers, which are magnitudes of complex ones."""
         tf = _tf()
         if x.dtype.is_complex:
-            return tf.abs(tf.cast(x, tf.complex128) if safe else x)
-        is_safe = not safe or x.dtype in (tf.float16, tf.float32, tf.float64)
-        return x if is_safe else tf.cast(x, tf.float32)
+            return tf.abs(tf.cast(x, tf.complex128) if widen else x)
+        is_wide = not widen or x.dtype in (tf.float16, tf.float32, tf.float64)
+        return x if is_wide else tf.cast(x, tf.float32)
 
     def blocks(self, numbers: Any) -> Iterator[Any]:
         """Yield rows in float64; of what is on the host, arrays of NumPy."""

@@ -72,7 +72,7 @@ class TorchTensors(Tensors):
         where = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
         return x[where].reshape(-1)
 
-    def numbers(self, x: Tensor, safe: bool = False) -> Tensor | None:
+    def stored_values(self, x: Tensor, widen: bool = False) -> Tensor | None:
         """Return the elements that a tensor stores as real numbers; None on the meta device."""
         import torch
 
@@ -82,8 +82,8 @@ class TorchTensors(Tensors):
         if x.layout is not torch.strided or x.is_nested:
             x = _values(x)
         if x.is_complex():
-            x = (x.to(torch.complex128) if safe else x).abs()
-        if safe and x.element_size() == 1:
+            x = (x.to(torch.complex128) if widen else x).abs()
+        if widen and x.element_size() == 1:
             x = x.float()
         return x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
 

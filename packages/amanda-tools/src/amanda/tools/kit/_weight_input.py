@@ -90,7 +90,7 @@ class WeightReads(amanda.Tool):
         self.add_inst_for_op(self.origins.follow_symbols, require_outputs=True)
 
     def stands_for(self) -> Hashable:
-        """One does for all tools of a scope."""
+        """Return a key that all instances share, so that a scope has one of them."""
         return WeightReads
 
     def scope_left(self) -> None:

@@ -201,7 +201,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return value if made is None else made
 
     def state_dict(self) -> dict[str, Any]:
-        """State by "path of the parameter/name"."""
+        """Return the state by "path of the parameter/name"."""
         retracted = {id(array) for one in self.weights.retracted for array in one.state}
         return {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
 

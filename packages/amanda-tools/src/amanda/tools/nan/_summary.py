@@ -29,7 +29,7 @@ class Summary(NamedTuple):
     def of(cls, tensor: Any, dtype: str) -> Summary:
         """The summary of a tensor of floating or complex numbers (the magnitudes of the latter)."""
         tensors = tensors_of(tensor)
-        shape, numbers = tensors.extents(tensor), tensors.numbers(tensor, safe=True)
+        shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
         if numbers is None:
             return cls(shape, dtype, 0, 0)
         finite = do("isfinite", numbers)
@@ -67,7 +67,7 @@ def held(tensor: Any, inf: bool) -> int:
     one by one.
     """
     tensors = tensors_of(tensor)
-    numbers = tensors.numbers(tensor, safe=True)
+    numbers = tensors.stored_values(tensor, widen=True)
     if numbers is None:
         return 0
     total = float(tensors.total(numbers))

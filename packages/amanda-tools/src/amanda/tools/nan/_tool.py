@@ -1,4 +1,4 @@
-"""The tool: looks at what goes into each op and what comes out."""
+"""The tool: checks what each op reads and makes for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ class _Op(NamedTuple):
         return self.phase, self.type, self.module, self.source
 
 
-class _Looked(NamedTuple):
-    """The floating tensors that an execution was given, or gave, by ordinal; what of them is not finite."""
+class _Floats(NamedTuple):
+    """The floating tensors that an execution read or made, by flat index.
+
+    holds: flags of NaN and Inf, of the tensors that hold any.
+    """
 
     tensors: Mapping[int, OpTensor] = {}
     holds: Mapping[int, int] = {}
@@ -139,7 +142,7 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _entering(self, *values: Any, dtype: Any, side: str, in_place: bool, run: dict[str, Any]) -> None:
-        given = self._look(values, dtype)
+        given = self._floats(values, dtype)
         if in_place:  # the op is about to write into the first
             tensors = {i: _copied(one) if one.position == 0 else one for i, one in given.tensors.items()}
             given = given._replace(tensors=tensors)
@@ -147,9 +150,9 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _leaving(self, *values: Any, dtype: Any, side: str, op: _Op, run: dict[str, Any]) -> None:
-        given: _Looked = run.pop(side, None) or _Looked()
+        given: _Floats = run.pop(side, None) or _Floats()
         execution, self._executions = self._executions, self._executions + 1
-        made = self._look(values, dtype)
+        made = self._floats(values, dtype)
         if not made.holds:
             return
         if made.flags & NAN and not given.tensors and op.reads:
@@ -164,10 +167,10 @@ class NanTool(amanda.Tool):
             self._name(op, execution, given)
             self._is_known = True
 
-    def _look(self, values: Any, dtype: Any) -> _Looked:
-        tensors = {one.ordinal: one for one in op_tensors(values, dtype, kinds=_FLOATING)}
+    def _floats(self, values: Any, dtype: Any) -> _Floats:
+        tensors = {one.flat_index: one for one in op_tensors(values, dtype, kinds=_FLOATING)}
         found = {i: held(one.tensor, self._inf) for i, one in tensors.items()}
-        return _Looked(tensors, {i: what for i, what in found.items() if what})
+        return _Floats(tensors, {i: what for i, what in found.items() if what})
 
     def _keep(self, finding: Finding | Entered) -> None:
         if self._scaled.takes(finding):
@@ -182,7 +185,7 @@ class NanTool(amanda.Tool):
         if self._stop:
             raise NotFiniteError(finding)
 
-    def _name(self, op: _Op, execution: int, given: _Looked) -> None:
+    def _name(self, op: _Op, execution: int, given: _Floats) -> None:
         """Name the parameters that hold NaN, and the inputs where no op that was seen gave it."""
         for i, what in given.holds.items():
             position = given.tensors[i].position

@@ -10,8 +10,8 @@ profile.result.save("step.trace.json")
 from amanda.tools.profile._kernels import KernelResult
 from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import ModuleResult
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 from amanda.tools.profile._result import ProfileResult
 from amanda.tools.profile._tool import ProfileTool
 
-__all__ = ["KernelResult", "ModuleResult", "Peak", "Place", "ProfileResult", "ProfileTool"]
+__all__ = ["KernelResult", "ModuleResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool"]

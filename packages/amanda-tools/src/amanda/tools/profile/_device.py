@@ -1,4 +1,4 @@
-"""Time on a device whose work runs behind the program's: marks in its queue, read when they have passed."""
+"""Time on an asynchronous device, by events in its queue."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 
 
 class DeviceClock:
-    """Puts marks around ops into the queue of a device, and adds the time between two marks to their op.
+    """A clock of events around ops in the queue of a device; the time between two is added to the op.
 
-    record: puts a mark behind what was launched, a new one unless a former one is given, and returns it; None
-    where that cannot be done now.  A mark has the methods of torch.cuda.Event.
+    record: records an event, the given one or for None a new one, and returns the event, or None if that is
+    not possible now.  An event has the methods of torch.cuda.Event.
     """
 
     KEPT = 4096
@@ -21,14 +21,14 @@ class DeviceClock:
     def __init__(self, record: Callable[[Any], Any]) -> None:
         self._record = record
         self._free: list[Any] = []
-        self._pending: deque[tuple[Place, Any, Any]] = deque()
+        self._pending: deque[tuple[OpProfile, Any, Any]] = deque()
 
-    def begin(self, place: Place) -> Any:
-        """Return the mark at which an op begins; None where there is none."""
+    def begin(self, place: OpProfile) -> Any:
+        """Return the event at which an op begins, or None."""
         return self._record(self._free.pop() if self._free else None)
 
-    def end(self, place: Place, begun: Any) -> None:
-        """Mark the end of an op; marks that have passed are read once many are kept."""
+    def end(self, place: OpProfile, begun: Any) -> None:
+        """Record the end of an op; once many events are kept, read those that have completed."""
         ended = None if begun is None else self.begin(place)
         if ended is not None:
             self._pending.append((place, begun, ended))
@@ -36,13 +36,13 @@ class DeviceClock:
             self._read()
 
     def settle(self) -> None:
-        """Wait for all marks and read them."""
+        """Wait for all events and read them."""
         while self._pending:
             self._pending[0][2].synchronize()
             self._read()
 
     def clear(self) -> None:
-        """Forget the marks."""
+        """Forget the events."""
         self._pending.clear()
 
     def _read(self) -> None:

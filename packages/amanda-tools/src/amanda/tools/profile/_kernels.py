@@ -1,4 +1,4 @@
-"""Kernels on a GPU, by CUPTI, and ATen's operators on a CPU, as torch.profiler sees them in each op."""
+"""Kernels on a GPU and ATen's operators on a CPU, which torch.profiler finds in each op."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.profile._modules import MS, milliseconds
-from amanda.tools.profile._place import KEYS, Place
+from amanda.tools.profile._op import KEYS, OpProfile
 from amanda.tools.results import Column, Result, shortened
 
 RANGE = "amanda: "
 
 
 class Kernels:
-    """Lets torch.profiler run while steps are recorded, with a range around each op; no stream waits for it.
+    """Runner of torch.profiler in recorded steps, with a range around each op and no synchronisation.
 
-    obstacle: why it does not run; empty where it does.
+    obstacle: why torch.profiler does not run; "" if it does.
     """
 
     def __init__(self) -> None:
@@ -25,23 +25,23 @@ class Kernels:
         self._profiler: Any = None
         self._thread = 0
 
-    def begin(self, place: Place) -> Any:
-        """Return the range of an op, which ends when it is dropped; None where torch.profiler cannot run."""
+    def begin(self, place: OpProfile) -> Any:
+        """Return the range of an op, which ends if it is dropped; None if torch.profiler cannot run."""
         if self._profiler is None and not self._start():
             return None
         import torch
 
         return torch.ops.profiler._record_function_enter_new(f"{RANGE}{place.index}", None)
 
-    def end(self, place: Place, begun: Any) -> None:
+    def end(self, place: OpProfile, begun: Any) -> None:
         """End the range of an op."""
         if begun is not None:
             import torch
 
             torch.ops.profiler._record_function_exit._RecordFunction(begun)
 
-    def stop(self, places: Sequence[Place]) -> None:
-        """End the profile that runs, if any, and give each op what was seen in its ranges."""
+    def stop(self, places: Sequence[OpProfile]) -> None:
+        """End a running profile, and add the kernels in the ranges of each op to the op."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -71,8 +71,8 @@ class Kernels:
 
 
 def seen(events: Iterable[Any]) -> Iterator[tuple[int, str, str, int]]:
-    """Yield each kernel, and operator on a CPU: the number of the innermost range around it, its name, its
-    device, and its nanoseconds without those within it.
+    """Yield kernels, and operators on a CPU: index of the innermost range around each, name, device, and
+    nanoseconds without those of operators within.
     """
     for event in events:
         around = event.cpu_parent
@@ -100,7 +100,7 @@ class KernelResult(Result):
         Column("ms", show=milliseconds, total=True),
     )
 
-    def __init__(self, places: Sequence[Place], obstacle: str = "") -> None:
+    def __init__(self, places: Sequence[OpProfile], obstacle: str = "") -> None:
         self.places = tuple(places)
         self._obstacle = obstacle
 
@@ -115,7 +115,7 @@ class KernelResult(Result):
         return sorted(rows, key=lambda row: -row[-1])
 
     def notes(self) -> Sequence[str]:
-        """Return what the times measure, and why there are none."""
+        """Return a sentence on the times, or on why there are none."""
         if self._obstacle:
             return [f"torch.profiler did not tell: {self._obstacle}."]
         if not any(place.kernels for place in self.places):

@@ -1,4 +1,4 @@
-"""The executions and the steps that a timeline shows, in little memory."""
+"""Log of executions and steps for a timeline, in little memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 
 GRAPH = 0
-"""Thread of the ops of a graph, whose begin and end may be on two."""
+"""Thread number of the ops of a graph, which may begin and end on different threads."""
 
 
 class Event(NamedTuple):
-    """One execution; in nanoseconds of `time.perf_counter_ns`.  thread: as `get_ident` tells it."""
+    """One execution; times in nanoseconds of `time.perf_counter_ns`.  thread: from `get_ident`."""
 
-    place: Place
+    place: OpProfile
     begin: int
     took: int
     thread: int
 
 
 class Step(NamedTuple):
-    """A recorded step, from the begin of its first op to the end of its last; in nanoseconds."""
+    """A recorded step, from the begin of its first op to the end of its last, in nanoseconds."""
 
     number: int
     begin: int
@@ -33,14 +33,14 @@ class Step(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """A thread as the operating system knows it."""
+    """A thread of the operating system."""
 
     number: int
     name: str
 
     @classmethod
     def present(cls) -> Thread:
-        """Return the one that this runs on; asking Python for it would make it one of Python's."""
+        """Return the present thread; `threading.current_thread` would register a foreign one in Python."""
         number = threading.get_native_id()
         named = (one.name for one in threading.enumerate() if one.native_id == number)
         comm = Path(f"/proc/self/task/{number}/comm")
@@ -52,7 +52,7 @@ class Thread(NamedTuple):
 class Timeline:
     """Data of a trace: executions by their begin, threads, recorded steps, and bytes alive by device.
 
-    dropped: executions that are not in it.
+    dropped: number of executions that are not in the timeline.
     """
 
     events: Sequence[Event] = ()
@@ -63,10 +63,10 @@ class Timeline:
 
 
 class Log:
-    """Keeps as many executions, in the order of their ends, and as many steps as its limit says.
+    """A log of up to `limit` executions, in the order of their ends, and up to `limit` steps.
 
-    number: of the step that is being recorded, None where none is.
-    threads: by `get_ident`, as they were when the first op ended there.  dropped: executions not kept.
+    number: of the step that is recorded now, or None.
+    threads: by `get_ident`, read when the first op ended there.  dropped: number of executions not kept.
     """
 
     def __init__(self, limit: int) -> None:
@@ -80,7 +80,7 @@ class Log:
         self.threads: dict[int, Thread] = {}
         self.dropped = 0
 
-    def keep(self, place: Place, begin: int, end: int, thread: int) -> None:
+    def keep(self, place: OpProfile, begin: int, end: int, thread: int) -> None:
         """Add one execution to the step, and keep it if there is room."""
         if self._begin is None or begin < self._begin:
             self._begin = begin
@@ -95,7 +95,7 @@ class Log:
             self.threads[thread] = Thread.present()
 
     def turn(self, number: int | None) -> None:
-        """End the step, if there is one in which anything was executed, and begin the next; None for none."""
+        """End the present step, unless no op ran in it, and begin the next; number: None to record none."""
         for step in self._present():
             self._count += 1
             self._spent += step.end - step.begin
@@ -104,13 +104,13 @@ class Log:
         self.number, self._begin = number, None
 
     def join(self, number: int) -> None:
-        """Make one of all steps so far, and go on with it."""
+        """Merge all steps so far into the present one."""
         begins = [step.begin for step in (*self._steps, *self._present())]
         self._steps, self._count, self._spent = [], 0, 0
         self.number, self._begin = number, min(begins, default=None)
 
     def steps(self) -> tuple[list[Step], int, int]:
-        """Return the steps that are kept, the number of all, and their nanoseconds, with the present one."""
+        """Return the kept steps, the number of all steps, and their nanoseconds, with the present step."""
         present = self._present()
         spent = self._spent + sum(step.end - step.begin for step in present)
         return [*self._steps, *present][: self._limit], self._count + len(present), spent
@@ -120,8 +120,8 @@ class Log:
             return []
         return [Step(self.number, self._begin, self._end)]
 
-    def events(self, places: Sequence[Place]) -> list[Event]:
-        """Return the executions by their begin, the longest first; places by their index."""
+    def events(self, places: Sequence[OpProfile]) -> list[Event]:
+        """Return the executions sorted by begin, longer ones first; places: by index."""
         numbers = iter(self._numbers.tolist())
         events = [Event(places[index], *rest) for index, *rest in zip(*[numbers] * 4, strict=True)]
         return sorted(events, key=lambda event: (event.begin, -event.took))

@@ -1,4 +1,4 @@
-"""The bytes of tensors that are alive, by the op that made them."""
+"""Bytes of live tensors, by the op that made them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 from amanda.tools.results import amount
 
 
 class Storage(NamedTuple):
-    """Memory that tensors share.  key: tells it from others that are alive; memory: to be held weakly."""
+    """Memory that tensors share.  key: unique among live storages.  memory: an object to refer to weakly."""
 
     key: int
     device: str
@@ -25,11 +25,11 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive on a device at once, and by which ops they were made, most first."""
+    """The most bytes alive on a device at once; owners: the ops that made them, most bytes first."""
 
     device: str
     size: int
-    owners: Sequence[tuple[Place, int]]
+    owners: Sequence[tuple[OpProfile, int]]
 
     def __str__(self) -> str:
         first = ", ".join(
@@ -40,52 +40,53 @@ class Peak:
         return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
 
 
-def _given() -> Place:
-    return Place("given", "parameters, inputs, older tensors", "", "")
+def _given() -> OpProfile:
+    return OpProfile("given", "parameters, inputs, older tensors", "", "")
 
 
 @dataclass(eq=False, slots=True)
 class Device:
-    """Bytes of one device: alive, and the most that were while steps were recorded, None before.
+    """Bytes of one device.
 
-    recording: whether steps are recorded.  limit: changes kept for the timeline.
-    given: bytes that nobody was seen to make, which the place `others` owns.
-    owned: bytes alive by their owner.  changed: bytes added to these since the peak.
-    history: nanoseconds, and bytes alive besides those given until then, after each change.
+    recording: whether steps are recorded.  limit: number of changes kept for the timeline.
+    peak: the most bytes alive in recorded steps, None before any.  alive: bytes now.
+    given: bytes that no known op made, which `others` owns.  owned: live bytes by owner.
+    changed: bytes added to `owned` since the peak.
+    history: nanoseconds, and live bytes without those given until then, after each change.
     """
 
     name: str
     limit: int
     recording: bool
     peak: int | None
-    others: Place = field(default_factory=_given)
+    others: OpProfile = field(default_factory=_given)
     alive: int = 0
     given: int = 0
-    owned: defaultdict[Place, int] = field(default_factory=lambda: defaultdict(int))
-    changed: defaultdict[Place, int] = field(default_factory=lambda: defaultdict(int))
+    owned: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
+    changed: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
     history: list[tuple[int, int]] = field(default_factory=list)
 
-    def change(self, owner: Place, size: int, when: int | None = None) -> None:
-        """Add to the bytes that an op has alive; negative numbers for fewer.  when: None for now."""
+    def change(self, owner: OpProfile, size: int, when: int | None = None) -> None:
+        """Add to the live bytes of an op; size: negative for freed bytes.  when: None for now."""
         self.owned[owner] += size
         self.changed[owner] += size
         self.alive += size
         if self.recording:
             if size > 0:
-                self.look()
+                self.note_peak()
             if len(self.history) < self.limit:
                 self.history.append((when or perf_counter_ns(), self.alive - self.given))
 
     def give(self, size: int) -> None:
-        """Take in bytes that are met now and were there all along: at the peak too."""
+        """Add bytes that are met now, but were alive before, and so at the peak."""
         self.owned[self.others] += size
         self.alive += size
         self.given += size
         if self.peak is not None:
             self.peak += size
 
-    def look(self) -> None:
-        """See whether this is a peak."""
+    def note_peak(self) -> None:
+        """Note the present bytes if they are a peak."""
         if self.peak is None or self.alive >= self.peak:
             self.peak = self.alive
             self.changed.clear()
@@ -100,15 +101,15 @@ class Device:
 class _Held(NamedTuple):
     memory: weakref.ref[Any]
     size: int
-    owner: Place
+    owner: OpProfile
     device: Device
 
 
 class Memory:
-    """Follows storages from the op that made them to their end, which a weak reference tells.
+    """Storages, followed from the op that made them to their end by weak references.
 
-    What an op was given and no op had made belongs to `others`: parameters, inputs, what lived before.
-    limit: changes kept for the timeline.
+    Storages that an op reads and no known op made belong to `others`: parameters, inputs, older tensors.
+    limit: number of changes kept for the timeline.
     """
 
     def __init__(self, limit: int) -> None:
@@ -119,24 +120,24 @@ class Memory:
         self.devices: dict[str, Device] = {}
 
     def record(self, recording: bool) -> None:
-        """Look for the peak from what is alive now on, or stop it; the peak stays."""
+        """Begin or stop to look for the peak, which stays."""
         self.drain()
         self._recording = recording
         for device in self.devices.values():
             device.recording = recording
             if recording:
-                device.look()
+                device.note_peak()
 
     def clear(self) -> None:
-        """Forget the peaks; what is alive stays known."""
+        """Forget the peaks, but not the live storages."""
         self.drain()
         for device in self.devices.values():
             device.peak = None
             device.history.clear()
         self.record(self._recording)
 
-    def meet(self, storages: Iterable[Storage], maker: Place | None) -> None:
-        """Take in storages that an op made, or (maker None) was given; known ones belong to their maker."""
+    def meet(self, storages: Iterable[Storage], maker: OpProfile | None) -> None:
+        """Record storages that an op made, or for maker None was given; known ones keep their owner."""
         self.drain()
         for storage in storages:
             held = self._alive.get(storage.key)
@@ -160,7 +161,7 @@ class Memory:
             device.change(maker, storage.size)
 
     def drain(self) -> None:
-        """Take account of what has died."""
+        """Process the deaths of storages."""
         while self._dead:
             key, when = self._dead.popleft()
             held = self._alive.get(key)
@@ -170,4 +171,4 @@ class Memory:
 
 
 def _note_death(dead: deque[tuple[int, int]], key: int, _: Any) -> None:
-    dead.append((key, perf_counter_ns()))  # it comes at any time, on any thread: no more is done here
+    dead.append((key, perf_counter_ns()))  # runs at any time, on any thread, so it does no more

@@ -1,4 +1,4 @@
-"""The profile of modules: each with its own ops, and with those of the modules in it."""
+"""The profile of modules: the ops of each, without and with those of the modules in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.profile._place import Place, together
+from amanda.tools.profile._op import OpProfile, together
 from amanda.tools.results import Column, Result, amount, shortened
 
 MS = 1e-6
@@ -17,7 +17,7 @@ size = partial(amount, unit="B")
 
 
 class ModuleResult(Result):
-    """Times and bytes by module: self is what its own ops took, total includes the modules in it."""
+    """Times and bytes by module: self is the time of its own ops, total includes the modules in it."""
 
     name: ClassVar[str] = "profile.modules"
     title = "Profile by module"
@@ -32,13 +32,13 @@ class ModuleResult(Result):
         Column("allocated", show=size, number=True, unit="B"),
     )
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[OpProfile]) -> None:
         self.places = tuple(places)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return rows from the outermost module inwards; "" is the model, and what no module calls."""
-        inside: dict[str, list[Place]] = {}
-        own: dict[str, list[Place]] = {}
+        """Return rows from the outermost module inwards; "" is the model, with ops that no module calls."""
+        inside: dict[str, list[OpProfile]] = {}
+        own: dict[str, list[OpProfile]] = {}
         for place in self.places:
             for path in (paths := _around(place.module)):
                 inside.setdefault(path, []).append(place)
@@ -54,7 +54,7 @@ class ModuleResult(Result):
         return rows
 
 
-def _took(places: Iterable[Place], phase: str | None = None) -> int:
+def _took(places: Iterable[OpProfile], phase: str | None = None) -> int:
     return sum(place.own for place in places if phase in (None, place.phase))
 
 
@@ -65,6 +65,6 @@ def _around(module: str) -> Sequence[str]:
 
 
 def _in_order(path: str) -> list[tuple[int, int, str]]:
-    """Return a key that puts `layer.2` ahead of `layer.10`."""
+    """Return a sort key that puts `layer.2` before `layer.10`."""
     parts = path.split(".") if path else []
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

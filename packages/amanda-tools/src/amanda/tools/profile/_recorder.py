@@ -1,4 +1,4 @@
-"""Begin and end of each execution, as the routines next to the op read them off the clock."""
+"""Recorder of the begin and end of executions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
 from amanda.tools.profile._log import GRAPH, Log
 from amanda.tools.profile._memory import Memory
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 
 DEEPEST = 256
-"""Ops within ops; what an op that raised has left behind goes no deeper either."""
+"""The most ops within ops, counting those that raised and did not end."""
 Routines = tuple[Callable[..., None], Callable[..., None]]
 """The routine before an op, and the one after it."""
 
 
 class Schedule(NamedTuple):
-    """Cycles of steps: `wait` and `warmup` pass by, `active` are recorded; `repeat` cycles, 0 for no end.
+    """Cycles of steps: `wait` and `warmup` are not recorded, `active` are; 0 for all steps that follow.
 
-    active: 0 for all that follow.
+    repeat: number of cycles, 0 for no end.
     """
 
     wait: int = 0
@@ -37,7 +37,7 @@ class Schedule(NamedTuple):
     repeat: int = 0
 
     def check(self) -> None:
-        """Raise ToolError for numbers of steps that are none."""
+        """Raise ToolError for a number of steps that is not valid."""
         for name, value in self._asdict().items():
             check_count(name, value, "steps")
         if self.repeat and not self.active:
@@ -56,23 +56,23 @@ class Schedule(NamedTuple):
 
 
 def check_count(name: str, value: object, unit: str) -> None:
-    """Raise ToolError for an option that is no number of something."""
+    """Raise ToolError for an option that is not a number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ToolError(f"{name} is a number of {unit}, 0 or more, not {value!r}")
 
 
 Probe = DeviceClock | Kernels
-"""Measures executions besides the program's clock; an outcome of `begin` is dropped where the op raises."""
+"""Meter besides the program's clock, with `begin` and `end`; `end` is not called if the op raises."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
     """An execution under way.
 
-    inside: time of the ops within it.  ours: time of the routines at those.  begun: by the probes.
+    inside: time of the ops within.  ours: time of the routines at those.  begun: by the probes.
     """
 
-    place: Place
+    place: OpProfile
     begin: int = 0
     inside: int = 0
     ours: int = 0
@@ -80,11 +80,11 @@ class _Open:
 
 
 class Recorder:
-    """Keeps sums for each op and, up to `limit`, each execution.
+    """Sums for each op and, up to `limit`, each execution.
 
-    on_end: called when steps are not recorded any more.
-    places: by the ids of the forward and the backward op.  clocks: of devices.
-    memory: looks for peaks in the recorded steps.  log: has what a timeline shows.
+    on_end: called when recording stops.
+    places: profiles by the ids of the forward and the backward op.  clocks: of devices.
+    memory: with the peaks of recorded steps.  log: for the timeline.
     recording: whether the present step is recorded.
     """
 
@@ -92,7 +92,7 @@ class Recorder:
         self.schedule = schedule
         self.memory = Memory(limit)
         self.clocks: dict[str, DeviceClock] = {}
-        self.places: dict[tuple[int, int | None], Place] = {}
+        self.places: dict[tuple[int, int | None], OpProfile] = {}
         self._on_end = on_end
         self._limit = limit
         self._step = self._first = 0
@@ -112,9 +112,9 @@ class Recorder:
         self._begin()
 
     def on_step(self, number: int) -> None:
-        """Begin a step; its number is lower than before if earlier steps turned out to be none.
+        """Begin a step; a lower number than before says that earlier steps were not steps.
 
-        Then the records so far count as one step, or are dropped where a schedule records other steps.
+        Then the records so far count as one step, or are dropped if there is a schedule.
         """
         before, self._step = self._step, number
         if number < before:
@@ -137,8 +137,8 @@ class Recorder:
                 self._on_end()
             self.memory.record(self.recording)
 
-    def in_sequence(self, place: Place, probes: Sequence[Probe] = ()) -> Routines:
-        """Return routines for an op that ends on the thread that it begins on, the last begun first."""
+    def in_sequence(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
+        """Return routines for an op that begins and ends on one thread, nested in other ops."""
 
         @amanda.innermost
         def begin() -> None:
@@ -162,7 +162,7 @@ class Recorder:
             if not stack or (stack[-1].place is not place and all(one.place is not place for one in stack)):
                 return
             one, inside, ours = stack.pop(), 0, 0
-            while one.place is not place:  # it raised, and its time was spent in the op around it
+            while one.place is not place:  # the op raised, and its time belongs to the op around it
                 inside, ours, one = inside + one.inside, ours + one.ours, stack.pop()
             ours += one.ours
             if probes:
@@ -178,11 +178,11 @@ class Recorder:
 
         return begin, end
 
-    def in_parallel(self, place: Place, is_fed: bool) -> Routines:
-        """Return routines for an op of a graph, which begins and ends on any thread, within one run of it.
+    def in_parallel(self, place: OpProfile, is_fed: bool) -> Routines:
+        """Return routines for an op of a graph, which begins and ends on any thread, within one run.
 
-        Where several executions of it are under way, in a loop, the first begun ends first.
-        is_fed: whether a value goes into the op, by which its begin can be told.
+        Of several executions under way, in a loop, the one that began first is taken to end first.
+        is_fed: whether the op has an input, at whose arrival it begins.
         """
 
         @amanda.innermost
@@ -205,8 +205,8 @@ class Recorder:
 
 
 def floor(samples: int = 200) -> float:
-    """Return the nanoseconds between a begin and an end with nothing between them, as the routines see it."""
-    place = Place("forward", "", "", "")
+    """Return the nanoseconds that the routines measure for an op that does nothing."""
+    place = OpProfile("forward", "", "", "")
     recorder = Recorder(Schedule(), samples)
     begin, end = recorder.in_sequence(place)
     for _ in range(samples):

@@ -12,7 +12,7 @@ from amanda.tools.profile._kernels import KernelResult
 from amanda.tools.profile._log import Timeline
 from amanda.tools.profile._memory import Peak
 from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
-from amanda.tools.profile._place import KEYS, Place, together
+from amanda.tools.profile._op import KEYS, OpProfile, together
 from amanda.tools.profile._recorder import Recorder, floor
 from amanda.tools.results import Column, KeyedResult, check_schema
 
@@ -32,16 +32,16 @@ _NUMBERS = {
     "calls": "calls", "timed": "timed", "total": "total_ns", "own": "self_ns", "least": "min_ns",
     "most": "max_ns", "device": "device_ns", "allocated": "allocated", "at_peak": "at_peak",
 }  # fmt: skip
-"""Fields of a place, by what files call them."""
+"""Names in files of the fields of an op."""
 
 
 @dataclass(eq=False, repr=False)
 class ProfileResult(KeyedResult):
-    """Times and bytes of everything that was recorded up to a moment.
+    """Times and bytes of all records up to a moment.
 
-    places: what was measured, each op apart.  peaks: of each device whose memory was followed.
-    timeline: for traces.  wall_ns: of the recorded steps, from the first op of each to its last.
-    schedule: what was asked for, in words.  obstacle: why kernels are not told though they were asked for.
+    places: the profile of each op.  peaks: of each device whose memory was followed.
+    timeline: for traces.  wall_ns: sum over recorded steps, from the first op of each to its last.
+    schedule: in words.  obstacle: why the kernels that were asked for are not known.
     told_by: the keys of a row, of `KEYS`.
     """
 
@@ -50,7 +50,7 @@ class ProfileResult(KeyedResult):
     counted: ClassVar[Sequence[Column]] = _columns
     width: ClassVar[int] = 36
 
-    places: Sequence[Place]
+    places: Sequence[OpProfile]
     peaks: Sequence[Peak] = ()
     timeline: Timeline = field(default_factory=Timeline)
     recorded_steps: int = 0
@@ -64,7 +64,7 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
-        """Return a copy of what a recorder has now."""
+        """Return the present records of a recorder, copied."""
         kept = {place: together([place]) for place in recorder.places.values()}
         places, log, devices = list(kept.values()), recorder.log, recorder.memory.devices.values()
         peaks = []
@@ -73,7 +73,7 @@ class ProfileResult(KeyedResult):
             peaks.append(replace(peak, owners=owners))
             for owner, held in owners:
                 owner.at_peak += held
-        # what was given is there from the beginning
+        # given bytes count from the beginning
         alive = {one.name: [(when, held + one.given) for when, held in one.history] for one in devices}
         steps, count, spent = log.steps()
         timeline = Timeline(log.events(places), dict(log.threads), steps, alive, log.dropped)
@@ -81,11 +81,11 @@ class ProfileResult(KeyedResult):
         return cls(measured, peaks, timeline, count, spent, str(recorder.schedule), obstacle)
 
     def kernels(self) -> KernelResult:
-        """Return a row for each kernel of each op, where the tool was asked for them."""
+        """Return a row for each kernel of each op, if the tool was made with `kernels`."""
         return KernelResult(self.places, self.obstacle)
 
     def modules(self) -> ModuleResult:
-        """Return a row for each module, with its own ops and with those of the modules in it."""
+        """Return a row for each module, without and with the modules in it."""
         return ModuleResult(self.places)
 
     def total(self, phase: str | None = None) -> float:
@@ -94,11 +94,11 @@ class ProfileResult(KeyedResult):
 
     @property
     def wall(self) -> float:
-        """Return the milliseconds that the recorded steps took, from the first op of each to its last."""
+        """Milliseconds of the recorded steps, from the first op of each to its last."""
         return MS * self.wall_ns
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return rows by their keys, those with most time of their own first."""
+        """Return rows by their keys, those with most own time first."""
         whole = sum(place.own for place in self.places)
         rows = [(*key, *_row(together(places), whole)) for key, places in self.grouped(self.places).items()]
         own = len(self._by) + 2
@@ -131,7 +131,7 @@ class ProfileResult(KeyedResult):
     def merged(self, *others: ProfileResult) -> ProfileResult:
         """Return this and other runs or ranks as one: equal ops add up, and the timeline is this one's."""
         results = (self, *others)
-        equal: dict[tuple[str, ...], list[Place]] = {}
+        equal: dict[tuple[str, ...], list[OpProfile]] = {}
         for place in (one for result in results for one in result.places):
             equal.setdefault((*place.names.values(), place.name), []).append(place)
         return replace(
@@ -145,7 +145,7 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> ProfileResult:
-        """Return what `to_dict` described, without timeline; raises ValueError for another schema."""
+        """Return the result that `to_dict` described, without timeline; raise ValueError for others."""
         check_schema(found, cls.name, cls.version)
         peaks = [
             Peak(peak["device"], peak["bytes"], [(_place(one), one["bytes"]) for one in peak["owners"]])
@@ -157,7 +157,7 @@ class ProfileResult(KeyedResult):
         )  # fmt: skip
 
     def notes(self) -> Sequence[str]:
-        """Return what the times measure, the peaks, and what is not in the table."""
+        """Return sentences on the times, the peaks, and executions that the table or the timeline lacks."""
         ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
         notes = []
         if self.places:
@@ -188,7 +188,7 @@ class ProfileResult(KeyedResult):
     def save(self, path: str | Path) -> Path:
         """Write a file in the form that its suffix names.
 
-        A name such as `trace.json` or `step.trace.json.gz` is for the timeline.  Raises AmandaError for a
+        A name such as `trace.json` or `step.trace.json.gz` means the timeline.  Raises AmandaError for a
         suffix that names no form.
         """
         path = Path(path)
@@ -197,11 +197,11 @@ class ProfileResult(KeyedResult):
         return super().save(path)
 
     def to_tensorboard(self, folder: str | Path) -> Path:
-        """Write the timeline as the PyTorch profiler plugin of TensorBoard reads it; return the file."""
+        """Write the timeline for the PyTorch profiler plugin of TensorBoard; return the file."""
         return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
 
 
-def _row(place: Place, whole: int) -> tuple[Any, ...]:
+def _row(place: OpProfile, whole: int) -> tuple[Any, ...]:
     """Return the numbers of a row.  whole: nanoseconds of all ops."""
     is_timed = place.timed > 0
     return (
@@ -216,11 +216,11 @@ def _row(place: Place, whole: int) -> tuple[Any, ...]:
     )
 
 
-def _named(place: Place) -> dict[str, str]:
+def _named(place: OpProfile) -> dict[str, str]:
     return {**place.about, "of": f"{place.op_id:016x}"}
 
 
-def _place(found: Mapping[str, Any]) -> Place:
+def _place(found: Mapping[str, Any]) -> OpProfile:
     names = {key: found[key] for key in (*KEYS, "name")}
     numbers = {field: found[name] for field, name in _NUMBERS.items() if name in found}
-    return Place(**names, id=int(found["id"], 16), op_id=int(found["of"], 16), **numbers)
+    return OpProfile(**names, id=int(found["id"], 16), op_id=int(found["of"], 16), **numbers)

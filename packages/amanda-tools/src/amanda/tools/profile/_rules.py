@@ -1,4 +1,4 @@
-"""Rules: what the tool has to know of an op besides the words of StandardMapping, for each framework."""
+"""Mapping rules for facts of an op that StandardMapping does not have, for each framework."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from amanda.tools.profile._memory import Storage
 
 @dataclass(frozen=True)
 class Roles:
-    """Answers for an op, which a rule writes as `context["profile"]`.
+    """Facts of an op, which a rule writes as `context["profile"]`.
 
-    passes: whether it hands values on, and is left out.  parallel: whether it runs beside other ops.
-    runs_others: whether it runs ops that have times of their own.
-    ranges: whether torch.profiler sees what it comes to.
-    gpu: the device that it works on, whose clock is read by what `record` puts into the device's queue.
-    storages: the memory of values.  saved: the memory that a forward op keeps for its backward pass, told by
-    the outputs and by what `sequence` gave before the op.  nbytes: of outputs whose end is not known.
+    passes: whether the op only passes values on, and is not measured.  parallel: whether it runs beside other
+    ops.  runs_others: whether it runs ops that have times of their own.
+    ranges: whether torch.profiler sees the op's kernels.
+    gpu: the device of the op.  record: function that records an event in the queue of the device.
+    storages: function that returns the memory of values.  saved: function that returns the memory that a
+    forward op saves for its backward pass, from the outputs and the value of `sequence` before the op.
+    nbytes: function that returns the bytes of outputs whose end cannot be observed.
     """
 
     passes: bool = False
@@ -57,7 +58,7 @@ _name_of = cache(str)
 
 
 def _gpu_of(inputs: Iterable[Any]) -> str | None:
-    """Return the GPU whose tensors an op works on; None for other devices."""
+    """Return the GPU of an op's tensors; None for other devices."""
     import torch
 
     placed = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
@@ -96,7 +97,7 @@ def _storages(values: Iterable[Any]) -> list[Storage]:
 
 
 def _sequence() -> int:
-    """Return the number that autograd gives to the next node which is made on this thread."""
+    """Return the sequence number of the next autograd node on this thread."""
     import torch
 
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -144,19 +145,19 @@ _SHARED = frozenset(
     {"ExpandDims", "Identity", "IdentityN", "Placeholder", "PlaceholderWithDefault", "PreventGradient",
      "ReadVariableOp", "Reshape", "Snapshot", "Squeeze", "StopGradient"}
 )  # fmt: skip
-"""Types of operations of TensorFlow whose outputs are the memory of their inputs."""
+"""Types of TensorFlow's operations whose outputs share the memory of their inputs."""
 
 _CALLS = frozenset(
     {"Case", "If", "MapDefun", "PartitionedCall", "RemoteCall", "StatefulPartitionedCall", "StatelessCase",
      "StatelessIf", "StatelessWhile", "SymbolicGradient", "While"}
 )  # fmt: skip
-"""Types of operations that run others, which have times of their own."""
+"""Types of operations that run other operations, which have times of their own."""
 
 _FLOW = frozenset(
     {"ControlTrigger", "Enter", "Exit", "LoopCond", "Merge", "NextIteration", "RefEnter", "RefExit",
      "RefMerge", "RefNextIteration", "RefSwitch", "Switch", "_SwitchN"}
 )  # fmt: skip
-"""Control flow of version 1, which passes values on."""
+"""Types of version 1's control flow, which pass values on."""
 
 
 def _of_tensorflow(context: amanda.OpContext) -> None:

@@ -1,4 +1,4 @@
-"""The tool: reads the clock next to each op and its backward ops, and follows the memory of tensors."""
+"""The tool: measures the time of ops, and the memory of the tensors that they make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import amanda
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.profile._device import DeviceClock
 from amanda.tools.profile._kernels import Kernels
-from amanda.tools.profile._place import Place
+from amanda.tools.profile._op import OpProfile
 from amanda.tools.profile._recorder import Probe, Recorder, Schedule, check_count
 from amanda.tools.profile._result import ProfileResult
 from amanda.tools.profile._rules import RULES, Roles
@@ -18,14 +18,14 @@ from amanda.tools.steps import Steps
 
 
 class ProfileTool(amanda.Tool):
-    """Measures what is executed in its scopes; `result` tells, `clear` starts anew.
+    """A tool that measures the time and memory of ops; `result` has the profile, `clear` starts anew.
 
-    wait, warmup, active, repeat: which steps are recorded: in each cycle `wait` and `warmup` steps pass by
-    and `active` are recorded, all that follow where it is 0; `repeat` cycles, 0 for no end.  Steps are
-    counted as `amanda.tools.steps.Steps` does, or begin where `step()` says so.
+    wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
+    then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.
+    Steps are counted as `amanda.tools.steps.Steps` counts them, or begin at calls of `step()`.
     backward: measure backward ops too.  memory: follow the memory of tensors.
-    kernels: in PyTorch, let torch.profiler run in the recorded steps and tell the kernels of each op.
-    limit: executions that are kept for the timeline; sums go on beyond.
+    kernels: in PyTorch, run torch.profiler in the recorded steps to find the kernels of each op.
+    limit: number of executions that the timeline keeps; sums have all of them.
 
     Raises ToolError for numbers below 0, and for `repeat` without `active`.
     """
@@ -57,7 +57,7 @@ class ProfileTool(amanda.Tool):
             self.add_inst_for_op(self._instrument, backward=True)
 
     def step(self) -> None:
-        """Begin a step here; from now on none begins by itself."""
+        """Begin a step; from now on steps begin only at calls of this method."""
         self._steps.step()
 
     @property
@@ -70,7 +70,7 @@ class ProfileTool(amanda.Tool):
         return ProfileResult.of(self._recorder, self._kernels.obstacle)
 
     def clear(self) -> None:
-        """Forget what was recorded; what was analysed stays, and the present step is step 0."""
+        """Forget the records, and count the present step as step 0; analysed ops stay analysed."""
         self._read_kernels()
         self._recorder.clear()
 
@@ -103,13 +103,13 @@ class ProfileTool(amanda.Tool):
         after(end, [])
 
     def _probes(self, roles: Roles) -> list[Probe]:
-        """Return what measures an op besides the program's clock: torch.profiler, and the clock of a GPU."""
+        """Return the probes of an op besides the program's clock: torch.profiler, and the clock of a GPU."""
         probes: list[Probe] = [self._kernels] if self._tells_kernels and roles.ranges else []
         if roles.gpu is not None and roles.record is not None:
             probes.append(self._recorder.clocks.setdefault(roles.gpu, DeviceClock(roles.record)))
         return probes
 
-    def _place(self, context: amanda.OpContext, roles: Roles) -> Place:
+    def _place(self, context: amanda.OpContext, roles: Roles) -> OpProfile:
         op, backward = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if (op, backward) not in places:
@@ -117,7 +117,7 @@ class ProfileTool(amanda.Tool):
             if context.is_backward():
                 phase, kind = "backward", context["backward_type"]
                 name = str(context.get_backward_op().__name__)
-            places[op, backward] = Place(
+            places[op, backward] = OpProfile(
                 phase, kind, context.get_scope(), context.get_source(), name, backward or op, op,
                 runs_others=roles.runs_others, index=len(places),
             )  # fmt: skip
@@ -130,19 +130,19 @@ class ProfileTool(amanda.Tool):
         self._recorder.memory.meet(storages(values), None)
 
     @amanda.observer
-    def _made(self, *values: Any, place: Place, storages: Any, saved: Any) -> None:
+    def _made(self, *values: Any, place: OpProfile, storages: Any, saved: Any) -> None:
         self._recorder.memory.meet(storages(values), place)
         if saved is not None:
             self._recorder.memory.meet(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
-    def _sized(self, *values: Any, place: Place, nbytes: Any) -> None:
+    def _sized(self, *values: Any, place: OpProfile, nbytes: Any) -> None:
         if self._recorder.recording:
             place.allocated = (place.allocated or 0) + nbytes(values)
 
 
 def _is_fed(context: amanda.OpContext) -> bool:
-    """Return True if a value goes into the op, whose arrival tells when the op begins."""
+    """Return True if the op has an input, at whose arrival the op begins."""
     if context.is_backward():
         return bool(context.get_grad_outputs())
     values, shape = context.get_inputs(), context["shape"]

@@ -20,9 +20,9 @@ _STEPS = _LANE - 1
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return a trace: complete events on the threads that they ran on, flows from forward to backward ops.
+    """Return a trace: complete events by thread, and flows from forward to backward ops.
 
-    Ops of a graph, which run side by side, are on tracks on which none overlaps another.
+    Ops of a graph, which run in parallel, are on tracks without overlaps.
     """
     events, tracks, pid = timeline.events, _tracks(timeline), os.getpid()
     begins = [*(event.begin for event in events), *(step.begin for step in timeline.steps)]
@@ -58,7 +58,7 @@ def is_meant(path: Path) -> bool:
 
 
 def write(document: Mapping[str, Any], path: Path) -> Path:
-    """Write a trace, compressed where the name ends in `.gz`."""
+    """Write a trace, compressed if the name ends in `.gz`; return the path."""
     text = json.dumps(document).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
@@ -96,7 +96,7 @@ def _about(track: int, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tracks(timeline: Timeline) -> list[int]:
-    """Return the number of the track that each event is on: of a graph, the first lane that is free then."""
+    """Return the number of each event's track: its thread, or for a graph the first free lane."""
     ends: list[int] = []
     tracks = []
     for event in timeline.events:
@@ -110,9 +110,9 @@ def _tracks(timeline: Timeline) -> list[int]:
 
 
 def pairs(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Yield positions of forward executions and of the backward ones that belong to them.
+    """Yield pairs of positions: of a forward execution, and of a backward execution that belongs to it.
 
-    Of one op executed several times before its backward pass, the last execution comes first there.
+    If an op ran several times before its backward pass, its last execution is paired first.
     """
     forward: dict[int, list[int]] = {}
     used: dict[int, dict[int, int]] = {}  # by forward op: how many executions each backward op had

@@ -1,4 +1,4 @@
-"""Fake quantisation: values of a floating type that lie on the grid of integers."""
+"""Fake quantisation: rounding to a grid of integers, in a floating type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KERNELS = {"torch": _pytorch.kernel, "tensorflow": _tensorflow.kernel}
 
 
 class Scale(NamedTuple):
-    """Scale and zero point of a tensor, scalars or (channels,); the integers; axes of the channels."""
+    """Scale and zero point of a tensor, scalars or (channels,); the grid; axes of the channels."""
 
     scale: Any
     zero_point: Any
@@ -34,7 +34,7 @@ def fake_quantize(
     channels in x.  rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by
     1 / scale; "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it
     rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
-    C's round does.  kernel: whether one of the framework's may compute it, to the same bits.
+    C's round does.  kernel: allow a kernel of the framework, which gives the same bits.
     """
     xp = tensors_of(x)
     made = _by_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
@@ -53,7 +53,7 @@ def fake_quantize(
 
 
 def straight_through(x: Any, *given: Any) -> Any:
-    """Return `fake_quantize(x, *given)`, of which the gradient is `fake_quantize_gradient`."""
+    """Return `fake_quantize(x, *given)`, with `fake_quantize_gradient` as its gradient."""
     made = _by_kernel(x, *given)
     if made is not None:
         return made
@@ -65,16 +65,16 @@ def straight_through(x: Any, *given: Any) -> Any:
 
 
 def _by_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: str) -> Any:
-    """Return what a fast kernel makes, whose gradient autodiff knows; None where the framework has none."""
+    """Return the result of a kernel that autodiff knows; None if the framework has no kernel for it."""
     kernel = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
     return None if kernel is None else kernel(x, scale, zero_point, grid, axes)
 
 
 @amanda.traceable
 def fake_quantize_for_good(x: Any, scales: Mapping[int | None, Scale], rounding: Rounding) -> Any:
-    """Return a tensor, or a list of which some are, on grids that do not change: tensor code alone.
+    """Return a tensor, or tensors of a list, quantised by fixed scales, in tensor code alone.
 
-    scales: by the place in the list; under None that of `x` itself.
+    scales: by the index in the list, or under None the scale of `x` itself.
     """
 
     def fixed(place: int | None, one: Any) -> Any:  # without kernels, which need data that graphs lack
@@ -87,10 +87,10 @@ def fake_quantize_gradient(
     gradient: Any, x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int] = (),
     rounding: Rounding = "half_even",
 ) -> Any:  # fmt: skip
-    """Return the gradient that the straight-through estimator lets pass: where `x` was not clipped.
+    """Return the straight-through gradient: the given one where `x` was not clipped, else 0.
 
-    What rounds to an integer of the grid was not clipped, as in PyTorch; with "half_up" what lies between
-    the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
+    Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up", values
+    between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
     """
     wide, s, z = _spread(x, scale, zero_point, axes)
     if rounding == "half_up":
@@ -102,7 +102,7 @@ def fake_quantize_gradient(
 
 
 def _spread(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Return all three in float32 or wider, in shapes that broadcast."""
+    """Return x, scale and zero point in float32 or wider, in shapes that broadcast."""
     wide = tensors_of(x).wide(x)
     return wide, *(tensors_of(x).cast(spread(one, x, axes), wide) for one in (scale, zero_point))
 

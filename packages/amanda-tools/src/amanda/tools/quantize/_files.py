@@ -19,9 +19,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:
-    """Write arrays by name, and what is to be said about them, as .json or .safetensors.
+    """Write arrays by name, and further values that describe them, as .json or .safetensors.
 
-    Raises QuantizeError for another suffix; then nothing is written.
+    Raises QuantizeError for another suffix; then no file is written.
     """
     path = Path(path)
     told = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
@@ -39,9 +39,9 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
 
 
 def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return the arrays of a file that `write_scales` wrote, and what it says about them.
+    """Return the arrays in a file of `write_scales`, and the values that were written with them.
 
-    Raises QuantizeError for a file of another kind, or of a later version.
+    Raises QuantizeError for a file of another kind, or of a newer version.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""The integers that a tensor is quantised to; scale and zero point of a range, and their shapes."""
+"""Grids of integers; the scale and zero point of a range, and their shapes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ EPSILON = 1.1920928955078125e-07
 
 
 class QuantizeError(AmandaError, ValueError):
-    """Options, values or files with which nothing can be quantised."""
+    """Options, values or files that cannot be used for quantisation."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers low, low + 1, ..., high.
-
-    symmetric: around zero, which is the zero point.
-    """
+    """The integers low, low + 1, ..., high; symmetric: whether zero is always the zero point."""
 
     low: int
     high: int
@@ -36,12 +33,12 @@ class Grid:
 
     @property
     def bits(self) -> int:
-        """Return how many bits the integers take."""
+        """Return the number of bits of the integers."""
         return (self.high - self.low).bit_length()
 
     @classmethod
     def of(cls, bits: int, symmetric: bool) -> Grid:
-        """Return signed integers of so many bits where symmetric, unsigned ones otherwise.
+        """Return the grid of signed integers of so many bits if symmetric, else of unsigned ones.
 
         Raises QuantizeError for other than 2 to 8 bits.
 
@@ -55,7 +52,7 @@ class Grid:
 
 
 def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:
-    """Return the scale and zero point that cover a range, which is widened to include zero.
+    """Return the scale and zero point for a range, after it is widened to include zero.
 
     least, most: scalars or (channels,) in float32, of any framework.  The scale is
     (most - least) / (high - low), of a symmetric grid 2 max(-least, most) / (high - low), and at least
@@ -84,17 +81,17 @@ def as_array(x: Any) -> NDArray[Any]:
 
 
 def other_axes(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes of a tensor that are not among these."""
+    """Return the axes of a tensor that are not among `axes`."""
     return tuple(axis for axis in range(len(x.shape)) if axis not in axes)
 
 
 def group_size(x: Any, axes: Sequence[int]) -> int:
-    """Return how many elements of `x` share one scale."""
+    """Return the number of elements of `x` that share one scale."""
     return prod(x.shape[axis] for axis in other_axes(x, axes))
 
 
 def spread(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
-    """Return one number per channel, (channels,), in a shape that broadcasts with `x`; a scalar as it is.
+    """Return one number per channel, (channels,), in a shape that broadcasts with `x`; scalars unchanged.
 
     axes: of the channels in `x`; several are taken together, the last varies fastest.
     """
@@ -105,10 +102,10 @@ def spread(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
 
 
 def summed(x: Any, axes: Sequence[int]) -> Any:
-    """Return the sums over all other axes as (channels,); a scalar without axes."""
+    """Return sums over all axes but `axes`, as (channels,); a scalar without axes."""
     return flattened(tensors_of(x).sum(x, other_axes(x, axes)), axes)
 
 
 def flattened(x: Any, axes: Sequence[int]) -> Any:
-    """Return what a reduction over all other axes left as (channels,); a scalar without axes."""
+    """Return the result of a reduction as (channels,); a scalar without axes."""
     return tensors_of(x).reshape(x, (-1,)) if axes else x

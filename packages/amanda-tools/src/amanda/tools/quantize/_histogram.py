@@ -1,4 +1,4 @@
-"""A histogram that grows with what is observed, and the range of it that quantises best."""
+"""A histogram whose range grows, and the range that quantises its values best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _F = np.float32
 
 
 class Histogram:
-    """Counts in bins of equal width between the least and the largest number seen, both finite.
+    """Counts in bins of equal width between the least and the largest number so far, both finite.
 
     Source: torch.ao.quantization.observer.HistogramObserver of PyTorch 2.13, in float32 as there.
     """
@@ -25,7 +25,7 @@ class Histogram:
         self.least, self.most = _F(np.inf), _F(-np.inf)
 
     def add(self, values: NDArray[Any]) -> None:
-        """Count finite numbers."""
+        """Add finite numbers."""
         values = values.reshape(-1).astype(_F, copy=False)
         least, most = min(self.least, values.min()), max(self.most, values.max())
         added = _counted(values, self.bins, least, most)
@@ -38,7 +38,7 @@ class Histogram:
         self.least, self.most = least, most
 
     def _in_range(self, least: Any, most: Any) -> NDArray[Any]:
-        """Return the counts in the bins of a wider range."""
+        """Return the counts, moved to the bins of a wider range."""
         if self.least == self.most:
             return np.asarray(_counted(np.array([self.least]), self.bins, least, most) * self.counts.sum())
         fine = self.bins * _UPSAMPLING
@@ -52,17 +52,17 @@ class Histogram:
 
     @property
     def middles(self) -> NDArray[Any]:
-        """Return the numbers that the bins stand for."""
+        """Return the numbers in the middle of each bin."""
         width = (np.float64(self.most) - self.least) / self.bins
         return np.asarray(self.least + width * (np.arange(self.bins) + 0.5))
 
     def best_range(self, levels: int = 256) -> tuple[Any, Any]:
-        """Return bounds between which so many levels have the least squared error.
+        """Return the bounds between which so many levels have the least squared error.
 
-        Bins are taken away at the end that has fewer numbers, as long as the error shrinks.
+        The search drops bins at the end with fewer numbers, as long as the error shrinks.
         """
         widest = max(-float(self.least), float(self.most))
-        if widest > _LARGE:  # whose cubes float32 has not
+        if widest > _LARGE:  # float32 does not hold the cubes
             unit = Histogram(self.bins)
             unit.counts, unit.least, unit.most = self.counts, _F(self.least / widest), _F(self.most / widest)
             least, most = unit.best_range(levels)
@@ -110,7 +110,7 @@ def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
 
 
 def _counted(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
-    """Return how many values lie in each bin between two bounds, as torch.histc counts."""
+    """Return the number of values in each bin between two bounds, as torch.histc does."""
     if least == most:
         least, most = least - _F(1), most + _F(1)
     if float(most) - float(least) > np.finfo(_F).max / bins:  # the end of float32 is near

@@ -11,7 +11,7 @@ from amanda.tools.quantize._grid import EPSILON, Grid, group_size, spread, summe
 
 
 def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
-    """Return the step size that LSQ starts from, 2 mean|x| / sqrt(high): a scalar, or (channels,).
+    """Return the initial scale of LSQ, 2 mean|x| / sqrt(high): a scalar, or (channels,).
 
     Source: Esser et al. 2020, sec. 2.1.
     """
@@ -21,7 +21,7 @@ def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
 
 
 def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
-    """Return what LSQ+ starts from for weights: max(|mean - 3 std|, |mean + 3 std|) / 2^(bits - 1).
+    """Return the initial scale of LSQ+ for weights: max(|mean - 3 std|, |mean + 3 std|) / 2^(bits - 1).
 
     Source: Bhalgat et al. 2020, eq. 10.
     """
@@ -48,11 +48,12 @@ def lsq_gradients(
     gradient: Any, x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Sequence[int] = (),
     factor: float = 1.0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return gradients of x, of the scale and of the offset, if any, from that of `lsq_quantize`.
+    """Return the gradients of x, the scale and the offset, if there is one, from that of `lsq_quantize`.
 
-    With v = (x - offset) / scale: x has the gradient where low < v < high; the scale's is the sum of it
-    times round(v) - v there, and times the end of the grid elsewhere; the offset's is the sum of it
-    elsewhere.  factor: `gradient_scale`, by which those two are multiplied.
+    With v = (x - offset) / scale, inside where low < v < high: x's gradient is the given one inside, else 0.
+    The scale's is the sum of the given gradient times round(v) - v inside, and times the nearest end of the
+    grid outside.  The offset's is the sum of the given gradient outside.
+    factor: `gradient_scale`, which multiplies the gradients of scale and offset.
     Sources: Esser et al. 2020, eqs. 3 and 5; Bhalgat et al. 2020, eqs. 3 to 5.
     """
     xp = tensors_of(x)

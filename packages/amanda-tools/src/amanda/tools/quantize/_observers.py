@@ -1,4 +1,4 @@
-"""Observers find the range to quantise of a tensor, over any number of batches."""
+"""Observers, which find the range of a tensor over batches."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ _SHRUNK = np.linspace(1.0, 0.2, 81).astype(np.float32)
 
 
 def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
-    """Return the least and the largest number of a tensor in float32: scalars, or (channels,)."""
+    """Return the least and the largest number of a tensor, in float32: scalars, or (channels,)."""
     xp = tensors_of(x)
     least, most = xp.extent(xp.wide(x), other_axes(x, axes))
     return flattened(least, axes), flattened(most, axes)
 
 
 class Observer(ABC):
-    """Sees tensors of any framework; knows a range in float32: scalars, or (channels,)."""
+    """Base of observers: takes tensors of any framework, and gives a range in float32.
+
+    seen: the number of batches.
+    """
 
     seen = 0
 
     def observe(self, x: Any) -> None:
-        """See one batch; an empty one is passed over.
+        """Add one batch, unless it is empty.
 
-        Raises QuantizeError where it has numbers that are not finite.
+        Raises QuantizeError for NaN or Inf in the batch.
         """
         array = as_array(x)
         if not array.size:
@@ -57,11 +60,11 @@ class Observer(ABC):
 
     @abstractmethod
     def range(self) -> tuple[Any, Any]:
-        """Return the least and the largest number to represent."""
+        """Return the least and the largest number to represent: scalars, or (channels,)."""
 
 
 class MinMaxObserver(Observer):
-    """The extremes of all that was seen; torch.ao's MinMaxObserver and PerChannelMinMaxObserver."""
+    """The extremes of all batches; torch.ao's MinMaxObserver and PerChannelMinMaxObserver."""
 
     def __init__(self, axes: Sequence[int] = ()) -> None:
         self._axes = tuple(axes)
@@ -73,15 +76,15 @@ class MinMaxObserver(Observer):
         self._most = np.asarray(np.maximum(most, self._most), np.float32)
 
     def range(self) -> tuple[Any, Any]:
-        """Return the least and the largest number seen."""
+        """Return the least and the largest number of all batches."""
         return self._least, self._most
 
 
 class HistogramObserver(Observer):
-    """The range with the least squared error in a histogram of all; torch.ao's HistogramObserver.
+    """The range with the least squared error in a histogram of all batches; torch.ao's HistogramObserver.
 
-    levels: between which the error is reckoned.  That one reckons with the 256 of its eight-bit types also
-    where quant_min and quant_max leave fewer.
+    levels: the number of integers of the grid.  torch.ao's observer takes 256 also where quant_min and
+    quant_max leave fewer.
     """
 
     def __init__(self, bins: int = 2048, levels: int = 256) -> None:
@@ -96,7 +99,7 @@ class HistogramObserver(Observer):
 
 
 class PercentileObserver(HistogramObserver):
-    """Percentiles 100 - `percentile` and `percentile` of all that was seen, to the width of a bin."""
+    """Percentiles 100 - `percentile` and `percentile` of all batches, to the width of a bin."""
 
     def __init__(self, percentile: float = 99.99, bins: int = 2048) -> None:
         super().__init__(bins)
@@ -136,7 +139,7 @@ class MseObserver(HistogramObserver):
 
 
 class PerChannelObserver(Observer):
-    """An observer for each channel.
+    """One observer for each channel.
 
     axes: of the channels; several are taken together, the last varies fastest.
     """
@@ -164,7 +167,7 @@ def make_observer(
     name: ObserverName, grid: Grid, axes: Sequence[int] = (), rounding: Rounding = "half_even",
     percentile: float = 99.99,
 ) -> Observer:  # fmt: skip
-    """Return the observer of a name, for each channel where there are axes."""
+    """Return a new observer by name; with axes, one that observes each channel apart."""
     if name == "minmax":
         return MinMaxObserver(axes)
     makers: dict[str, Callable[[], Observer]] = {

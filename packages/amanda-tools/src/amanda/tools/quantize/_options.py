@@ -21,7 +21,7 @@ TYPES = (
     "conv*", "depthwise_conv*", "linear", "matmul", "addmm", "baddbmm", "einsum",
     "scaled_dot_product_attention",
 )  # fmt: skip
-"""Types of the ops whose inputs are quantised where none are given."""
+"""Types of the ops whose inputs are quantised by default."""
 
 _ALONE = {"batch_norm": (0,), "embedding": (0,)}
 _BEFORE_BIAS = {**_ALONE, "conv": (0, 1), "linear": (0, 1)}
@@ -37,7 +37,7 @@ _OPERANDS: Mapping[str, Mapping[str, Sequence[int]]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `QuantizeTool`, under the names that they have there."""
+    """Options of `QuantizeTool`, under the same names."""
 
     method: Method
     weight_bits: int | None
@@ -83,22 +83,22 @@ class Options:
 
     @property
     def trains(self) -> bool:
-        """True if gradients go through what takes the place of a value."""
+        """True if gradients pass through quantised values."""
         return self.method not in ("static", "dynamic")
 
     def told(self) -> dict[str, Any]:
-        """Return the options without which a scale means something else."""
+        """Return the options that saved scales depend on."""
         names = ("method", "weight_bits", "activation_bits", "per_channel", "symmetric_weights",
                  "symmetric_activations")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def bits(self, weight: bool) -> int | None:
-        """Return the bits of weights, or of activations; None where they stay as they are."""
+        """Return the bits of weights, or of activations; None for no quantisation."""
         return self.weight_bits if weight else self.activation_bits
 
     def grid(self, weight: bool) -> Grid:
-        """Return the integers of weights, or of activations."""
-        learned = self.method.startswith("lsq")  # whose activations have an offset, or a sign if need be
+        """Return the grid of weights, or of activations."""
+        learned = self.method.startswith("lsq")  # activations have an offset, or choose a sign
         symmetric = self.symmetric_weights if weight else self.symmetric_activations and not learned
         return Grid.of(self.bits(weight) or 8, symmetric)
 
@@ -109,7 +109,10 @@ class Options:
 
 
 def operands() -> MappingTool:
-    """Return the rules that write `operands`, all inputs where no table has the type, and `recompute`."""
+    """Return rules that write `operands`, the positions to quantise, and `recompute`.
+
+    All inputs of a type that no table has are operands.
+    """
     rules = [[framework, partial(_write, found)] for framework, found in _OPERANDS.items()]
     return MappingTool([*rules, ["tensorflow", write_recompute]])
 

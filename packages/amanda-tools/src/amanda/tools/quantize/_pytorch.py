@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Tensor | None:
-    """Return fake quantisation that autograd knows: by PyTorch's kernel on CUDA, elsewhere by its operators.
+    """Return fake-quantised values with a gradient, by PyTorch's kernel on CUDA, elsewhere by its operators.
 
-    PyTorch's kernel goes number by number on the host, five times as slow.
+    On the host PyTorch's kernel is five times as slow as its operators.
     Returns None for a tensor of another type than float32, and for several axes.
     """
     import torch
@@ -37,9 +37,9 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
 def _fused(
     x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
 ) -> Tensor:
-    """Return what PyTorch's kernel gives, but for NaN, and for what int64 does not hold per channel.
+    """Return the result of PyTorch's kernel, corrected for NaN, and for integers beyond int64 per channel.
 
-    The kernel takes both for the least value; here NaN stays, the other goes to its end of the grid.
+    The kernel makes both the least value; here NaN stays, and large values become an end of the grid.
     """
     import torch
 
@@ -60,7 +60,7 @@ def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 
 @functools.cache
 def _straight_through() -> Any:
-    """Return the straight-through estimator: a gradient passes where nothing was clipped."""
+    """Return the straight-through estimator, whose gradient passes where values were not clipped."""
     import torch
 
     class StraightThrough(torch.autograd.Function):

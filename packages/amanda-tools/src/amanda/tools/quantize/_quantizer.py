@@ -1,4 +1,4 @@
-"""One tensor that an op reads: how its scale is found, and what takes its place."""
+"""Quantizers: the scale of one tensor that an op reads, and the quantised tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from amanda.tools.quantize._result import Noise
 
 
 class Quantizer:
-    """One tensor of one op, whose scale a calibration finds; that of a weight without one its first value.
+    """The quantizer of one tensor of one op, with a scale from a calibration.
 
-    name: "weight", or "input 0" by its place in the op's schema.  axes: of the channels that have scales
+    Without a calibration, a weight's scale comes from the first value of the weight.
+    name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
     settled: True once there is a scale.
     """
@@ -49,20 +50,20 @@ class Quantizer:
         self.settled = bool(parts) and bool(np.isfinite(self.array("scale")).all())
 
     def observe(self, x: Any) -> None:
-        """Take a value of a calibration into account."""
+        """Add a value to the calibration."""
         if self.observer is None:
             self.observer = self.options.make_observer(self.is_weight, self.axes)
         self.observer.observe(x)
 
     def settle(self) -> None:
-        """Take the scale that follows from what was observed, if anything was."""
+        """Fix the scale of the observed range, if a value was observed."""
         if self.observer is not None and self.observer.seen:
-            self.settled = False  # a zero point that was loaded goes too
+            self.settled = False  # so that a loaded zero point is replaced too
             self._start_from(*self.observer.range())
         self.observer = None
 
     def _start_from(self, least: Any, most: Any) -> tuple[Any, Any]:
-        """Return the scale and zero point of a range, and keep them."""
+        """Store and return the scale and zero point of a range."""
         scale, zero_point = self._qparams(least, most)
         self._assign(scale=scale, least=least, most=most)
         if "offset" in self.state:
@@ -73,7 +74,7 @@ class Quantizer:
         return scale, zero_point
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return what takes the place of a value; frozen: by a scale that does not follow it."""
+        """Return the quantised value; frozen: keep the scale as it is."""
         if not self.settled:
             if not self.is_weight:
                 raise QuantizeError(
@@ -85,7 +86,7 @@ class Quantizer:
         return self._fake(x, self._read("scale"), self._read("zero_point"))
 
     def scale(self) -> Scale | None:
-        """Return the scale in arrays, None as long as there is none; an offset as a fractional zero point."""
+        """Return the scale in arrays, an offset as a fractional zero point; None before there is a scale."""
         if not self.settled or not self.state:
             return None
         scale = self.array("scale")
@@ -96,14 +97,14 @@ class Quantizer:
         return Scale(scale, zero_point, self.grid, self.axes)
 
     def array(self, part: str) -> Any:
-        """Return state as an array."""
+        """Return a part of the state as an array."""
         return as_array(self._read(part))
 
     def _read(self, part: str) -> Any:
         return self.xp.read(self.state[part])
 
     def _assign(self, **values: Any) -> None:
-        """Write values into those parts of the state that there are."""
+        """Write values into the parts of the state that exist."""
         for part, value in values.items():
             if part in self.state:
                 self.xp.assign(self.state[part], value)
@@ -117,13 +118,13 @@ class Quantizer:
 
 
 class Fresh(Quantizer):
-    """The scale of the value itself, at each execution: there is nothing to calibrate."""
+    """A quantizer that takes the scale of each value itself, without calibration or state."""
 
     def observe(self, x: Any) -> None:
-        """Do nothing."""
+        """Do nothing: each value has its own scale."""
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the value on a grid of its own."""
+        """Return the value, quantised by its own scale."""
         if not self.is_weight or self.options.weight_observer == "minmax":
             return self._fake(x, *self._qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)
@@ -133,13 +134,14 @@ class Fresh(Quantizer):
 
 
 class Trained(Quantizer):
-    """Training with the straight-through estimator: the scale follows the values until it is frozen.
+    """A quantizer for training, straight-through: its scale follows the values until it is frozen.
 
-    That of a weight is the present weight's; that of an activation comes of moving averages of its extremes.
+    The scale of a weight is that of its present value, the scale of an activation that of moving averages of
+    the extremes.
     """
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the value on the grid, whose gradient passes where it was not clipped."""
+        """Return the quantised value; the gradient passes where the value was not clipped."""
         if frozen and self.settled:
             return super().__call__(x, frozen)
         least, most = extremes(x, self.axes)
@@ -153,9 +155,10 @@ class Trained(Quantizer):
 
 
 class Learned(Quantizer):
-    """LSQ and LSQ+: the scale, and an offset of LSQ+'s activations, are parameters of the tool.
+    """A quantizer of LSQ or LSQ+: its scale, and the offset of LSQ+'s activations, are parameters.
 
-    LSQ's activations are unsigned where the first are, and signed from "low" otherwise.
+    LSQ's activations have an unsigned grid if no number of the first value is negative, else a signed one,
+    which "low" begins.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -167,7 +170,7 @@ class Learned(Quantizer):
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def observe(self, x: Any) -> None:
-        """Start the scale, unless there is one, from the first value; LSQ+'s offset from the range of all."""
+        """Initialise the scale from the first value; LSQ+'s offset from the range of all values."""
         if self.settled:
             return
         if "offset" in self.state:
@@ -182,7 +185,7 @@ class Learned(Quantizer):
         self.settled = True
 
     def __call__(self, x: Any, frozen: bool) -> Any:
-        """Return the value on the grid, with gradients for itself, the scale and the offset."""
+        """Return the quantised value, with gradients for the value, the scale and the offset."""
         if not self.settled:
             self.observe(x)
             self.settle()
@@ -218,4 +221,4 @@ QUANTIZERS: Mapping[tuple[str, bool], tuple[type[Quantizer], Mapping[str, bool]]
     ("lsq+", True): (Learned, _LEARNED),
     ("lsq+", False): (Learned, {**_LEARNED, "offset": True}),
 }
-"""Class and parts by method, and by whether it is a weight."""
+"""Quantizer class and parts of its state, by method and by whether the tensor is a weight."""

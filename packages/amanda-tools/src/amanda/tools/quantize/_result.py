@@ -18,20 +18,20 @@ _decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
 
 
 class Noise:
-    """Sums of squares of values, and of what quantisation changed in them, over executions."""
+    """Sums of squares of values and of their quantisation errors, over executions."""
 
     def __init__(self) -> None:
         self.signal = self.noise = 0.0
 
     def add(self, x: Any, quantised: Any) -> None:
-        """Add a tensor and what took its place."""
+        """Add a tensor and the quantised tensor."""
         wanted, found = (as_array(one).astype(np.float64) for one in (x, quantised))
         self.signal += float(np.square(wanted).sum())
         self.noise += float(np.square(found - wanted).sum())
 
     @property
     def sqnr(self) -> float | None:
-        """Signal-to-quantisation-noise ratio in dB, infinite without noise; None where none was measured."""
+        """Signal-to-quantisation-noise ratio in dB, infinite without noise; None before a measurement."""
         return sqnr(self.signal, self.noise) if self.signal or self.noise else None
 
 
@@ -48,11 +48,11 @@ def sqnr(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class Quantized:
-    """One tensor that an op reads.
+    """One quantised tensor that an op reads.
 
-    tensor: "weight", or "input 0" by its place in the op's schema.  scale, zero_point: one number per
-    channel, or one; None as long as there are none, and where each execution has its own.  low, high: of the
-    integers.  sqnr, output_sqnr: in dB, of the tensor and of the op's outputs, None where not measured.
+    tensor: "weight", or "input 0" by its position in the op's schema.  scale, zero_point: one number, or one
+    per channel; None before a calibration, and if each execution has its own.  low, high: ends of the grid.
+    sqnr, output_sqnr: in dB, of the tensor and of the op's outputs; None if not measured.
     """
 
     phase: str
@@ -73,10 +73,10 @@ class Quantized:
 
 
 class QuantizeResult(Result):
-    """Every tensor that is quantised, in the order in which the ops were met.
+    """A row for each quantised tensor, in the order in which ops were analysed.
 
-    waiting: names of scales that were loaded and belong to no op that was met.
-    left: weights that were selected and are not quantised, by type and module, and why.
+    waiting: names of loaded scales that no analysed op has.
+    left: reasons why selected weights are not quantised, by the type and module of the op.
     """
 
     name: ClassVar[str] = "quantize"
@@ -102,7 +102,7 @@ class QuantizeResult(Result):
         return iter(self.tensors)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each tensor; of several scales the largest, with its zero point."""
+        """Return a row for each tensor, with the largest of its scales and the zero point of that."""
         return [
             (one.phase, one.type, one.module, one.source, one.tensor, one.bits,
              "symmetric" if one.symmetric else "affine", len(one.scale or ()) if one.axes else None,
@@ -111,13 +111,13 @@ class QuantizeResult(Result):
         ]  # fmt: skip
 
     def worst(self, count: int | None = None) -> list[tuple[str, str, float]]:
-        """Return module, type and SQNR of outputs in dB where it was measured: the least first."""
+        """Return module, type and SQNR of outputs in dB of the measured ops, the least SQNR first."""
         ops = dict.fromkeys((one.module, one.type, one.source, one.output_sqnr) for one in self.tensors)
         measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
         return sorted(measured, key=lambda one: one[2])[:count]
 
     def notes(self) -> Sequence[str]:
-        """Say what the columns mean, and what was left."""
+        """Return sentences on the columns, and on weights that are not quantised."""
         left = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
         if not self.tensors:
             return left or ["No op of the types that are to be quantised was met."]
@@ -139,12 +139,12 @@ class QuantizeResult(Result):
 
 
 def _finite(ratio: float | None) -> float | None:
-    """Return what JSON has a number for."""
+    """Return a ratio that JSON can represent; None for others."""
     return ratio if ratio is not None and isfinite(ratio) else None
 
 
 def _extent(one: Quantized) -> tuple[float | None, ...]:
-    """Return the largest scale, its zero point, and the ends of what it represents."""
+    """Return the largest scale, its zero point, and the ends of its range."""
     if one.scale is None or one.zero_point is None:
         return None, None, None, None
     scale, zero_point = max(zip(one.scale, one.zero_point, strict=True))

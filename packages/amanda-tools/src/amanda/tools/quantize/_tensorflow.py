@@ -1,4 +1,4 @@
-"""Quantisation in TensorFlow: the kernel, and how an op is run a second time."""
+"""Quantisation in TensorFlow: a kernel, and the second run of an op."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from amanda.tools.quantize._grid import Grid
 Floats = NDArray[np.float32]
 
 _PIECE = 65_536
-"""Elements."""
+"""Elements of a piece that stays in the cache."""
 
 
 def kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Any:
-    """Return fake quantisation with the straight-through estimator, which tapes know.
+    """Return fake-quantised values with the straight-through gradient, recorded on tapes.
 
-    TensorFlow's own rounds otherwise, and its operators one by one take ten times as long.
-    Returns None for a tensor that is not of float32 or not in host memory, and for axes that are no row.
+    TensorFlow's own kernel rounds differently, and single operators take ten times as long.
+    Returns None for a tensor that is not float32 in host memory, and for axes that are not adjacent.
     """
     follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
     if not (follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
@@ -38,9 +38,9 @@ def kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int])
 def _write_on_grid(
     x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], into: Floats
 ) -> NDArray[np.intp]:
-    """Write the quantised array, a piece at a time, which stays in the cache; return what was clipped.
+    """Write the quantised array piece by piece; return the flat positions of clipped values, and of NaN.
 
-    Returns flat positions, those of NaN too.  x, into: contiguous.
+    x, into: contiguous.
     """
     first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
     from_first = bool(axes) and not first
@@ -67,7 +67,7 @@ def _write_on_grid(
 
 
 def _recorded(tensor: Any, given: Any, clipped: NDArray[Any]) -> Any:
-    """Return a tensor whose gradient passes to what it was made of where nothing was clipped."""
+    """Return a tensor, recorded on tapes: its gradient passes to `given` where no value was clipped."""
     from tensorflow.python.eager import record
 
     record.record_operation("FakeQuantize", [tensor], [given], lambda entering: [_passing(entering, clipped)])
@@ -85,9 +85,9 @@ def _passing(gradient: Any, clipped: NDArray[Any]) -> Any:
 
 
 def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
-    """Return a tensor in host memory, and an array in the same memory to write what the tensor is to hold.
+    """Return a tensor in host memory, and an array in the same memory to write its values through.
 
-    TensorFlow's allocator has memory left of the last step, which NumPy would take anew from the system.
+    TensorFlow's allocator reuses memory of the last step; NumPy would request new memory from the system.
     """
     with _tf().device("CPU:0"):
         tensor = _tf().raw_ops.Empty(shape=_constant_shape(tuple(shape)), dtype="float32")
@@ -102,12 +102,12 @@ def _constant_shape(shape: tuple[int, ...]) -> Any:
 
 
 def write_recompute(context: amanda.OpContext) -> None:
-    """Write `recompute`, which eager TensorFlow has no `get_computation` for; see `_recompute`."""
+    """Write `recompute`, the op as a function: eager TensorFlow lacks `get_computation`."""
     context["recompute"] = _recompute(context)
 
 
 def _recompute(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
-    """Return the op as a function of its inputs; None where TensorFlow has none of its name."""
+    """Return the op as a function of its inputs; None for a stateful op, and without a raw op of its name."""
     from tensorflow.python.framework import op_def_registry
 
     kind, found = context.get_op_type(), context.get_attrs()

@@ -1,4 +1,4 @@
-"""The tool: values that the selected ops read are put on a grid of integers."""
+"""The tool: rounds values that the selected ops read to a grid of integers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
 from amanda.tools.quantize._files import read_scales, write_scales
 from amanda.tools.quantize._grid import QuantizeError, Rounding
 from amanda.tools.quantize._observers import ObserverName
+from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._options import TYPES, Method, Options, operands
-from amanda.tools.quantize._place import Place
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult
 from amanda.tools.select import Patterns, as_remarks, unmatched
 
 
 class QuantizeTool(amanda.Tool):
-    """Simulates quantisation of what ops read: weights, activations, or both.
+    """A tool that simulates quantisation of the weights and activations that ops read.
 
-    method: how scales are found.  "static": in a calibration, after which they are fixed; "dynamic": those
-        of activations at each execution; "qat": training with the straight-through estimator, where scales
-        follow the values until `freeze`; "lsq", "lsq+": scales, and offsets of activations, are learned.
-    weight_bits, activation_bits: 2 to 8; None leaves them as they are.
-    type: globs of StandardMapping's words or the framework's names; left out, convolutions, linear layers,
+    method: the source of scales.  "static": a calibration, after which scales are fixed; "dynamic": for
+        activations the values of each execution; "qat": training with the straight-through estimator, where
+        scales follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
+    weight_bits, activation_bits: 2 to 8; None leaves weights or activations unquantised.
+    type: globs of StandardMapping's words or the framework's names; by default convolutions, linear layers,
         products of matrices and attention.  `amanda.tools.select` restricts the tool further.
-    observer, weight_observer: what range a calibration comes to: "minmax", "percentile" (`percentile` and
-        100 - `percentile`), "mse" (least squared error of the values), "histogram" (as torch.ao's).
+    observer, weight_observer: the method by which a calibration finds ranges: "minmax", "percentile"
+        (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as torch.ao's).
     per_channel: whether each output channel of a weight has a scale.
     symmetric_weights, symmetric_activations: signed integers with zero as zero point, else unsigned ones.
     rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
-    averaging: share of each new batch in the extremes of "qat".
-    calibration: so many executions of each op calibrate it; 0 leaves that to `calibrating`.
-    sqnr: measure signal-to-quantisation-noise ratios, for which each op runs a second time.
+    averaging: weight of each new batch in the moving averages of "qat".
+    calibration: number of executions of each op that calibrate it; 0: only those in `calibrating`.
+    sqnr: measure signal-to-quantisation-noise ratios; each op then runs twice.
 
     Raises QuantizeError for options that do not go together.
 
@@ -70,7 +70,7 @@ class QuantizeTool(amanda.Tool):
             symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, QuantizedOp] = {}
         self._several: dict[str, str] = {}
         self.parts = Parts()
         self.depends_on(StandardMapping(), operands(), WeightReads())
@@ -78,7 +78,7 @@ class QuantizeTool(amanda.Tool):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Calibrate by what is executed within, which computes as without quantisation; then fix scales.
+        """Return a context whose executions calibrate scales, and compute without quantisation.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
@@ -91,7 +91,7 @@ class QuantizeTool(amanda.Tool):
             place.settle()
 
     def freeze(self) -> None:
-        """Fix the scales of "qat", which follow the values until then."""
+        """Fix the scales of "qat"."""
         self.is_frozen = True
 
     def unfreeze(self) -> None:
@@ -110,23 +110,23 @@ class QuantizeTool(amanda.Tool):
         return result
 
     def unmatched(self) -> list[str]:
-        """Say which options no op fitted."""
+        """Return sentences on options that no op fitted."""
         return [*super().unmatched(), *(unmatched([self._types]) if self._asks_for_types else [])]
 
     def clear(self) -> None:
-        """Forget scales and noise; ops are analysed anew."""
+        """Forget scales and noise, and analyse ops anew."""
         self.is_calibrating = self.is_frozen = False
         self.load_state_dict({})
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take scales that `state_dict` gave, as tensors or arrays, also of another process."""
+        """Load scales that `state_dict` returned, as tensors or arrays."""
         self._places, self.parts, self._several = {}, Parts(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
         """Write scales, zero points and offsets, by "module/op/tensor", as .json or .safetensors.
 
-        Zero points are integers; the file says the grid of each tensor and the axes of its channels.
+        Zero points are integers; the file has the grid of each tensor and the axes of its channels.
         """
         names = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
@@ -140,9 +140,9 @@ class QuantizeTool(amanda.Tool):
         return write_scales(path, arrays, {"options": self.options.told(), "grids": grids})
 
     def load(self, path: str | Path) -> None:
-        """Take the scales of a file that `save` wrote; ops are analysed anew.
+        """Load the scales of a file that `save` wrote, and analyse ops anew.
 
-        Raises QuantizeError for a file of a tool whose options ask for other scales.
+        Raises QuantizeError for a file that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
         mine, theirs = self.options.told(), about.get("options", {})
@@ -153,10 +153,10 @@ class QuantizeTool(amanda.Tool):
         self.load_state_dict(arrays)
 
     def gradients(self) -> list[tuple[Any, Any]]:
-        """Return gradients of learned scales and offsets with these, for `optimizer.apply_gradients`.
+        """Return pairs of a gradient and a learned scale or offset, for `optimizer.apply_gradients`.
 
-        For TensorFlow, where in graphs no tape leads to them; they start from nothing after each call.
-        PyTorch's optimizers find them in the parameters that `parameters` gives.
+        For TensorFlow, where no tape reaches the scales in graphs; each call resets the gradients.
+        PyTorch's optimizers take the parameters that `parameters` returns.
         """
         found = []
         for quantizer in self._quantizers():
@@ -178,5 +178,5 @@ class QuantizeTool(amanda.Tool):
             return
         name = self.place(context)
         if name not in self._places:
-            self._places[name] = Place(context, self)
+            self._places[name] = QuantizedOp(context, self)
         self._places[name].insert(context)

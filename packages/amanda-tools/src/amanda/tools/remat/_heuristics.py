@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from amanda.tools.remat._records import Storage
 
 Heuristic = Callable[["Storage", float], float]
-"""From a storage and its staleness, above 0, to its score."""
+"""Function of a storage and its staleness, above 0; returns the score."""
 
 
 class Cluster:
-    """A set of a union-find forest: storages that are gone and neighbours, with the sum of their costs."""
+    """A set of a union-find forest: neighbouring storages that are gone, with the sum of their costs."""
 
     __slots__ = ("_parent", "cost")
 
@@ -26,7 +26,7 @@ class Cluster:
         self.cost = cost
 
     def root(self) -> Cluster:
-        """Return the set's representative, which has the cost of all; the way to it is halved."""
+        """Return the set's representative, which has the cost of all; halve the path to it."""
         one = self
         while one._parent is not None:
             if one._parent._parent is not None:
@@ -35,7 +35,7 @@ class Cluster:
         return one
 
     def join(self, other: Cluster) -> None:
-        """Make one set of two."""
+        """Unite two sets."""
         mine, theirs = self.root(), other.root()
         if mine is not theirs:
             theirs._parent = mine
@@ -60,7 +60,7 @@ def _clusters(storage: Storage) -> list[Cluster]:
 
 
 def join_neighbours(storage: Storage) -> None:
-    """Join the sets around a storage that has no memory now."""
+    """Join the sets around a storage that has lost its memory."""
     if storage.is_gone:
         storage.cluster = Cluster(storage.cost)
         for cluster in _clusters(storage):
@@ -68,7 +68,7 @@ def join_neighbours(storage: Storage) -> None:
 
 
 def leave_neighbours(storage: Storage) -> None:
-    """Take out the cost of a storage that is back; sets are never split: h_DTR^eq approximates."""
+    """Subtract the cost of a storage that was made again; sets are never split: h_DTR^eq approximates."""
     if storage.cluster is not None:
         root = storage.cluster.root()
         root.cost = max(root.cost - storage.cost, 0.0)
@@ -76,7 +76,7 @@ def leave_neighbours(storage: Storage) -> None:
 
 
 def _evicted_cost(storage: Storage) -> float:
-    """Return the cost of the evicted neighbourhood e*: what is reached through what is gone, either way."""
+    """Return the cost of the evicted neighbourhood e*: evicted storages reached in either direction."""
     return _sum(storage, parents) + _sum(storage, children)
 
 
@@ -94,43 +94,25 @@ def _sum(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> flo
     return cost
 
 
-def h_dtr(storage: Storage, staleness: float) -> float:
-    """Cost of the storage and its evicted neighbourhood, over bytes and staleness."""
-    return (storage.cost + _evicted_cost(storage)) / (storage.size * staleness)
-
-
-def h_dtr_eq(storage: Storage, staleness: float) -> float:
-    """The same with the neighbourhood by union-find, which is what there is time for."""
+def _h_dtr_eq(storage: Storage, staleness: float) -> float:
     around = {cluster.root() for cluster in _clusters(storage)}
     return (storage.cost + sum(root.cost for root in around)) / (storage.size * staleness)
 
 
-def h_dtr_local(storage: Storage, staleness: float) -> float:
-    """Cost of the storage alone, over bytes and staleness."""
-    return storage.cost / (storage.size * staleness)
-
-
-def h_e_star(storage: Storage, staleness: float) -> float:
-    """Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks."""
-    return _evicted_cost(storage)
-
-
-def msps(storage: Storage, staleness: float) -> float:
-    """Cost of the storage and of what is gone before it, over bytes (Peng et al. 2020, "Capuchin")."""
-    return (storage.cost + _sum(storage, parents)) / storage.size
-
-
-def lru(storage: Storage, staleness: float) -> float:
-    """The one that was read longest ago."""
-    return 1 / staleness
-
-
-def size(storage: Storage, staleness: float) -> float:
-    """The largest (GreedyRemat, Kumar et al. 2019)."""
-    return 1 / storage.size
-
-
 HEURISTICS: dict[str, Heuristic] = {
-    one.__name__: one for one in (h_dtr, h_dtr_eq, h_dtr_local, h_e_star, msps, lru, size)
+    # Cost of the storage and its evicted neighbourhood, over bytes and staleness.
+    "h_dtr": lambda one, staleness: (one.cost + _evicted_cost(one)) / (one.size * staleness),
+    # The same with the neighbourhood by union-find, which is fast.
+    "h_dtr_eq": _h_dtr_eq,
+    # Cost of the storage alone, over bytes and staleness.
+    "h_dtr_local": lambda one, staleness: one.cost / (one.size * staleness),
+    # Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks.
+    "h_e_star": lambda one, _: _evicted_cost(one),
+    # Cost of the storage and of evicted ones before it, over bytes (Peng et al. 2020, "Capuchin").
+    "msps": lambda one, _: (one.cost + _sum(one, parents)) / one.size,
+    # The one that was read longest ago.
+    "lru": lambda _, staleness: 1 / staleness,
+    # The largest (GreedyRemat, Kumar et al. 2019).
+    "size": lambda one, _: 1 / one.size,
 }
 """Heuristics by name."""

@@ -1,4 +1,4 @@
-"""The bytes of the storages that are followed, from their making to their end."""
+"""The bytes of storages, from their making to their end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from amanda.tools.remat._records import Storage
 
 @dataclass(slots=True)
 class Entry:
-    """Memory that is alive.
+    """Live memory.
 
-    size: bytes that count.  record: what it holds, by a weak reference where the record holds the memory;
-    None after it was written.
+    size: bytes that count.  record: the storage in the memory, by a weak reference if the storage holds the
+    memory; None after a write.
     """
 
     memory: weakref.ref[Any]
@@ -25,29 +25,37 @@ class Entry:
 
     @property
     def storage(self) -> Storage | None:
-        """The record of what the memory holds; None if that is unknown, or of no more use."""
+        """The storage in the memory; None after a write, or if the record has gone."""
         record = self.record
         return record if record is None or isinstance(record, Storage) else record()
 
 
-class Ledger:
-    """Counts bytes, by weak references that tell when memory ends.
+@dataclass(slots=True)
+class Totals:
+    """peak: the most bytes alive at once.  short: the most bytes by which the budget was exceeded."""
 
-    bytes: alive now.  peak: the most at once.
+    peak: int = 0
+    short: int = 0
+
+
+class Ledger:
+    """The account of live bytes, by weak references that report the end of memory.
+
+    totals: are kept up to date.  bytes: alive now.  clock: cost of all ops that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, totals: Totals) -> None:
         self._entries: dict[int, Entry] = {}
         self._dead: deque[tuple[int, weakref.ref[Any]]] = deque()
-        self.bytes = self.peak = 0
+        self.totals, self.bytes, self.clock = totals, 0, 0.0
 
     def find(self, memory: Any) -> Entry | None:
-        """Return what is known of memory."""
+        """Return the entry of memory, or None."""
         entry = self._entries.get(memory._cdata)
         return entry if entry is not None and entry.memory() is memory else None
 
     def add(self, memory: Any, storage: Storage, counts: bool) -> None:
-        """Follow memory, which holds a storage from now on."""
+        """Follow memory that holds a storage from now on; counts: add its bytes."""
         address, dead = memory._cdata, self._dead
         self.drain()
         entry = self.find(memory)
@@ -59,16 +67,18 @@ class Ledger:
             entry = Entry(weakref.ref(memory, died), memory.nbytes() if counts else 0)
             self._entries[address] = entry
             self.bytes += entry.size
-            self.look()
+            self.note_peak()
         entry.record = storage
         storage.address, storage.memory = address, entry.memory
 
-    def look(self, more: int = 0) -> None:
-        """See if this, with so many bytes besides, is a peak."""
-        self.peak = max(self.peak, self.bytes + more)
+    def note_peak(self, more: int = 0) -> None:
+        """Note the peak, with so many bytes besides."""
+        bytes = self.bytes + more
+        if bytes > self.totals.peak:
+            self.totals.peak = bytes
 
     def drain(self) -> None:
-        """Take account of what has died."""
+        """Process the deaths of memory."""
         while self._dead:
             address, reference = self._dead.popleft()
             entry = self._entries.get(address)
@@ -80,25 +90,26 @@ class Ledger:
                     join_neighbours(storage)
 
     def written(self, memory: Any) -> Storage | None:
-        """Drop what memory held before it is written, and return it."""
+        """Drop and return the record of memory that is about to be written."""
         entry = self.find(memory)
         storage = None if entry is None else entry.storage
         if entry is not None and storage is not None:
             entry.record = storage.memory = None
         return storage
 
-    def loosen(self, storage: Storage) -> None:
-        """Refer weakly to a storage that holds its memory by itself now, and not the other way round."""
+    def hold(self, storage: Storage, tensor: Any) -> None:
+        """Keep the memory of a storage alive by a tensor in it."""
+        storage.copy, storage.version = tensor, tensor._version
         entry = self._entries.get(storage.address)
         if entry is not None and entry.record is storage:
-            entry.record = weakref.ref(storage)
+            entry.record = weakref.ref(storage)  # the record holds the memory, and not the other way round
 
     def storages(self) -> list[Storage]:
-        """Return what is alive."""
+        """Return the storages that are alive."""
         found = [entry.storage for entry in list(self._entries.values())]
         return [one for one in found if one is not None]
 
     def clear(self) -> None:
-        """Follow nothing any more."""
+        """Follow no memory any more."""
         self._entries.clear()
         self.bytes = 0

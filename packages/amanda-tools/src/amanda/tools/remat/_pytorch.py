@@ -1,4 +1,4 @@
-"""PyTorch for rematerialisation: storages, saved tensors, and how an op is run again."""
+"""PyTorch for rematerialisation: storages, saved tensors, and repeated runs of ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoray import tree_map
 import amanda
 from amanda import interceptor
 from amanda.tools.kit._requirements import check
-from amanda.tools.remat._records import flat
+from amanda.tools.remat._records import Handle, flat
 
 Compute = Callable[[Sequence[Any]], Any]
 
@@ -28,9 +28,9 @@ class Geometry(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Under which an op ran.
+    """Settings at the execution of an op.
 
-    autocast: by device; None for off.  switches: how they stood.
+    autocast: by device; None for off.  switches: values of `_SWITCHES`.
     """
 
     autocast: tuple[tuple[str, bool, Any], ...] | None
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 class Kind(NamedTuple):
     """The facts of an op that this tool needs.
 
-    written: positions of the inputs that it writes; None for all.  pure: whether it may be run again.
+    written: positions of the inputs that the op writes; None for all.  pure: whether the op may run again.
     random: whether it may draw random numbers.  scratch: positions that it writes and does not read.
     """
 
@@ -90,7 +90,8 @@ def _kind(context: amanda.OpContext) -> Kind:
     if packet is None or not native:
         return Kind()
     overloads = [getattr(packet, one) for one in packet.overloads()]
-    if any(one._schema.is_mutable for one in overloads if not _has_out(one)):
+    schemas = [one._schema for one in overloads]
+    if any(one.is_mutable and not any(given.is_out for given in one.arguments) for one in schemas):
         return Kind(None)
     random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
     trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
@@ -105,12 +106,8 @@ def _is_out(context: amanda.OpContext, value: Any) -> bool:
         return False
 
 
-def _has_out(overload: Any) -> bool:
-    return any(one.is_out for one in overload._schema.arguments)
-
-
 class Torch:
-    """PyTorch's tensors, as far as this tool is concerned."""
+    """The operations of PyTorch that this tool needs."""
 
     def __init__(self) -> None:
         import torch
@@ -125,7 +122,7 @@ class Torch:
         self._offset: int = native._storage_Use_Count(address) - 1
 
     def records(self, inputs: Sequence[Any]) -> bool:
-        """Return True if autograd records an op on these inputs, and all is as this tool can repeat it."""
+        """Return True if autograd records an op on these inputs, and the op can run again."""
         torch, native = self.torch, self.torch._C
         if not torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
             return False
@@ -137,7 +134,7 @@ class Torch:
         return not disturbed and not native._len_torch_dispatch_stack()
 
     def is_plain(self, tensor: Any) -> bool:
-        """Return True if a tensor is its storage's numbers and no more."""
+        """Return True for a strided tensor that its storage and geometry describe."""
         torch = self.torch
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -156,12 +153,12 @@ class Torch:
         return flat(result) if isinstance(result, (list, tuple)) else [result]
 
     def uses(self, address: int) -> int:
-        """Return how many tensors share a storage."""
+        """Return the number of tensors on a storage."""
         count: int = self.torch._C._storage_Use_Count(address)
         return count - self._offset
 
     def geometry(self, tensor: Any) -> Geometry:
-        """Return how a tensor lies in its storage."""
+        """Return the geometry of a tensor."""
         return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def view(self, memory: Any, geometry: Geometry) -> Any:
@@ -173,8 +170,13 @@ class Torch:
         """Return a tensor of all bytes of a storage."""
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
 
+    def fill(self, handle: Handle, memory: Any) -> None:
+        """Give a handle its tensor anew, on a storage."""
+        handle.tensor = self.view(memory, handle.geometry)
+        handle.version = handle.tensor._version
+
     def settings(self, inputs: Sequence[Any]) -> Settings:
-        """Return what is in force."""
+        """Return the present settings, with autocast for the devices of the inputs."""
         torch = self.torch
         devices = sorted({"cpu", *(one.device.type for one in self.tensors(inputs))})
         states = tuple(
@@ -184,7 +186,7 @@ class Torch:
         return Settings(autocast, [get() for get, _ in self._switches])
 
     def state(self, inputs: Sequence[Any], random: bool) -> list[Any]:
-        """Return what an op that can run again leaves as it is: versions of inputs, and of what is drawn.
+        """Return state that an op must leave unchanged to run again: versions, and states of generators.
 
         random: read the states of the generators that an op on these inputs may draw from.
         """
@@ -199,7 +201,7 @@ class Torch:
         return state
 
     def saving(self, pack: Any, unpack: Any) -> AbstractContextManager[Any]:
-        """Return a context in which autograd keeps what `pack` gives, if the user has no hooks."""
+        """Return a context in which autograd saves results of `pack`, unless the user has hooks."""
         autograd = self.torch._C._autograd
         enabled = autograd._saved_tensors_hooks_is_enabled()
         if not enabled or autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -210,7 +212,7 @@ class Torch:
     def replay(
         self, compute: Compute, inputs: Sequence[Any], settings: Settings
     ) -> tuple[list[Any], list[Any]]:
-        """Run an op once more; return its results, and what autograd saves meanwhile, in order."""
+        """Run an op again; return its results, and the tensors that autograd saves, in order."""
         torch = self.torch
         present = self.settings(inputs)
         off = [(device, False, dtype) for device, _, dtype in present.autocast or ()]
@@ -226,14 +228,15 @@ class Torch:
             return [one.detach() if isinstance(one, torch.Tensor) else one for one in results], saved
 
     def _observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run an op; return its results, and what autograd saves meanwhile, in order."""
+        """Run an op; return its results, and the tensors that autograd saves, in order."""
         saved: list[Any] = []
-        with self.torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.detach()), _unpacked):
+        hooks = self.torch.autograd.graph.saved_tensors_hooks
+        with hooks(lambda one: saved.append(one.detach()), lambda packed: packed):
             return self.results(compute(inputs)), saved
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context in which no mode and no subclass of the user's sees what torch is asked for."""
+        """Return a context that hides calls from the user's modes and tensor subclasses."""
         from torch.utils._python_dispatch import _disable_current_modes
 
         torch = self.torch
@@ -245,9 +248,9 @@ class Torch:
             yield
 
     def expected(self, compute: Compute, inputs: Sequence[Any]) -> int | None:
-        """Return the bytes that an op is going to make, by a run without numbers; None where there is none.
+        """Return the bytes that an op will make, from a run on the meta device; None if that fails.
 
-        On a thread of its own: there autograd counts its nodes apart, and nothing of the user's is in force.
+        The run has a thread of its own, without the user's settings, where autograd counts apart.
         """
         given = tree_map(self._meta, list(inputs))
         found: list[int] = []
@@ -273,7 +276,3 @@ class Torch:
             return torch.device("meta") if isinstance(value, torch.device) else value
         bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return bare.requires_grad_(value.requires_grad)
-
-
-def _unpacked(packed: Any) -> Any:
-    return packed

@@ -1,4 +1,4 @@
-"""Storages and the ops that made them, as far as it takes to run an op again."""
+"""Records of storages and of the ops that made them, from which an op can run again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class RematError(AmandaError, RuntimeError):
 
 
 class BudgetError(AmandaError, MemoryError):
-    """The budget cannot be held, and the tool was told to be strict."""
+    """The budget cannot be held, and the tool is strict."""
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """An op of the program, and what its storages came to.
+class OpCounts:
+    """An op of the program, with counts of evictions and repeated runs.
 
-    seconds: spent on running it again.  evicted_bytes: of all evictions of its storages.
+    seconds: spent in repeated runs.  evicted_bytes: sum over the evictions of its storages.
     """
 
     type: str
@@ -50,9 +50,9 @@ class Storage(_Weak):
     address, memory: of the framework's storage, which is referred to weakly; None where it is gone.
     maker: the op whose results lie in it; None where it cannot be run again.
     slot: which of its results, and True for one of those that autograd saved while the op ran.
-    handles: what autograd holds of it through this tool.  copy: what this tool itself holds.
-    version: of `copy` when it was taken, where others may write into it.
-    touched: the clock when it was read last.  locks: ops under way that need it.
+    handles: those by which autograd holds the storage.  copy: a tensor by which this tool holds it.
+    version: of `copy` when it was taken, to detect writes.
+    touched: the clock at the last read.  locks: number of repeated runs under way that need the storage.
     """
 
     size: int
@@ -75,22 +75,22 @@ class Storage(_Weak):
 
     @property
     def is_gone(self) -> bool:
-        """True for one that has no memory, and may have to be made again."""
+        """True for a storage without memory that may have to be made again."""
         if self.maker is None or self.alive is not None:
             return False
         return bool(self.handles) or not self.maker.is_over
 
     @property
     def cost(self) -> float:
-        """Of making it again, of what is alive."""
+        """Cost of making the storage again from its inputs."""
         return 0.0 if self.maker is None else self.maker.cost
 
 
 @dataclass(eq=False, slots=True)
 class Handle(_Weak):
-    """The object that autograd keeps instead of a tensor.
+    """The object that autograd saves instead of a tensor.
 
-    tensor: what it stands for, or None where its storage was evicted.  version: the tensor's, when saved.
+    tensor: the saved tensor, None while its storage is evicted.  version: the tensor's, when saved.
     """
 
     tensor: Any
@@ -101,7 +101,7 @@ class Handle(_Weak):
 
 @dataclass(eq=False, slots=True)
 class Ref:
-    """An input of an op that is remembered.  tensor: weakly, what was given; version: then."""
+    """An input of a recorded op.  tensor: a weak reference to it; version: at the call."""
 
     storage: Storage
     geometry: Any
@@ -112,7 +112,7 @@ class Ref:
 
 @dataclass(eq=False, slots=True)
 class Scratch:
-    """An input that the op writes and does not read: any memory of that geometry will do."""
+    """An input that the op writes and does not read, so that any memory of the geometry serves."""
 
     geometry: Any
     device: Any
@@ -120,16 +120,16 @@ class Scratch:
 
 @dataclass(eq=False, slots=True)
 class Operation(_Weak):
-    """One execution of an op, to be run again.
+    """One execution of an op, which can run again.
 
-    compute: from inputs to the op's result.  inputs: as given, with a Ref for each tensor.
-    settings: under which it ran.  cost: seconds, or 1.  size: bytes of all that it made.
-    committed: in which generation it was seen that all it needs can be had, and made sure that it stays so.
-    saved: what autograd keeps for its backward op.
+    compute: from inputs to the op's result.  inputs: with a Ref for each tensor.
+    settings: those at the execution.  cost: seconds, or 1.  size: bytes of all storages that the op made.
+    committed: the generation in which `Eviction.commit` ensured that the op can run again.
+    saved: weak references to the handles that autograd saved for the backward op.
     """
 
     number: int
-    place: Place
+    counts: OpCounts
     compute: Callable[[Sequence[Any]], Any]
     inputs: Sequence[Any]
     settings: Any
@@ -147,20 +147,26 @@ class Operation(_Weak):
 
     @property
     def products(self) -> list[Storage]:
-        """The storages that it made and that somebody still refers to."""
+        """The storages of the op's results that are still referred to."""
         return [storage for product in self._products if (storage := product()) is not None]
 
-    def makes(self, storage: Storage, slot: tuple[int, bool]) -> None:
-        """Record a storage among its results."""
-        storage.maker, storage.slot = self, slot
+    def makes(self, size: int, slot: tuple[int, bool]) -> Storage:
+        """Return the record of a new storage among the op's results."""
+        storage = Storage(size, maker=self, slot=slot)
         self._products.append(weakref.ref(storage))
+        return storage
+
+    def forget(self) -> None:
+        """Cut the history of the storages that the op has made: they cannot be made again."""
+        for storage in self.products:
+            storage.maker = None
 
     @property
     def is_over(self) -> bool:
-        """True if its backward op has run for the last time, after those of all that read its results."""
+        """True if the backward op has run for the last time, after those of all readers of the results."""
         return bool(self.saved) and all(handle() is None for handle in self.saved)
 
 
 def flat(values: Sequence[Any]) -> list[Any]:
-    """Return values, those of lists and tuples among them too, however deep: quicker than `leaves`."""
+    """Return values with nested lists and tuples flattened; faster than `leaves`."""
     return [one for value in values for one in (flat(value) if type(value) in (list, tuple) else (value,))]

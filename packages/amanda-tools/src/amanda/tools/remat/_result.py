@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from amanda.tools.remat._records import Place
+from amanda.tools.remat._records import OpCounts
 from amanda.tools.results import Column, Result, amount, shortened
 
 
 class RematResult(Result):
-    """A row for each op of which something was evicted or that was run again, the most seconds first.
+    """A row for each op that ran again or had storages evicted, the most seconds first.
 
     budget: bytes, None for no bound.  peak: the most bytes that were alive at once.
     short: the most bytes by which an op exceeded the budget, 0 where it was held.
@@ -30,9 +30,9 @@ class RematResult(Result):
         Column("seconds", show="{:.4f}".format, total=True, unit="s", merge="sum"),
     )
 
-    def __init__(self, places: Sequence[Place], budget: int | None, peak: int, short: int) -> None:
-        self._places = sorted(
-            (one for one in places if one.evictions or one.rematerialisations),
+    def __init__(self, counts: Sequence[OpCounts], budget: int | None, peak: int, short: int) -> None:
+        self._counts = sorted(
+            (one for one in counts if one.evictions or one.rematerialisations),
             key=lambda one: (-one.seconds, -one.evicted_bytes),
         )
         self.budget = budget
@@ -42,32 +42,32 @@ class RematResult(Result):
     @property
     def evictions(self) -> int:
         """Number of evictions."""
-        return sum(one.evictions for one in self._places)
+        return sum(one.evictions for one in self._counts)
 
     @property
     def rematerialisations(self) -> int:
         """Number of ops that ran again."""
-        return sum(one.rematerialisations for one in self._places)
+        return sum(one.rematerialisations for one in self._counts)
 
     @property
     def seconds(self) -> float:
-        """Spent on running ops again."""
-        return sum(one.seconds for one in self._places)
+        """Seconds in ops that ran again."""
+        return sum(one.seconds for one in self._counts)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """A row for each op."""
+        """Return a row for each op."""
         return [
             ("forward", one.type, one.module, one.source, one.evictions, one.evicted_bytes,
              one.rematerialisations, one.seconds)
-            for one in self._places
+            for one in self._counts
         ]  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
-        """The budget, and the peak against it."""
+        """Return the budget, the peak, and the bytes by which the budget was exceeded."""
         return {"budget": self.budget, "peak": self.peak, "short": self.short}
 
     def notes(self) -> Sequence[str]:
-        """Return whether the budget was held."""
+        """Return sentences on the peak and the budget."""
         peak = f"At most {self.peak:,} bytes of storages that ops had made were alive"
         if self.budget is None:
             return [f"{peak}; there was no budget."]

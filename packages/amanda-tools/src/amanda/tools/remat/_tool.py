@@ -1,4 +1,4 @@
-"""The tool: lets each op of autograd's graph run under hooks that keep what it saves within a budget."""
+"""The tool: runs each differentiable op under hooks that keep the tensors it saves within a budget."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from amanda.errors import ToolError
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._heuristics import HEURISTICS
-from amanda.tools.remat._records import Place
+from amanda.tools.remat._ledger import Totals
+from amanda.tools.remat._records import OpCounts
 from amanda.tools.remat._result import RematResult
 from amanda.tools.remat._store import Store
 
 logger = logging.getLogger("amanda")
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
 _KNOWN = 10_000  # sizes kept at most
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
 
 class RematTool(amanda.Tool):
-    """Keeps what PyTorch's autograd saves within a budget, and computes again what it evicted.
+    """A tool that keeps the tensors that autograd saves within a budget, and recomputes evicted ones.
 
     budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
-    heuristic: which storage goes first, a name in `HEURISTICS`.
-    cost: of an op, the "time" that it took or, for runs that repeat, "count" (each op is 1).
-    strict: raise BudgetError where the budget cannot be held, instead of going on and saying so.
-    `result` tells, `clear` starts anew.  Raises ToolError for options that are none of these.
+    heuristic: chooses the storage to evict first, a name in `HEURISTICS`.
+    cost: of an op, its "time" or, for runs that are to repeat exactly, "count" (each op is 1).
+    strict: raise BudgetError if the budget cannot be held, instead of a warning.
+    `result` has the evictions, `clear` starts anew.  Raises ToolError for other options.
 
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
     """
@@ -54,38 +53,34 @@ class RematTool(amanda.Tool):
         self._heuristic = HEURISTICS[heuristic]
         self._unit = cost == "count"
         self._strict = strict
-        self._places: dict[int, Place] = {}
+        self._counts: dict[int, OpCounts] = {}
         self._passed: set[amanda.Namespace] = set()
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
         self._store: Store | None = None
-        self._peak = self._short = 0
+        self._totals = Totals()
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", _pytorch.kind]]))
         self.add_inst_for_op(self._analyse)
 
     @property
     def result(self) -> RematResult:
-        """The evictions, and the ops that were run again, so far."""
-        store = self._store
-        peak = max(self._peak, store.ledger.peak if store else 0)
-        short = max(self._short, store.short if store else 0)
-        return RematResult(list(self._places.values()), self._budget, peak, short)
+        """Return the evictions, and the ops that ran again, so far."""
+        totals = self._totals
+        return RematResult(list(self._counts.values()), self._budget, totals.peak, totals.short)
 
     def clear(self) -> None:
-        """Forget what was counted; what is evicted stays so."""
-        for place in self._places.values():
-            place.evictions = place.evicted_bytes = place.rematerialisations = 0
-            place.seconds = 0.0
-        self._peak = self._short = 0
+        """Reset the counts; evicted storages stay evicted."""
+        for counts in self._counts.values():
+            counts.evictions = counts.evicted_bytes = counts.rematerialisations = 0
+            counts.seconds = 0.0
+        self._totals.peak = self._totals.short = 0
         if self._store is not None:
             self._store.ledger.drain()
-            self._store.ledger.peak, self._store.short = self._store.ledger.bytes, 0
+            self._store.ledger.note_peak()
 
     def scope_left(self) -> None:
-        """Bring back all that is evicted."""
+        """Make all evicted storages again."""
         store, self._store = self._store, None
         if store is not None:
-            self._peak = max(self._peak, store.ledger.peak)
-            self._short = max(self._short, store.short)
             store.restore()
 
     def _analyse(self, context: amanda.OpContext) -> None:
@@ -97,13 +92,13 @@ class RematTool(amanda.Tool):
             context.insert_before_op(self._before_write, inputs=kind.written)
         if not kind.pure or context["phase"] != "forward":
             return
-        place = self._places.setdefault(
-            context.get_op_id(), Place(context["type"], context.get_scope(), context.get_source())
+        counts = self._counts.setdefault(
+            context.get_op_id(), OpCounts(context["type"], context.get_scope(), context.get_source())
         )
-        context.replace_op(self._run, kind=kind, place=place, compute=context.get_computation())
+        context.replace_op(self._run, kind=kind, counts=counts, compute=context.get_computation())
 
     def _pass(self, context: amanda.OpContext) -> None:
-        """Leave an op as it is, and warn once."""
+        """Leave an op unchanged, and warn once for its namespace."""
         if context.is_static():
             raise ToolError(
                 "remat acts while a model is trained in PyTorch's eager mode, not in a file: apply it to the "
@@ -113,35 +108,31 @@ class RematTool(amanda.Tool):
             self._passed.add(context.namespace)
             logger.warning("remat is for PyTorch's eager mode; ops of %s run as they are", context.namespace)
 
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = Store(self._budget, self._heuristic, self._strict)
-            self._store.short = self._short  # what was said in an earlier scope is not said again
-        return self._store
-
     def _before_write(self, *values: Any) -> None:
         if self._store is not None:
             self._store.before_write(self._store.torch.tensors(values))
 
-    def _run(self, *inputs: Any, kind: _pytorch.Kind, place: Place, compute: _pytorch.Compute) -> Any:
-        """Run the op and record it; return NotImplemented where it leaves nothing for a backward pass."""
-        store = self._opened()
+    def _run(self, *inputs: Any, kind: _pytorch.Kind, counts: OpCounts, compute: _pytorch.Compute) -> Any:
+        """Run and record the op; return NotImplemented for an op without a backward pass."""
+        if self._store is None:
+            self._store = Store(self._totals, self._budget, self._heuristic, self._strict)
+        store = self._store
         if not store.torch.records(inputs):
             return NotImplemented
-        key = (place.type, _signature(inputs))
+        key = (counts.type, _signature(inputs))
         with store.lock:
-            operation = store.begin(place, compute, inputs, kind.scratch)
-            if store.budget is not None:
+            operation = store.begin(counts, compute, inputs, kind.scratch)
+            if self._budget is not None:
                 need = self._sizes.get(key)
                 guess = store.torch.expected(compute, inputs) or 0 if need is None else need
-                store.make_room(guess, place, certain=need is not None)
+                store.eviction.make_room(guess, counts, certain=need is not None)
         before = store.torch.state(inputs, kind.random)
         begin = perf_counter()
         try:
             with store.saving(operation):
                 result = compute(inputs)
         except BaseException:
-            store.forget(operation)
+            operation.forget()
             raise
         seconds = perf_counter() - begin
         with store.lock:
@@ -150,12 +141,12 @@ class RematTool(amanda.Tool):
             if len(self._sizes) >= _KNOWN:  # numbers among the inputs may be others each time
                 self._sizes.clear()
             self._sizes[key] = operation.size
-            store.make_room(0, place)
+            store.eviction.make_room(0, counts)
         return result
 
 
 def _signature(value: Any) -> Hashable:
-    """Return what the bytes that an op makes depend on."""
+    """Return a key of the inputs on which the bytes that an op makes depend."""
     if type(value) in (list, tuple):
         return tuple(map(_signature, value))
     if hasattr(value, "requires_grad"):
@@ -166,9 +157,8 @@ def _signature(value: Any) -> Hashable:
 def _bytes(budget: int | str | None) -> int | None:
     """Return a budget as a number of bytes."""
     if isinstance(budget, str) and (found := _AMOUNT.fullmatch(budget)) is not None:
-        unit = found[2].lower()
-        if unit in _UNITS:
-            return int(float(found[1]) * _UNITS[unit])
+        power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if budget is None:
         return None
     if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 0:

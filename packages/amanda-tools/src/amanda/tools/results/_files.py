@@ -38,15 +38,21 @@ def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
         raise AmandaError(f"{path} is no {what} that can be read: {in_words(error)}") from error
 
 
-def check_schema(found: Any, name: str, version: int) -> None:
-    """Raise ValueError unless a file's content is of the schema `amanda.<name>` and of this version."""
+def check_schema(found: Any, name: str, version: int, oldest: int = 1) -> int:
+    """Return the version of a file's content, so that a reader can tell an older one.
+
+    name: of the schema, `amanda.<name>`.  version: the present one.  oldest: the first that the reader knows.
+    Raises ValueError for another schema, and for a version that is newer than the present or not known.
+    """
     schema, given = schema_of(found), found.get("version")
     if schema != f"amanda.{name}":
         raise ValueError(f"its schema is {schema!r}, not 'amanda.{name}'")
-    if given != version:
-        newer = isinstance(given, int) and given > version
-        hint = "; it is newer: update the distribution of the tool" if newer else ""
-        raise ValueError(f"it is version {given!r} of {schema}, and version {version} is read here{hint}")
+    if type(given) is int and oldest <= given <= version:
+        return given
+    known = f"version {version} is" if oldest == version else f"versions {oldest} to {version} are"
+    newer = type(given) is int and given > version
+    hint = "; it is newer: update the distribution of the tool, such as amanda-tools" if newer else ""
+    raise ValueError(f"it is version {given!r} of {schema}, and {known} read here{hint}")
 
 
 def schema_of(found: Any) -> str:

@@ -80,7 +80,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
 
     @classmethod
     def from_dict(cls: type[PlacesT], found: Mapping[str, Any]) -> PlacesT:
-        """Return what `to_dict` was asked of; raises ValueError for another schema or version."""
+        """Return what `to_dict` was asked of; raises ValueError for another schema or a newer version."""
         check_schema(found, cls.name, cls.version)
         return cls._of([cls.place(**place) for place in found["places"]], found.get("by", cls.keys))
 

@@ -22,7 +22,7 @@ class Mergeable(Protocol):
 
     @classmethod
     def from_dict(cls: type[ResultT], found: Mapping[str, Any]) -> ResultT:
-        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
 
 
 def can_merge(result: object) -> bool:

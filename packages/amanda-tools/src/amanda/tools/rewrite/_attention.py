@@ -1,32 +1,28 @@
-"""Attention that is written out, as PyTorch's scaled_dot_product_attention."""
+"""Fusion of attention in single ops into PyTorch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import amanda
 from amanda.tools.rewrite._match import Match
 from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
 
 def fuse_attention() -> Sequence[Rule]:
-    """Return the rule by which softmax(q k^T scale + mask) v, with dropout, is one fused call.
+    """Return the rule that replaces softmax(q k^T scale + mask) v, with dropout, by one fused call.
 
-    Where dropout is active other elements are dropped than by the original, as many on average.
+    Active dropout drops other elements than the original, as many on average.
     """
-    scores = Op("matmul", Capture("query"), Capture("key"), where=_has_kernel)
+    name = "fuse_attention"
+    scores = Op("matmul", Capture("query"), Capture("key"), where=lambda context: name in context["rewrites"])
     scaled = Maybe(Op(("mul", "div"), scores, Capture("scale"), name="scaling"))
     masked = Maybe(Op("add", scaled, Capture("mask"), name="masking"))
     weights = Op("softmax", masked, Capture("dim"), name="softmax")
     cast = Maybe(Op(("to", "type"), weights, name="cast"))
     dropped = Maybe(Op("dropout", cast, name="dropout"))
     fused = Op("matmul", dropped, Capture("value"))
-    return (Rule(fused, attention, when=is_attention, name="fuse_attention"),)
-
-
-def _has_kernel(context: amanda.OpContext) -> bool:
-    return "fuse_attention" in context["rewrites"]
+    return (Rule(fused, attention, when=is_attention, name=name),)
 
 
 def is_attention(match: Match) -> bool:
@@ -53,7 +49,7 @@ def _is_mask(mask: Any, shape: Sequence[int]) -> bool:
 
 
 def attention(match: Match) -> Any:
-    """Return the fused call. The keys were given transposed: (..., head, length)."""
+    """Return the output of the fused call; the captured keys are transposed: (..., head, length)."""
     from torch.nn.functional import scaled_dot_product_attention
 
     query, mask = match["query"], match.get("mask")

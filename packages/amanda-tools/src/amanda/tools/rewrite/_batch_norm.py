@@ -1,4 +1,4 @@
-"""Convolution and batch normalisation as one convolution, where running statistics are used."""
+"""Folding of batch normalisation with running statistics into the convolution before it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from amanda.tools.rewrite._pattern import Capture, Maybe, Op, Rule
 
 
 def fold_batch_norm() -> Sequence[Rule]:
-    """Return rules by which a convolution's weight takes the scale of each channel, its bias the shift.
+    """Return rules that fold the scale of each channel into a convolution's weight, the shift into its bias.
 
     With W, b of the convolution and the statistics m, v: W' = W g / sqrt(v + eps) and
     b' = (b - m) g / sqrt(v + eps) + beta.  Source: Jacob et al. 2018, eq. 14.  Both are computed at every
-    execution, so that they follow the parameters, whose gradients they have.
+    execution, so that they follow the parameters and pass gradients to them.
     """
-    convolution = Op(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), name="convolution")
-    norm = Op("batch_norm", convolution, name="norm", where=_can_be_folded)
     name = "fold_batch_norm"
-    # Keras computes the normalisation by these two.
+    convolution = Op(("conv1d", "conv2d", "conv3d", "depthwise_conv2d"), name="convolution")
+    norm = Op("batch_norm", convolution, name="norm", where=lambda context: name in context["rewrites"])
+    # Keras normalises by a multiplication and an addition.
     sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
     scaled = Op("mul", sum_, Capture("scale"), where=_is_per_channel)
     affine = Op("add", scaled, Capture("shift"), where=_is_per_channel)
     return Rule(norm, _folded, when=_infers, name=name), Rule(affine, _folded_affine, name=name)
-
-
-def _can_be_folded(context: amanda.OpContext) -> bool:
-    return "fold_batch_norm" in context["rewrites"]
 
 
 def _infers(match: Match) -> bool:
@@ -74,7 +70,7 @@ def folded_in_tensorflow(match: Match) -> Any:
 
 
 def _folded_affine(match: Match) -> Any:
-    """Return a convolution with the folded weight, of the two ops by which Keras normalises."""
+    """Return a convolution with the folded weight, for the multiplication and addition of Keras."""
     scale, shift = match["scale"], match["shift"]
     if "bias" in match:
         shift = shift + match["bias"] * scale
@@ -93,7 +89,7 @@ def _convolved(convolution: OpCall, scale: Any, shift: Any) -> Any:
 
 
 def _is_per_channel(context: amanda.OpContext) -> bool:
-    """Return True if one of two inputs is a vector along the last axis, where that has the channels."""
+    """Return True if one of two inputs is a vector along the last axis, and that axis has the channels."""
     if not context["channels_last"]:
         return False
     shapes = [context["shape"](value) for value in context.get_inputs()[:2]]

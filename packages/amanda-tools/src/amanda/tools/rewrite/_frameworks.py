@@ -1,4 +1,4 @@
-"""Mapping rules of the tool: what differs from framework to framework."""
+"""Mapping rules of the tool, for the differences of frameworks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from amanda.tools.rewrite._steps import Steps
 
 
 def frameworks() -> MappingTool:
-    """Return the rules, which put these keys into a context.
+    """Return rules that write these keys into a context.
 
     steps: the class that records executions.
     rewrites: the replacements of named rules that the framework has.
-    channels_last: whether Keras writes convolutions for it whose output has the channels last.
+    channels_last: whether convolutions have the channels last, in the ops that Keras makes.
     reads_others: whether a replacement in a graph may read inputs of other ops.
     """
     return MappingTool([["*", _any], ["pytorch", _pytorch], ["tensorflow", _tensorflow]])

@@ -1,4 +1,4 @@
-"""A match at one execution, as replacements are given it."""
+"""A match at one execution, for replacements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from amanda.tools.rewrite._steps import Step
 class OpCall:
     """One op of a match at one execution.
 
-    type: StandardMapping's word.  name: the framework's own.  inputs: in the order of its schema; None where
-    another op of the match makes it.  attributes: the arguments that are no tensors, by name.  Calling it
-    computes the op, on as many inputs as it has.
+    type: StandardMapping's word.  name: the framework's own.  inputs: in the order of the schema; None for an
+    input that another op of the match makes.  attributes: the arguments that are not tensors, by name.
+    A call computes the op, with as many inputs as the op has.
     """
 
     def __init__(self, step: Step, site: Site) -> None:
@@ -29,12 +29,12 @@ class OpCall:
         self._compute = step.compute
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return the op's result on these inputs; on those of this execution, if there are none."""
+        """Return the op's result for these inputs; without any, for those of this execution."""
         return self._compute(*(inputs or self.inputs))
 
 
 class Match:
-    """A match at one execution: `match["query"]` is what a Capture is, `"mask" in match` whether it is there.
+    """A match at one execution: `match["query"]` is a captured value, `"mask" in match` whether there is one.
 
     ops: the named ops.
     """
@@ -57,7 +57,7 @@ class Match:
         return name in self._captures
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a Capture; the default where its op is absent."""
+        """Return the value of a Capture; the default if its op is absent."""
         if name not in self:
             return default
         return self[name]

@@ -1,4 +1,4 @@
-"""The rules that come with the tool."""
+"""Built-in rules."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import Any
 
 from amanda.tools.rewrite._attention import fuse_attention
 from amanda.tools.rewrite._batch_norm import fold_batch_norm
-from amanda.tools.rewrite._match import Match
 from amanda.tools.rewrite._pattern import Capture, Op, PatternError, Rule
 
 
 def remove(*types: str, name: str = "") -> Rule:
-    """Return a rule by which ops of these types give their first input, as "dropout" does in inference."""
-    return Rule(Op(types, Capture("input")), _first, name=name or f"remove {', '.join(types)}")
-
-
-def _first(match: Match) -> Any:
-    return match["input"]
+    """Return a rule that replaces ops of these types by their first input, as "dropout" in inference."""
+    told = name or f"remove {', '.join(types)}"
+    return Rule(Op(types, Capture("input")), lambda match: match["input"], name=told)
 
 
 def insert_after(pattern: Op, function: Callable[[Any], Any], name: str = "") -> Rule:
@@ -35,7 +31,7 @@ _RULES: dict[str, Callable[[], Sequence[Rule]]] = {
 
 
 def chosen(rules: Sequence[str | Rule] | str | Rule) -> Iterator[Rule]:
-    """Yield rules, those with names among them. Raises PatternError for what is none."""
+    """Yield the rules, with built-in ones for names; raise PatternError for anything else."""
     listed = [rules] if isinstance(rules, (str, Rule)) else rules
     if not isinstance(listed, Iterable):
         raise PatternError(f"rules is {rules!r}; give Rules or names of rules")

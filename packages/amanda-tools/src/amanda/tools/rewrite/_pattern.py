@@ -1,4 +1,4 @@
-"""Patterns: the ops that are looked for, what they are given, and what becomes of it."""
+"""Patterns of ops and their inputs, and rules that replace the matches."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from amanda.tools.rewrite._match import Match
 
 Pattern: TypeAlias = Union["Op", "Maybe", "Capture", None]
-"""A pattern of an input; None fits any."""
+"""A pattern of an input; None fits any input, or its absence."""
 
 _COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"})
 
 
 class PatternError(ToolError):
-    """A pattern or a rule that cannot be."""
+    """A pattern or a rule that is not valid."""
 
 
 class Capture:
-    """Any value: of an op outside of the pattern, a parameter, a number. The match has it by its name.
+    """A pattern that fits any input of an op, and names its value in the match.
 
-    Two with one name are the same value.
+    Two captures with one name fit the same value.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,13 +39,12 @@ class Capture:
 class Op:
     """One op, and patterns for its first inputs.
 
-    type: words of StandardMapping ("conv2d"), or the framework's own; `*` and `?` stand for letters, so "*"
-    is any op.  inputs: an Op or a Maybe that makes the input, a Capture, or None for whatever it is; more
-    inputs may follow.  name: the match has the op by it.  where: asked once with the op's context, as it is
-    analysed.  commutative: whether the inputs may be in any order; unless told, those of add, mul and their
-    like may.
+    type: words of StandardMapping ("conv2d"), or the framework's own; `*` and `?` are wildcards, so "*" is
+    any op.  inputs: an Op or a Maybe that makes the input, a Capture, or None for any input; the op may have
+    more inputs.  name: of the op in the match.  where: called once with the context, as the op is analysed.
+    commutative: whether the inputs may be in any order; by default for add, mul and similar ops.
 
-    An Op that is given to several others is one op, whose output all of them read.
+    An Op among the inputs of several others is one op, whose output all of them read.
     """
 
     def __init__(
@@ -79,13 +78,13 @@ class Op:
         return self.where is None or bool(self.where(context))
 
     def orders(self, type: str) -> Iterator[Sequence[Pattern]]:
-        """The orders in which the inputs of an op of a type may be."""
+        """Return the orders that the inputs of an op of this type may have."""
         commutes = type in _COMMUTATIVE if self.commutative is None else self.commutative
         return permutations(self.inputs) if commutes else iter((self.inputs,))
 
     @property
     def passed(self) -> Pattern:
-        """Return what replaces the op where it is absent: its first input in the pattern."""
+        """Return the pattern in the place of an absent op: the first pattern among the op's inputs."""
         return next((one for one in self.inputs if one is not None), None)
 
     def __repr__(self) -> str:
@@ -93,7 +92,7 @@ class Op:
 
 
 class Maybe:
-    """An op that may be absent: then what it would have been given first stands in its place."""
+    """An op that may be absent; then the first pattern among its inputs stands in its place."""
 
     def __init__(self, op: Op) -> None:
         if not isinstance(op, Op) or op.passed is None:
@@ -103,11 +102,11 @@ class Maybe:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern by its last op, and what computes its output instead.
+    """A pattern, given by its last op, and a function that computes the output of that op instead.
 
-    replacement: given the `Match` at every execution; what it computes takes part in autodiff.
-    when: asked with the match ahead of each execution; False lets the original compute. In a graph it is
-    asked once, as the graph is rewritten, about what is known of the ops then: values are symbols.
+    replacement: called with the `Match` at every execution; its ops take part in autodiff.
+    when: called with the match before each execution; if it returns False, the original computes.  In a
+    graph `when` is called once, as the graph is rewritten, with symbols as values.
     name: of the rule in results.
     """
 
@@ -131,7 +130,7 @@ class Rule:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Every Op of the pattern, each once, the last one first."""
+        """Return each Op of the pattern once, the last one first."""
         found: dict[Op, None] = {}
         waiting: list[Pattern] = [self.pattern]
         for one in waiting:

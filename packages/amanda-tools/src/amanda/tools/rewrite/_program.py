@@ -1,4 +1,4 @@
-"""The ops of a program, the matches of rules among them, and which of these are replaced."""
+"""The ops of a program, the matches of rules among them, and the choice of matches to replace."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from amanda.tools.rewrite._pattern import Maybe, Op, Pattern, Rule
 from amanda.tools.rewrite._result import Rewritten
 
 Edge = tuple[int, int]
-"""An input: the id of the op that reads it, and its position there."""
+"""An input of an op: the op's id, and the position."""
 
 _FORM_READERS = frozenset({"size", "dim", "numel", "Shape", "ShapeN", "Size", "Rank"})
 
 
 @dataclass(eq=False)
 class Node:
-    """One op as it was analysed: a place in the program.
+    """One op of the program, at its last analysis.
 
-    order: of the first analysis.  rewrites: the replacements of named rules that its framework has.
-    flow: the tensors that it reads.  fits: the ops of patterns that it is of the type of.
-    compute: from inputs to the output, in a graph.  values: there, weak references to the symbols that it
-    is given.  readers: ids of the ops that read its output.
+    order: of first analyses.  rewrites: replacements of named rules that the framework has.
+    flow: numbers of the tensors that the op reads.  fits: the ops of patterns that accept the op.
+    compute: in a graph, a function from inputs to the output.  values: in a graph, weak references to the
+    symbols of the inputs.  readers: ids of the ops that read the output.
     """
 
     id: int
@@ -49,7 +49,7 @@ class Node:
 
 
 class Found(NamedTuple):
-    """Ops by their patterns, captured inputs by name, and which op makes each input within the match."""
+    """A match: ids of ops by pattern, captured inputs by name, and the maker of each inner input."""
 
     ops: dict[Op, int]
     captures: dict[str, Edge]
@@ -58,12 +58,12 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class Site:
-    """A place in the program where a rule's pattern is.
+    """A match of a rule at one place of the program.
 
-    members: ids of its ops, in the order of execution; the last one is replaced.  order: among sites.
-    replaced: executions.  fallbacks: executions of the original instead, by reason.
-    broken: why it is not replaced any more, by what executions have shown.
-    obstacle: why it is not replaced at all; "" where it is.
+    members: ids of the ops, in the order of execution; the last one is replaced.  order: among sites.
+    replaced: number of replaced executions.  fallbacks: executions of the original instead, by reason.
+    broken: the reason, found in an execution, why the match is no longer replaced.
+    obstacle: the reason why the match is not replaced; "" if it is.
     """
 
     rule: Rule
@@ -77,12 +77,12 @@ class Site:
 
     @property
     def last(self) -> int:
-        """Id of the op whose output is computed otherwise."""
+        """Id of the op whose output the replacement computes."""
         return self.members[-1]
 
 
 class Program:
-    """The ops that were analysed; of matches that overlap the earliest, then the longest is replaced."""
+    """The analysed ops and the matches; of overlapping matches the earliest, then the longest is replaced."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.nodes: dict[int, Node] = {}
@@ -93,7 +93,7 @@ class Program:
         self._replaced: dict[int, Site] = {}
 
     def enter(self, context: amanda.OpContext) -> Node:
-        """Record an op that is about to be analysed, and the matches that end with it."""
+        """Record an op at its analysis, and the matches that end with the op."""
         op_id, flow = context.get_op_id(), self._flow.node(context)
         node = self.nodes.get(op_id)
         if node is None:
@@ -125,7 +125,7 @@ class Program:
         self._flow.made(self.nodes[context.get_op_id()].flow, context.get_outputs() or ())
 
     def made_by(self, node: Node, value: Any) -> None:
-        """Record a tensor as the output of an op, if it is not yet."""
+        """Record a tensor as the output of an op, unless it is known."""
         if self._producer(self._flow.number(value)) is not node:
             self._flow.made(node.flow, [value])
 
@@ -136,7 +136,7 @@ class Program:
     def _at_op(
         self, pattern: Op, node: Node, waiting: Sequence[tuple[Pattern, Edge]], found: Found
     ) -> Iterator[Found]:
-        """Yield each match in which an op is that of a pattern, and inputs are those that wait."""
+        """Yield the matches in which a pattern is an op, and waiting patterns fit their inputs."""
         if pattern in found.ops:
             if found.ops[pattern] == node.id:
                 yield from self._at_inputs(waiting, found)
@@ -147,6 +147,10 @@ class Program:
                 yield from self._at_inputs([*own, *waiting], found)
 
     def _at_inputs(self, waiting: Sequence[tuple[Pattern, Edge]], found: Found) -> Iterator[Found]:
+        """Yield the matches in which waiting patterns fit their inputs.
+
+        Of a position that the op lacks, only None fits: an Op wants a maker, a Capture an input.
+        """
         if not waiting:
             yield found
             return
@@ -170,16 +174,16 @@ class Program:
             yield from self._at_inputs(others, found)
 
     def _read_at(self, edge: Edge) -> int | None:
-        """Return the number of the tensor that an op reads at a position."""
+        """Return the number of the tensor at an input; None for another value, and without such an input."""
         inputs = self.nodes[edge[0]].flow.inputs
         return inputs[edge[1]] if edge[1] < len(inputs) else None
 
     def site_of(self, op_id: int) -> Site | None:
-        """Return the match that is replaced and has an op."""
+        """Return the replaced match that an op belongs to."""
         return self._replaced.get(op_id)
 
     def decide(self) -> set[int]:
-        """Decide which matches are replaced; return the ids of ops for which that has changed."""
+        """Choose the matches to replace; return the ids of ops for which the choice has changed."""
         replaced: dict[int, Site] = {}
         for site in self._in_order():
             site.obstacle = site.broken or self._obstacle(site)
@@ -195,7 +199,7 @@ class Program:
         return sorted(self._sites.values(), key=lambda site: site.order)
 
     def _obstacle(self, site: Site) -> str:
-        """Return why the ops of a match cannot be replaced as one."""
+        """Return the reason why the ops of a match cannot be replaced as one; "" without a reason."""
         for one in site.members if len(site.members) > 1 else ():
             node = self.nodes[one]
             if node.in_place:
@@ -207,7 +211,7 @@ class Program:
         return ""
 
     def matches(self) -> list[Rewritten]:
-        """Return what became of each match, in the order of execution."""
+        """Return the outcome of each match, in the order of execution."""
         found = []
         for site in self._in_order():
             ops, last = tuple(self.nodes[one].type for one in site.members), self.nodes[site.last]

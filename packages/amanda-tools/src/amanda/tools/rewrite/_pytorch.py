@@ -1,4 +1,4 @@
-"""PyTorch: an op of a match is put off; a tensor stands for its output, and seldom has to be computed."""
+"""Delayed ops in PyTorch: a stand-in is the output of an op of a match, and is computed if it is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 HOOKS = ("register_hook", "retain_grad")
-"""Methods that ask for the gradient, which comes only if nothing is replaced."""
+"""Methods that ask for the gradient, which arrives only if the match is not replaced."""
 
 _READERS = (
     "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "share_memory_", "__array__", "__dlpack__",
@@ -34,10 +34,7 @@ _FORMS_KEPT = 4096
 
 
 class Form(NamedTuple):
-    """Facts of an op's output that can be told without its elements.
-
-    is_own: whether its memory is not that of an input.
-    """
+    """Facts of an op's output besides its elements; is_own: whether no input shares its memory."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -48,7 +45,7 @@ class Form(NamedTuple):
 
 
 class TorchSteps(Steps):
-    """Puts ops off once it knows what form their outputs have; the first execution of each kind computes."""
+    """Steps that delay ops once the form of their outputs is known; first executions compute."""
 
     def __init__(self, read: Callable[[Step], None]) -> None:
         super().__init__(read)
@@ -56,7 +53,7 @@ class TorchSteps(Steps):
         self.waiting: weakref.WeakSet[Delay] = weakref.WeakSet()
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """Return a stand-in for the output, or the output itself where its form is not known yet."""
+        """Return a stand-in for the output, or the output itself if its form is not known yet."""
         delay = Delay(node, inputs, compute, self.makers(inputs), on_read=self._read)
         key = (node.op, _signature(inputs), delay.modes)
         known = key in self._forms
@@ -74,11 +71,11 @@ class TorchSteps(Steps):
         return value
 
     def of(self, value: Any) -> Step | None:
-        """Return the step that a value stands for, or that made it."""
+        """Return the step that a value stands for, or the step that made the value."""
         return delay_of(value) or super().of(value)
 
     def settle(self, written: Sequence[Any] = ()) -> None:
-        """Compute each op that was put off and reads any of these tensors; else all."""
+        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""
         for delay in list(self.waiting) if self.waiting else ():
             if not written:
                 delay.value()
@@ -89,13 +86,12 @@ class TorchSteps(Steps):
 
 @dataclass(eq=False, kw_only=True)
 class Delay(Step):
-    """An execution that is put off.
+    """A delayed execution.
 
-    on_read: called before the first read from outside of the match.
-    modes: autograd and autocast, as they were when it was due; below autograd, where a kernel has it
-    computed, the keys of dispatch are restored too.
-    is_written: whether its inputs were written after it; a write through `.data` has another version.
-    is_put_off: whether a tensor stands for the output, whose gradient goes to tensors of its own.
+    on_read: called before the first read outside of the match.
+    modes: autograd and autocast at the time of the call; the dispatch keys are restored too, for a reader
+    below autograd.  is_written: whether the inputs were written later; a write through `.data` changes no
+    version.  is_put_off: whether a stand-in is the output, so that gradients go to tensors of its own.
     """
 
     on_read: Callable[[Step], None]
@@ -120,17 +116,17 @@ class Delay(Step):
 
     @property
     def is_intact(self) -> bool:
-        """True if nothing has been written into the inputs of the op since it was called."""
+        """True if no input was written since the op was called."""
         return not self.is_written and _versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
-        """Return where the output was computed to learn its form, the hooks on it are those of a tensor."""
+        """Return True if the output was read, or has hooks, as one that was computed can have."""
         if any(one._backward_hooks or one.retains_grad for one in _tensors([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
 
     def stand_in(self, form: Form) -> Any:
-        """Return a tensor that stands for the output, with a way back for its gradient."""
+        """Return a tensor that stands for the output, with an autograd node for its gradient."""
         if not form.requires_grad:
             return _stand_in(self, form)
         self.is_put_off = True
@@ -143,7 +139,7 @@ class Delay(Step):
         return self.differentiable()[0]
 
     def differentiable(self) -> tuple[Any, Sequence[Any]]:
-        """Return the output, and the tensors to which its gradients go, in the place of the inputs."""
+        """Return the output, and the tensors in the place of the inputs to which its gradients go."""
         import torch
         from torch.utils.checkpoint import get_device_states
 
@@ -154,7 +150,7 @@ class Delay(Step):
             return self._value, self._given
 
     def again(self) -> tuple[Any, Sequence[Any]]:
-        """Return the same, computed once more from the same state of the random generators."""
+        """Return the same as `differentiable`, computed again with the same random numbers."""
         import torch
         from torch.utils.checkpoint import set_device_states
 
@@ -193,13 +189,13 @@ def delay_of(value: Any) -> Delay | None:
 
 
 def _value_of(value: Any) -> Any:
-    """Return the output that a value stands for, or itself, to an op of the same match."""
+    """Return the output that a value stands for, or the value itself, for an op of the same match."""
     delay = delay_of(value)
     return value if delay is None else delay.value()
 
 
 def _aliased(value: Any) -> Any:
-    """Return the output that a value stands for, or itself, at which no other value's gradients arrive."""
+    """Return an alias of a value, or of the output that it stands for, with gradients of its own."""
     import torch
 
     if not (isinstance(value, torch.Tensor) and value.requires_grad):
@@ -226,7 +222,7 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
 
 
 def _signature(value: Any) -> Hashable:
-    """Return all of an input, or a list of them, that the form of an output depends on."""
+    """Return the facts of an input, or of a list of inputs, that the form of an output depends on."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
@@ -260,13 +256,13 @@ def _stand_in(delay: Delay, form: Form | None) -> torch.Tensor:
 
 @cache
 def _classes() -> tuple[Any, Any, Any]:
-    """Return stand-ins, and functions that lead gradients: to an op's inputs, and from its output to it."""
+    """Return the class of stand-ins, and autograd functions from inputs to it, and on to its output."""
     import torch
 
     check("rewrite", "torch")
 
     class Delayed(torch.Tensor):
-        # torch's functions take it for what it stands for, so that the ops within them are the same
+        # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         @classmethod
@@ -292,7 +288,7 @@ def _classes() -> tuple[Any, Any, Any]:
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             inputs, create_graph = _tensors(ctx.delay.inputs), torch.is_grad_enabled()
-            # what is differentiated once more is freed by that, and this may be called then
+            # a second differentiation frees the graph, and this may be called again
             value, given = ctx.delay.again() if create_graph else ctx.delay.differentiable()
             wanted = [a for one, a in zip(inputs, _tensors(given), strict=True) if one.requires_grad]
             found = iter(
@@ -317,7 +313,7 @@ def _classes() -> tuple[Any, Any, Any]:
 
 
 def _reading(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of stand-ins that counts as a reader; of the output, but for those that set hooks."""
+    """Return a method of stand-ins that counts as a reader, and calls the output's, except for hooks."""
 
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:

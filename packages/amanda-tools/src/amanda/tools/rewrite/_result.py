@@ -1,4 +1,4 @@
-"""The matches: what was replaced, how often, and what was not and why."""
+"""The matches, with their replacements, or the reasons why they are not replaced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from amanda.tools.results import Column, Result, check_schema, shortened
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One match: of the op that is replaced, phase, type, module and source.
+    """One match; phase, type, module and source are those of the replaced op.
 
-    rule: its name.  ops: types of all ops of the match, in order.  replaced: executions.
-    fallbacks: executions of the original instead, by reason.  obstacle: why it is never replaced; "" else.
+    rule: its name.  ops: types of all ops of the match, in order.  replaced: number of executions.
+    fallbacks: executions of the original instead, by reason.  obstacle: why it is never replaced, or "".
     """
 
     phase: str
@@ -30,7 +30,7 @@ class Rewritten:
 
     @property
     def why(self) -> str:
-        """Return why it is not replaced, or sometimes was not."""
+        """Return the reason why the match is not replaced, or sometimes was not."""
         return self.obstacle or "; ".join(f"{reason} ({n})" for reason, n in self.fallbacks.items())
 
 
@@ -67,7 +67,7 @@ class RewriteResult(Result):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> RewriteResult:
-        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
+        """Return the result that `to_dict` described; raise ValueError for other schemas."""
         check_schema(found, cls.name, cls.version)
         return cls([Rewritten(**{**one, "ops": tuple(one["ops"])}) for one in found["matches"]])
 

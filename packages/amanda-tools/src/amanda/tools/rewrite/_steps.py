@@ -1,4 +1,4 @@
-"""Executions of ops whose output a later op of their match may be computed without."""
+"""Executions of the ops of matches, whose outputs a replacement may not need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from amanda.tools.rewrite._program import Node
 class Step:
     """One execution of an op of a match.
 
-    inputs: of the op.  makers: the steps that made those.  compute: from inputs to the output.
-    is_used: True once its match was replaced.  reader: the first reader of the output outside of the match.
+    makers: the steps that made the inputs.  compute: from inputs to the output.
+    is_used: True once the match was replaced.  reader: the first reader of the output outside of the match.
     """
 
     node: Node
@@ -31,14 +31,14 @@ class Step:
         return True
 
     def is_read(self) -> bool:
-        """Return True if anything outside of the match has read the output, or wants its gradient."""
+        """Return True if an op outside of the match has read the output, or a hook wants its gradient."""
         return bool(self.reader)
 
 
 class Steps:
-    """The steps by their outputs, in a framework whose ops cannot be put off: they compute.
+    """The steps by their outputs, in a framework whose ops cannot be delayed.
 
-    read: called with each step whose output something outside of its match reads.
+    read: called with each step whose output is read outside of the match.
     """
 
     def __init__(self, read: Callable[[Step], None]) -> None:
@@ -46,7 +46,7 @@ class Steps:
         self._made = TensorMap[Step]()
 
     def take(self, node: Node, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """Return the output of an op, or a tensor that stands for it until it is read."""
+        """Return the output of an op, or a tensor that stands for the output until it is read."""
         makers, value = self.makers(inputs), compute(*inputs)
         if hasattr(value, "dtype"):
             self._made[value] = Step(node, inputs, compute, makers)
@@ -61,4 +61,4 @@ class Steps:
         return self._made.get(value)
 
     def settle(self, written: Sequence[Any] = ()) -> None:
-        """Compute each op that was put off and reads a tensor that will be written; each without any."""
+        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""

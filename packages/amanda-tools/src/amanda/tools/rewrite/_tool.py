@@ -1,4 +1,4 @@
-"""The tool: finds patterns while ops are analysed, and replaces each match as one op."""
+"""The tool: finds matches of patterns as ops are analysed, and replaces each match as one op."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ DECLINED = "the rule's condition does not hold"
 
 
 class RewriteTool(amanda.Tool):
-    """Replaces subgraphs: each match of a rule's pattern is computed by its replacement, as one op.
+    """A tool that replaces subgraphs: a rule's replacement computes each match of the rule's pattern.
 
-    rules: `Rule`s, or names of those that come with the tool ("fold_batch_norm"); one or several.  An op
-    belongs to one match: of those that overlap the one that begins first is replaced, then the longest, then
-    that of the rule that comes first.  `result` has the matches, how often each was replaced, and why where
-    it was not; `clear` starts anew.
+    rules: `Rule`s, or names of built-in ones ("fold_batch_norm"); one or several.  Of overlapping matches the
+    one that begins first is replaced, then the longest, then that of the first rule.  `result` has the
+    matches, with the number of replacements or the reason why there are none; `clear` starts anew.
     """
 
     def __init__(self, rules: Sequence[str | Rule] | str | Rule = ()) -> None:
@@ -48,23 +47,23 @@ class RewriteTool(amanda.Tool):
 
     @property
     def result(self) -> RewriteResult:
-        """The matches so far."""
+        """Return the matches so far."""
         return RewriteResult(self._program.matches())
 
     def clear(self) -> None:
-        """Forget the matches; ops are analysed anew."""
+        """Forget the matches, and analyse ops anew."""
         self.load_state_dict({})
         self._program = Program(self.rules)
         self._steps: dict[str, Steps] = {}
 
     def preparing(self) -> AbstractContextManager[Any]:
-        """Return a context that sees nothing: of a file all ops, and so all matches, are known before."""
+        """Return a context without effect: all ops of a file, and so all matches, are known before."""
         return nullcontext()
 
     def scope_left(self) -> None:
-        """Compute the delayed ops whose outputs live on, while their inputs are unchanged."""
+        """Compute the delayed ops whose outputs are still referred to, before their inputs change."""
         for steps in self._steps.values():
-            with suppress(Exception):  # whoever reads it is told
+            with suppress(Exception):  # a reader gets the error
                 steps.settle()
 
     def _enter(self, context: amanda.OpContext) -> None:
@@ -101,7 +100,7 @@ class RewriteTool(amanda.Tool):
             self.analyse_again(changed)
 
     def _instrument_graph(self, context: amanda.OpContext, last: Node, site: Site) -> None:
-        """In a graph the ops before the last stay as they are; what nothing reads any more does not run."""
+        """Replace the last op of a match in a graph; the others stay, and run only if they are read."""
         nodes, edges = self._program.nodes, site.found.edges
         read = [
             (index, i)
@@ -165,7 +164,7 @@ class RewriteTool(amanda.Tool):
         steps.settle(written if isinstance(written, (list, tuple)) else [written])
 
     def _read(self, step: Step) -> None:
-        """Break a match: an op outside of it reads the output of a delayed op."""
+        """Stop replacing a match: an op outside of it reads the output of a delayed op."""
         site = self._program.site_of(step.node.id)
         if site is not None and step.is_used:
             if step.reader in HOOKS:
@@ -179,7 +178,7 @@ class RewriteTool(amanda.Tool):
             site.fallbacks[OTHERWISE] += 1
 
     def _break(self, site: Site, step: Step) -> None:
-        """The match is needed op by op: it is replaced no more."""
+        """Stop replacing a match of which a single op is read."""
         site.broken = f"what {step.node.type} makes is read by {step.reader}"
         self._decide()
 
@@ -192,7 +191,7 @@ def _replaced(site: Site, match: Match) -> Any:
 
 
 def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:
-    """Find the executions that lead to one; why they are not those of the match, if so."""
+    """Collect the executions that lead to one; return the reason if they are not the match, else ""."""
     if not found[reader].is_intact:
         return WRITTEN
     for position, step in enumerate(found[reader].makers):
@@ -210,7 +209,7 @@ def _gather(site: Site, reader: int, found: dict[int, Step]) -> str:
 
 
 def _in_graph(site: Site, nodes: Mapping[int, Node], given: Mapping[Edge, Any]) -> Match:
-    """Return a match in a graph, by its inputs; those that its own ops make are left out."""
+    """Return a match in a graph, from its inputs, without those that its own ops make."""
     steps = {}
     for index in site.members:
         node = nodes[index]

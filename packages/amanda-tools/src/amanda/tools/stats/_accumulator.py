@@ -18,7 +18,7 @@ KEPT = 64
 def numbers(tensor: Any) -> Any:
     """Return the elements of a tensor of any layout in one row, magnitudes of complex ones."""
     tensors = tensors_of(tensor)
-    found = tensors.numbers(tensor)
+    found = tensors.stored_values(tensor)
     return None if found is None else tensors.reshape(tensors.detach(found), [-1])
 
 
@@ -37,7 +37,7 @@ class Accumulator:
     def add(self, tensor: Any) -> None:
         """Take the numbers of a tensor in."""
         tensors = tensors_of(tensor)
-        found = tensors.numbers(tensor)
+        found = tensors.stored_values(tensor)
         if found is None:
             return
         self._unstored += tensors.unstored(tensor, found)

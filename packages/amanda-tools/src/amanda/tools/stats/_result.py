@@ -113,13 +113,13 @@ class StatsResult(Result):
     def load(cls, path: str | Path) -> StatsResult:
         """Read what `save` wrote as JSON.
 
-        Raises AmandaError for a file of another kind or of a later version.
+        Raises AmandaError for a file of another kind or of a newer version.
         """
         return read_json(path, "file of statistics", cls.from_dict)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> StatsResult:
-        """Return the result that `to_dict` described; raises ValueError for another schema or version."""
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema(found, cls.name, cls.version)
         measured = [
             Measured(

@@ -8,7 +8,7 @@ from numbers import Real
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import OpPlace, OpTensor, TensorTool
+from amanda.tools.kit import OpRecord, OpTensor, TensorTool
 from amanda.tools.mapping import is_partial
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._result import Measured, StatsResult
@@ -16,7 +16,7 @@ from amanda.tools.stats._sketch import Bins
 
 
 @dataclass
-class _Place(OpPlace):
+class _OpStreams(OpRecord):
     """One op, forward or backward, and what was measured of each of its tensors."""
 
     measured: dict[str, _Stream] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class _Stream:
     executions: int = 0
 
 
-class StatsTool(TensorTool[_Place]):
+class StatsTool(TensorTool[_OpStreams]):
     """Statistics of weights, activations and gradients, op by op, over all executions in its scopes.
 
     weights, activations, gradients: what is measured: the weight that an op reads, what forward ops give,
@@ -68,14 +68,14 @@ class StatsTool(TensorTool[_Place]):
                 raise AmandaError(f"{q!r} is no quantile; give numbers from 0 (least) to 1 (most)")
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
-        self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_places`
+        self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
         self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
 
     @property
     def result(self) -> StatsResult:
         """Return the statistics so far; wait for the devices."""
-        places = list(self._places.values())
-        measured = [*self._gone.values(), *(one for place in places for one in place.read())]
+        records = list(self._records.values())
+        measured = [*self._gone.values(), *(one for record in records for one in record.read())]
         result = StatsResult(measured, self._quantiles)
         result.remarks = self.remarks
         return result
@@ -84,28 +84,28 @@ class StatsTool(TensorTool[_Place]):
         """Forget what was measured; what was analysed stays."""
         super().clear()
         self._gone.clear()
-        for place in self._places.values():
-            place.measured.clear()
+        for record in self._records.values():
+            record.measured.clear()
 
     def op_gone(self, op_id: int) -> None:
         """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
         for backward in self._backward_ids.pop(op_id, ()):
-            for one in self._places.pop((op_id, backward)).read():
+            for one in self._records.pop((op_id, backward)).read():
                 key = (one.phase, one.type, one.module, one.source, one.tensor, one.dtype)
                 self._gone[key] = self._gone[key].merged(one) if key in self._gone else one
 
-    def op_place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
+    def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _OpStreams:
         """Return an op, of which nothing is measured yet."""
         self._backward_ids.setdefault(context.get_op_id(), []).append(context.get_backward_op_id())
-        return _Place(phase, kind, context.get_scope(), context.get_source())
+        return _OpStreams(phase, kind, context.get_scope(), context.get_source())
 
-    def look(self, place: _Place, tensors: Iterator[OpTensor], execution: int) -> None:
+    def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
         """Measure the tensors of an execution."""
         for one in tensors:
-            label = one.role if "weight" in one.role else f"{one.role} {one.ordinal}"
+            label = one.role if "weight" in one.role else f"{one.role} {one.flat_index}"
             label += " (partial)" if is_partial(one.tensor) else ""
-            stream = place.measured.get(label)
+            stream = record.measured.get(label)
             if stream is None:
-                stream = place.measured[label] = _Stream(Accumulator(self._bins), one.dtype)
+                stream = record.measured[label] = _Stream(Accumulator(self._bins), one.dtype)
             stream.executions += 1
             stream.accumulator.add(one.tensor)

@@ -10,7 +10,7 @@ import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.trace._graph import Position, each, indices_at
 from amanda.tools.trace._living import Living
-from amanda.tools.trace._recorder import UNKNOWN, Executed, Frame, Place, Recorder
+from amanda.tools.trace._recorder import UNKNOWN, Executed, Frame, ProgramOp, Recorder
 from amanda.tools.trace._values import Values
 
 _NODES_KEPT = 256
@@ -30,7 +30,7 @@ class Following:
         self._recorder = recorder
 
     @amanda.observer
-    def enter(self, *inputs: Any, place: Place) -> None:
+    def enter(self, *inputs: Any, place: ProgramOp) -> None:
         """Record what an op reads that is about to run."""
         if self._recorder.drops(place):
             return
@@ -45,7 +45,7 @@ class Following:
         place.begin(Frame(read, target, None, given, serial, number))
 
     @amanda.observer
-    def leave(self, *outputs: Any, place: Place) -> None:
+    def leave(self, *outputs: Any, place: ProgramOp) -> None:
         """Record what an op has made and written."""
         frame = place.end()
         if frame is None:
@@ -69,7 +69,7 @@ class Following:
                 self._living.identify(tensor, executed.written[position])
 
     @amanda.observer
-    def enter_backward(self, *gradients: Any, place: Place) -> None:
+    def enter_backward(self, *gradients: Any, place: ProgramOp) -> None:
         """Record the gradients that enter a backward op: several where they are added up."""
         if self._recorder.drops(place):
             return
@@ -87,7 +87,7 @@ class Following:
         place.begin(Frame(tuple(read), target, forward))
 
     @amanda.observer
-    def leave_backward(self, *gradients: Any, place: Place) -> None:
+    def leave_backward(self, *gradients: Any, place: ProgramOp) -> None:
         """Record the gradients that leave a backward op, or are accumulated by it."""
         frame = place.end()
         if frame is None:
@@ -102,7 +102,7 @@ class Following:
         if total is not None and executed.parts:
             self._living.identify(total, executed.parts[0])
 
-    def add_symbols(self, context: amanda.OpContext, place: Place) -> None:
+    def add_symbols(self, context: amanda.OpContext, place: ProgramOp) -> None:
         """Record the op of a graph, whose inputs and outputs are symbols, if it is new."""
         if place.ops:
             return
@@ -125,7 +125,7 @@ class Following:
         found = map(self._living.current_index, filter(self.values.is_tensor, leaves(values)))
         return [index for index in found if index is not None]
 
-    def _target(self, place: Place, inputs: Sequence[Any]) -> int | None:
+    def _target(self, place: ProgramOp, inputs: Sequence[Any]) -> int | None:
         """Return the recorded op that an execution is another one of; None for a new op."""
         if not place.ops:
             place.in_backward = self.values.in_backward()
@@ -138,7 +138,7 @@ class Following:
         full = len(place.ops) >= self._recorder.executions or self._recorder.is_full
         return place.ops[-1] if again or full else None
 
-    def _executed(self, place: Place, frame: Frame) -> tuple[int, Executed]:
+    def _executed(self, place: ProgramOp, frame: Frame) -> tuple[int, Executed]:
         """Return the recorded op of an execution: a new one, or one more time the target."""
         if frame.target is None:
             index = self._recorder.add_op(place, frame.inputs, frame.forward)
@@ -148,7 +148,7 @@ class Following:
         place.last = index
         return index, self._recorder.ops[index]
 
-    def _make(self, place: Place, frame: Frame, executed: Executed, outputs: Sequence[Any]) -> None:
+    def _make(self, place: ProgramOp, frame: Frame, executed: Executed, outputs: Sequence[Any]) -> None:
         """Record the outputs of a new op, and note of which recorded tensors an execution's outputs are."""
         if frame.target is None:
             given = [one for one in frame.given if one is not None]
@@ -156,7 +156,7 @@ class Following:
             executed.outputs = tuple(each(make, one, keep=True) for one in outputs)
         self._living.identify_all(outputs, executed.outputs)
 
-    def _written(self, place: Place, frame: Frame) -> dict[int, Any]:
+    def _written(self, place: ProgramOp, frame: Frame) -> dict[int, Any]:
         """Return by flat position the inputs that the op itself has written, and no op within it."""
         found: dict[int, Any] = {}
         for position, given in enumerate(frame.given):

@@ -171,7 +171,7 @@ class Graph:
     def from_dict(cls, found: Mapping[str, Any]) -> Graph:
         """Return a graph from what `to_dict` gave, also after JSON.
 
-        Raises ValueError for another schema or version.
+        Raises ValueError for another schema or a newer version.
         """
         check_schema({"schema": "amanda.trace", "version": VERSION, **found}, "trace", VERSION)
         ops = tuple(_made(Op, {**op, "id": int(op["id"], 16)}) for op in found["ops"])

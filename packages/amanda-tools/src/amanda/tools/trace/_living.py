@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from amanda.tools.trace._graph import Position
-from amanda.tools.trace._recorder import UNKNOWN, Place, Recorder
+from amanda.tools.trace._recorder import UNKNOWN, ProgramOp, Recorder
 from amanda.tools.trace._values import Span, Values
 
 _KEPT = 128
@@ -174,7 +174,7 @@ class Living:
             self.identify(value, index)
         return index
 
-    def make(self, place: Place, value: Any, op: int, given: Sequence[Given]) -> int | None:
+    def make(self, place: ProgramOp, value: Any, op: int, given: Sequence[Given]) -> int | None:
         """Return the index of an output, after recording it.  given: the tensors among the inputs."""
         if not self.values.is_tensor(value):
             return None

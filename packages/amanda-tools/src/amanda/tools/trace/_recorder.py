@@ -32,7 +32,7 @@ class Frame(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ProgramOp:
     """An op of the program, forward or backward, and the recorded ops that are executions of it.
 
     op: has the fields that all executions share.  framework: its namespace.  forward: of a backward op.
@@ -48,7 +48,7 @@ class Place:
     facts: Facts
     framework: str
     symbolic: bool
-    forward: Place | None
+    forward: ProgramOp | None
     ops: list[int] = field(default_factory=list)
     last: int | None = None
     frames: list[tuple[int, Frame]] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Recorder:
         self._graph = None
         return index
 
-    def add_op(self, place: Place, inputs: tuple[Position, ...], forward: int | None) -> int:
+    def add_op(self, place: ProgramOp, inputs: tuple[Position, ...], forward: int | None) -> int:
         """Return the index of a new op, which reads its inputs."""
         index = len(self.ops)
         framework = self._frameworks.setdefault(place.framework, len(self._frameworks))
@@ -160,7 +160,7 @@ class Recorder:
         """Return True if no further op is recorded."""
         return len(self.ops) >= self._limit
 
-    def drops(self, place: Place) -> bool:
+    def drops(self, place: ProgramOp) -> bool:
         """Return True for an op that came after the limit, which is counted once."""
         if place.ops or not self.is_full:
             return False

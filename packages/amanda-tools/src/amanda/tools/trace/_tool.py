@@ -12,7 +12,7 @@ from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.trace._attributes import plain
 from amanda.tools.trace._following import Following
 from amanda.tools.trace._graph import Graph, Op, Tensor
-from amanda.tools.trace._recorder import Place, Recorder
+from amanda.tools.trace._recorder import ProgramOp, Recorder
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._values import values_of
 
@@ -66,7 +66,7 @@ class TraceTool(amanda.Tool):
         self.load_state_dict({})
         self.recorder = Recorder(self._executions, self._limit)
         self._followings: dict[str, Following] = {}
-        self._places: dict[Hashable, Place] = {}
+        self._places: dict[Hashable, ProgramOp] = {}
 
     def _add_graph(self, context: amanda.OpContext) -> None:
         context["graph"] = GraphSoFar(self)
@@ -97,18 +97,18 @@ class TraceTool(amanda.Tool):
                 context.insert_after_op(self._keep_execution, outputs=[], place=place)
 
     @amanda.observer
-    def _count_execution(self, place: Place) -> None:
+    def _count_execution(self, place: ProgramOp) -> None:
         for index in place.ops[-1:]:
             self.recorder.count(index)
 
     @staticmethod
     @amanda.observer
-    def _keep_execution(place: Place, run: dict[str, Any]) -> None:
+    def _keep_execution(place: ProgramOp, run: dict[str, Any]) -> None:
         run["traced"] = place.last
 
     @staticmethod
     @amanda.observer
-    def _resume_execution(place: Place, run: dict[str, Any]) -> None:
+    def _resume_execution(place: ProgramOp, run: dict[str, Any]) -> None:
         place.resumed = run.get("traced")
 
     def following(self, context: amanda.OpContext) -> Following:
@@ -119,7 +119,7 @@ class TraceTool(amanda.Tool):
             self._followings[framework] = Following(values, self.recorder)
         return self._followings[framework]
 
-    def place_of(self, context: amanda.OpContext) -> Place:
+    def place_of(self, context: amanda.OpContext) -> ProgramOp:
         """Return the place of a context's op."""
         key = context.get_op_id(), context.get_backward_op_id()
         place = self._places.get(key)
@@ -129,7 +129,7 @@ class TraceTool(amanda.Tool):
                 self._places[key] = place
         return place
 
-    def _new_place(self, context: amanda.OpContext) -> Place:
+    def _new_place(self, context: amanda.OpContext) -> ProgramOp:
         facts, backward = self.following(context).values.facts(context), context.is_backward()
         op = Op(
             -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
@@ -139,7 +139,7 @@ class TraceTool(amanda.Tool):
         )  # fmt: skip
         forward = self._places.get((context.get_op_id(), None)) if backward else None
         symbolic = not context.is_eager()
-        return Place(op, facts, str(context.namespace), symbolic, forward)
+        return ProgramOp(op, facts, str(context.namespace), symbolic, forward)
 
 
 class GraphSoFar:

@@ -31,7 +31,7 @@ class Facts(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Place of a tensor's elements, in elements of `width` bytes from the start of the memory."""
+    """ProgramOp of a tensor's elements, in elements of `width` bytes from the start of the memory."""
 
     start: int
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The module that Python imports as it starts under `amanda run`, which puts this folder on PYTHONPATH."""
+"""Module that Python imports at its start under `amanda run`, which puts this folder on PYTHONPATH."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ def _begin() -> None:
     try:
         from amanda.tools.command._begin import begin
     except ImportError:
-        # Another Python, which Amanda is not installed for.
+        # A Python in whose environment Amanda is not installed.
         sys.stderr.write(
             f"amanda: no tools in process {os.getpid()}: {sys.executable} does not have amanda-tools\n"
         )
@@ -19,7 +19,7 @@ def _begin() -> None:
 
 
 def _chain() -> None:
-    """Import the module of this name that is found without this folder."""
+    """Import the program's own sitecustomize, which this module hides."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 

@@ -1,4 +1,4 @@
-"""The record of one op: where it is, and what its executions came to."""
+"""The profile of one op: its place in the program, and sums over its executions."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, replace
 
 KEYS = ("phase", "type", "module", "source")
 _SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
-"""Fields that add up where several places are one; of None there is nothing."""
+"""Fields that `together` adds up, without None."""
 
 
 @dataclass(eq=False)
-class Place:
+class OpProfile:
     """One op, forward or backward, with the sums over its recorded executions; times in nanoseconds.
 
-    name: what the framework calls it ("AddmmBackward0").
-    id: 64 bits that name it; op_id: its forward op's, the same where it is one.
-    total: time between its begin and end.  own: without the ops within it.
+    name: the framework's own ("AddmmBackward0").
+    id: of 64 bits; op_id: the id of the forward op, which is the same for a forward op.
+    total: time between begin and end.  own: total without the ops within this op.
     calls: executions that ended; timed: those of them whose begin is known.
-    device: time on the device, None where there is none.
-    allocated: bytes of the tensors that it made; None where nobody looked.
+    device: time on the device, None without a device.
+    allocated: bytes of the tensors that the op made; None if they were not followed.
     at_peak: bytes of those that were alive at the peaks, in a result.
-    index: its place among all.  kernels: by name and device, how often each ran and for how long.
-    runs_others: whether ops within it have times of their own that cannot be told from its own.
+    index: among all ops.  kernels: by name and device, calls and nanoseconds.
+    runs_others: whether the time of the ops within cannot be told from the op's own.
     """
 
     phase: str
@@ -65,17 +65,17 @@ class Place:
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the keys of the place in rows."""
+        """Return the keys of rows, with the op's values."""
         return {key: getattr(self, key) for key in KEYS}
 
     @property
     def about(self) -> dict[str, str]:
-        """Return what files say of the place: its keys, its name and its id in hexadecimal digits."""
+        """Return the keys, the name and the id in hexadecimal digits, for files."""
         return {**self.names, "name": self.name, "id": f"{self.id:016x}"}
 
 
-def together(places: Sequence[Place]) -> Place:
-    """Return a new place with the sums of some, which is named as the first of them is."""
+def together(places: Sequence[OpProfile]) -> OpProfile:
+    """Return a new profile with the sums of several, and the names of the first."""
     made = replace(places[0], kernels={})
     for name in _SUMS:
         known = [value for place in places if (value := getattr(place, name)) is not None]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _HELD = "amanda.tools.quantize"
 
 
-class Place:
-    """An op, with the quantizers of what it reads.
+class QuantizedOp:
+    """An op, with the quantizers of its inputs.
 
-    made: the quantizers that were met here first.  left: why its weight is left as it is.
+    made: the quantizers that were made at this op.  left: the reason why the weight is not quantised.
     """
 
     def __init__(self, context: amanda.OpContext, tool: QuantizeTool) -> None:
@@ -39,7 +39,7 @@ class Place:
         self._positions = sorted({position for position, _ in self._quantizers})
 
     def _found(self, context: amanda.OpContext) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
-        """Yield quantizers with the position of the input, and the place in a list of tensors there."""
+        """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
         read = weight_input(context)
         if read is not None and read.is_lost and context.is_static():
             read = None
@@ -60,7 +60,7 @@ class Place:
                     yield (position, item), found
 
     def _of_weight(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
-        """Return the quantizer of the weight, or of the part of a parameter that is read first; or None."""
+        """Return the quantizer of the weight, or of the part of a parameter that is read, or None."""
         if read.varies and self._options.method.startswith("lsq"):
             self.left = "its scale is learned, and an index selects what it reads of a parameter"
             return None
@@ -76,9 +76,9 @@ class Place:
         return part(value, source(context, read.index))
 
     def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
-        """Return the axes of a weight that have scales of their own: of a batch of weights, and outputs.
+        """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
 
-        Those are O; I and M of a depthwise convolution.
+        Outputs have the axis O, and the axes I and M in a depthwise convolution.
         """
         layout = ("OI" if context["type"] == "embedding" else read.layout) or ""
         batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
@@ -97,12 +97,12 @@ class Place:
         return self.made[-1]
 
     def settle(self) -> None:
-        """Take the scales that follow from what was observed."""
+        """Fix the scales of the ranges that were observed."""
         for quantizer in self.made:
             quantizer.settle()
 
     def insert(self, context: amanda.OpContext) -> None:
-        """Insert what quantises the inputs of the op."""
+        """Insert the routines that quantise the inputs of the op."""
         if context.is_static():
             self._insert_for_good(context)
         elif self._positions:
@@ -116,7 +116,7 @@ class Place:
                 context.insert_after_op(self._compare)
 
     def _insert_for_good(self, context: amanda.OpContext) -> None:
-        """Put what an op of a file reads on grids that do not change any more."""
+        """Insert traceable routines with fixed scales, for the file of a model."""
         if self._positions and self._options.method not in ("static", "qat"):
             method = self._options.method
             raise QuantizeError(
@@ -139,7 +139,7 @@ class Place:
             context.insert_before_op(fake_quantize_for_good, inputs=[position], **kwargs)
 
     def _read(self, *values: Any, part_of: Origin | None = None) -> Any:
-        """Return what takes the place of the values at the positions; None while they calibrate."""
+        """Return the quantised values of the positions; None while the values calibrate."""
         tool, results = self._tool, list(values)
         quantizers, wanted = self._quantizers.items(), self._options.calibration
         is_due = self._calibrated < wanted and not all(one.settled for _, one in quantizers if one.state)
@@ -174,7 +174,7 @@ class Place:
         run[_HELD] = values
 
     def _compare(self, *outputs: Any, run: dict[str, Any]) -> None:
-        """Measure outputs against those of inputs that were not quantised."""
+        """Compare outputs with the outputs for unquantised inputs."""
         inputs = run.pop(_HELD)
         if self._executions and not self._tool.is_calibrating:
             wanted = self._recompute(inputs)
@@ -183,7 +183,7 @@ class Place:
                 self._output.add(one, other)
 
     def rows(self) -> Iterator[Quantized]:
-        """Yield what is known of each tensor."""
+        """Yield the row of each tensor."""
         for one in self.made:
             grid, known = one.grid, (one.scale() or (None, None))[:2]
             scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in known)
@@ -194,7 +194,7 @@ class Place:
 
 
 def _recompute(context: amanda.OpContext) -> Any:
-    """Return the op as a function of its inputs; None for one that draws numbers or writes its input."""
+    """Return the op as a function of its inputs; None for an op that is random or in place."""
     if "recompute" in context:
         return context["recompute"]
     if context["in_place"] or context.get_attrs().get("dropout_p"):
