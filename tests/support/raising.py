@@ -85,7 +85,8 @@ class Patches:
         found = [
             f"{holder}.{name}" for holder, name, was in self._before if vars(holder).get(name) is not was
         ]
-        found += [f"{one._before} to be put back" for one in self._attributes if one._before]
+        lists = [kept for one in self._attributes for kept in (one._before, one._steps) if kept]
+        found += [f"{kept} to be put back" for kept in lists]
         if sys.meta_path != self._finders:
             found.append("a finder of modules")
         if attachment._scopes or attachment._attached or interceptor.active() is not None:

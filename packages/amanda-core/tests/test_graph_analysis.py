@@ -7,7 +7,8 @@ from contextlib import nullcontext, suppress
 import pytest
 
 import amanda
-from amanda.backend import GraphAnalysis, Namespace, OpFacts, Plan, State, TensorOps
+from amanda.backend import GraphAnalysis, Namespace, OpFacts, State, TensorOps
+from amanda.plan import Plan
 from amanda.plan.layer import layer_of
 
 

@@ -179,7 +179,7 @@ class Subject:
 @contextmanager
 def deaths() -> Iterator[list[int]]:
     from amanda.plan.lifetime import mortality, slots
-    from amanda.plan.source import codes
+    from amanda.interceptor import codes
 
     gc.collect()
     heard: list[int] = []

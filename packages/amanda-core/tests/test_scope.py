@@ -19,7 +19,7 @@ from amanda.backend import DRIVER_API, Driver, Namespace
 from amanda.errors import DependencyCycleError, DriverError, ScopeError, ToolError
 from amanda.plugins import hookimpl, plugin_manager
 from amanda.scope.attachment import attachment
-from amanda.scope.state import current_state
+from amanda.scope.state import State
 from amanda.testing import FakeDriver, attached, fake
 
 
@@ -28,7 +28,7 @@ def _fake() -> Iterator[None]:
     with attached(FakeDriver):
         yield
     assert attachment._scopes == []
-    assert current_state().layer is None
+    assert State.current().layer is None
     assert interceptor.active() is None
 
 

@@ -433,11 +433,11 @@ def test_what_the_program_puts_in_the_place_of_start_stays() -> None:
 LATER = """
 import sys
 import amanda
-from amanda.scope.state import current_state
+from amanda.scope.state import State
 
 assert not {"concurrent.futures", "multiprocessing.pool"} & set(sys.modules), "imported by amanda"
 tool = amanda.Tool()
-in_scope = lambda *_: current_state().is_open(tool)
+in_scope = lambda *_: State.current().is_open(tool)
 with amanda.apply(tool):
     assert not {"concurrent.futures", "multiprocessing.pool"} & set(sys.modules), "imported by a scope"
     from concurrent.futures import ThreadPoolExecutor

@@ -277,7 +277,7 @@ class Tool:
 
 
 def _trained(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that an optimizer may train."""
+    """Return the tensors among some values that an optimizer may train."""
     return {
         key: value for key, value in values.items()
         if getattr(value, "requires_grad", getattr(value, "trainable", False))

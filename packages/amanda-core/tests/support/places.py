@@ -18,7 +18,7 @@ from typing import Any
 from amanda import interceptor
 from amanda.interceptor import ACTIVATION, Activation, Detour, Enclosure, PlanTable, Site
 from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
-from amanda.plan.source import codes
+from amanda.interceptor import codes
 
 REUSES = "PYTHONMALLOC" not in os.environ
 """Whether what is freed is used again at once: debugging allocators may keep it."""

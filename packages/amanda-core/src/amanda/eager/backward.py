@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from amanda import interceptor
 from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
-from amanda.interceptor.opid import digest, mix
 from amanda.plan.action import Action, InstrumentationPoint, in_turn
 from amanda.plan.analysis import Draft
 from amanda.plan.context import OpContext
-from amanda.plan.notes import explained
 from amanda.plan.plan import Actions, Plan, only_replacement
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.scope.state import State
@@ -24,35 +22,12 @@ if TYPE_CHECKING:
     from amanda.plan.layer import Layer
 
 
-def backward_id(op_id: int, name: str, place: int) -> int:
-    """Id of a backward op: its forward op's, its name, and its place among that op's backward ops."""
-    return mix(mix(op_id, digest(name)), place) or 1
-
-
-def settles(state: State) -> bool:
-    """Return True if what was done at backward ops is done again, for traces of the state's own layer."""
-    return state.cache and not state.autodiff
-
-
-def settled_step(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
-    """Return what is done at a backward op where it is the same in each pass; else a `BackwardStep` is due.
-
-    Where the state `settles`, and the trace is of its layer.
-    """
-    known = trace.plan.backward.steps.get((op, place))
-    if known is None:
-        known = _settled(ops, trace, op, place)
-        if known is not None:
-            trace.plan.backward.steps[op, place] = known
-    return known
-
-
 def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
     if ops.reader is None or trace.facts is None:
         return None
     if not trace.plan.is_complete(trace.gradients):
         return None
-    id = backward_id(trace.op_id, op.__name__, place)
+    id = trace.facts.backward_id(op.__name__, place)
     if any(id not in plan.backward.actions for plan in trace.plan.watching):
         return None
     several = [plan.backward.actions[id] for plan in trace.plan.watching]
@@ -115,7 +90,7 @@ class BackwardStep:
         self._ops = ops
         self._trace = trace
         self._state = state
-        self.id = backward_id(trace.op_id, op.__name__, place)
+        self.id = trace.facts.backward_id(op.__name__, place)
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
         self._fresh: list[tuple[Plan, Draft[Actions]]] = []
         self._known: list[Actions] = []
@@ -156,6 +131,19 @@ class BackwardStep:
             f"the first pass through a backward op that {self._facts.op_type} makes for some inputs alone",
             "it came after passes without one; it is seen from the next on", self._facts.source,
         )  # fmt: skip
+
+    @staticmethod
+    def settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledStep | None:
+        """Return hooks that do the same in each pass; None where a `BackwardStep` is due.
+
+        Call it where the state `settles`, for a trace of the state's own layer.
+        """
+        known = trace.plan.backward.steps.get((op, place))
+        if known is None:
+            known = _settled(ops, trace, op, place)
+            if known is not None:
+                trace.plan.backward.steps[op, place] = known
+        return known
 
     @property
     def wanted(self) -> bool:
@@ -231,8 +219,8 @@ class BackwardStep:
             for position, value in zip(wanted, results, strict=True):
                 grads[position] = value
             return grads
-        with explained(self._facts, action.tool, str(action)):
-            raise RoutineError(
-                f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
-                f"which {len(wanted)} are wanted (positions {wanted})"
-            )
+        error = RoutineError(
+            f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
+            f"which {len(wanted)} are wanted (positions {wanted})"
+        )
+        raise self._facts.explain(error, action)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from amanda import interceptor
     from amanda.eager.trace import Trace
     from amanda.eager.views import Views
+    from amanda.plan.lifetime import SlotOf
 
 
 class Call(ABC):
@@ -47,7 +48,7 @@ class Call(ABC):
         return self.invoke(list(inputs))
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Those of the user's tensors that the op has written and gives back."""
+        """Return the user's tensors that the op has written and gives back."""
         return spread(inputs[i] for i in self.targets)
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -97,19 +98,20 @@ class Saved:
 class EagerOps(TensorOps):
     """Calls of a framework, beside its tensors; a driver implements it.
 
-    identity_types: types of the values that tell ops apart.
+    identity_types: types of the values that tell ops apart, such as parameters.
+    slot_of: gives the name of the slot in which an object holds a parameter, and what fits there; None where
+    the object does not hold it. What is put anew into a slot, as offloading does, is the same parameter to
+    tools.
     reader: how native code reads tensors; None where it does not.
     views: which values stand for views; None where tensors never share memory.
     """
 
     identity_types: tuple[type, ...] = ()
+    slot_of: SlotOf | None = None
     reader: interceptor.Reader | None = None
     views: Views | None = None
 
-    @property
-    @abstractmethod
-    def namespace(self) -> Any:
-        """Tags of the ops."""
+    namespace: Any
 
     @abstractmethod
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

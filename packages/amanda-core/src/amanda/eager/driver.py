@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from amanda import interceptor
 from amanda.eager.execution import EagerExecution
+from amanda.interceptor.opid import digest
+from amanda.plan.lifetime import slots
 from amanda.scope.driver import Driver
 from amanda.scope.report import Report
 
 
 class EagerDriver(EagerExecution, Driver):
     """A driver that instruments calls as they happen; a subclass adds primitives of its tensors."""
+
+    def introduce(self) -> None:
+        """Mark the code that is not the user's, and tell the interceptor which values tell ops apart."""
+        super().introduce()
+        for kind in self.identity_types:
+            interceptor.add_identity_type(kind)
+        if self.slot_of is not None:
+            slots.add_finder(self.slot_of)
+
+    def site(self, target: Any, op: Any, key: str, flags: int = 0) -> interceptor.Site:
+        """Return the site of an operator, whose calls come to `handle`.
+
+        target: what the program calls.  op: what tools are given as the op.  key: name of the operator, by
+        which op ids tell it from others of the framework.  flags: those of `amanda.interceptor`.
+        """
+        return interceptor.Site(
+            target, op, key, digest(self._short_name, key), self.handle, flags, self.reader
+        )
 
     def closing(self, report: Report) -> None:
         """Make views again of the values that routines gave in their place."""

@@ -142,7 +142,7 @@ class Inlining:
         return plan
 
     def leave_idle(self, tool: Tool) -> None:
-        """Tell that neither this tool nor one that it depends on inserts anything, where that is so."""
+        """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
         own = in_order([tool])
         if tool.follows_dependents or any(action.tool in own for action, _, _ in self._actions):
             return

@@ -4,4 +4,11 @@ In: every op of a graph, as `OpFacts` of symbols, which a driver brings to a `Gr
 be inserted at which op; and an `Execution` for each run of the rewritten copy, whose number travels through
 the graph, so that graphs of one structure share one copy.
 Called by drivers of graphs, and by `export`.
+
+Beside `amanda.backend` a driver may import what is in `__all__`, where the framework keeps the copies.
 """
+
+from amanda.graph.guards import GuardedCopies, History
+from amanda.graph.insertion import Table
+
+__all__ = ["GuardedCopies", "History", "Table"]

@@ -12,6 +12,7 @@ from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Actions, Plan
 
 if TYPE_CHECKING:
+    from amanda.graph.guards import History
     from amanda.plan.facts import OpFacts
     from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
@@ -23,14 +24,18 @@ class GraphAnalysis:
 
     plans: those of the op ids that have been met.
     closed: whether the tools' scopes are closed, so that backward ops have no plans.
+    history: of what traceable routines have read for earlier copies of the graph; None where there are none.
     """
 
-    def __init__(self, state: State, ops: TensorOps, layer: Layer | None = None) -> None:
+    def __init__(
+        self, state: State, ops: TensorOps, layer: Layer | None = None, history: History | None = None
+    ) -> None:
         chosen = layer or state.layer
         assert chosen is not None
         self.state = state
         self.layer = chosen
         self.ops = ops
+        self.history = history
         self.plans: dict[int, Plan] = {}
         self.closed = False
         self._facts: list[OpFacts] = []

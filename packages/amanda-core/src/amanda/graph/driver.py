@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from amanda import interceptor
 from amanda.graph.analysis import GraphAnalysis
 from amanda.graph.execution import Execution
-from amanda.graph.guards import GuardedCopies, History
+from amanda.graph.guards import GuardedCopies
 from amanda.graph.reads import Reads
 from amanda.scope.driver import Driver
 
@@ -61,8 +61,8 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def rewrite(self, graph: Any, analysis: GraphAnalysis, history: History) -> RewritingT:
-        """Rewrite a graph.
+    def rewrite(self, graph: Any, analysis: GraphAnalysis) -> RewritingT:
+        """Rewrite a graph; `analysis` is for the `Rewriting`.
 
         Raises Uninstrumented where the graph is out of reach, and what analysis routines raise.
         """
@@ -106,10 +106,10 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     def _make(
         self, graph: Any, owner: Any, state: State, kept: GuardedCopies[_Copy[RunnableT]]
     ) -> _Copy[RunnableT]:
-        analysis = GraphAnalysis(state, self.tensors)
+        analysis = GraphAnalysis(state, self.tensors, history=kept.history)
         with interceptor.Suspension(), self.rewriting():
             try:
-                rewriting = self.rewrite(graph, analysis, kept.history)
+                rewriting = self.rewrite(graph, analysis)
             except Uninstrumented as error:
                 analysis.forget()
                 copy = _Copy[RunnableT](None, {}, [error.args])

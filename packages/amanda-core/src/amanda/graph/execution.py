@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.graph.insertion import Insertion, Rounds, Table
+from amanda.graph.insertion import Insertion, Table
 from amanda.plan.notes import explained
 from amanda.scope.caller import caller, serving
 
@@ -139,7 +139,7 @@ class Execution:
                 with explained(facts, action.tool, str(action)), action.tool._amanda.lock:
                     action.func(**action.kwargs)
 
-    def call(self, slot: int, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def call(self, slot: int, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run the routines of a slot; rounds: of the loops around it, outermost first."""
         try:
             with interceptor.Suspension(), serving(self._caller):

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import RoutineError
-from amanda.plan.notes import explained
 from amanda.plan.routine import run_replacement, run_routine
 from amanda.plan.tensors import spread
 
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
     from amanda.plan.tensors import TensorOps
     from amanda.scope.state import State
-
-Rounds = Sequence[int]
-"""Which round of each loop around a place, the outermost loop first."""
 
 
 class Insertion:
@@ -71,8 +67,11 @@ class Insertion:
             values[position] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
         return values
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
-        """The flat tensors that go back into the graph; `rounds` of the loops around the place."""
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Return the flat tensors that go back into the graph.
+
+        rounds: number of the round of each loop around the place, the outermost loop first.
+        """
         run: dict[str, Any] = {}
         if self.takes_run:
             run = execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), run)
@@ -84,22 +83,34 @@ class Insertion:
     def apply(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
     ) -> list[Any]:
-        """Call routines on values; the flat tensors that the place gives back."""
+        """Call routines on values; return the flat tensors that the place gives back."""
         for action in actions:
-            values = run_routine(ops, action, values, self.facts, run, state.autodiff)
+            given, values = values, run_routine(ops, action, values, self.facts, run, state.autodiff)
+            if values is not given:
+                self.check(action, given, values)
+        return self.results(values)
+
+    def check(self, action: Action, given: Sequence[Any], values: Sequence[Any]) -> None:
+        """Raise RoutineError where a routine changed a value that the graph does not take from it.
+
+        given: the op's values as they were.  values: as the routine left them.
+        """
+
+    def results(self, values: Sequence[Any]) -> list[Any]:
+        """Return the flat tensors that the place gives back, of all the op's values."""
         return spread([values[position] for position in self.gives]) if self.gives else []
 
     def replaced(self, action: Action, ops: TensorOps, flat: Sequence[Any], run: dict[str, Any]) -> list[Any]:
-        """Call a replacement on the flat tensors; those that the place gives back."""
+        """Call a replacement on the flat tensors; return those that the place gives back."""
         own = len(flat) - self.reads
         values, reads = self.values(flat[:own]), flat[own:]
         result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
         if result is NotImplemented:
-            with explained(self.facts, action.tool, str(action)):
-                raise RoutineError(
-                    f"{action} left the op to itself, which a rewritten graph does not have any more; "
-                    "let it compute what the op would have"
-                )
+            error = RoutineError(
+                f"{action} left the op to itself, which a rewritten graph does not have any more; "
+                "let it compute what the op would have"
+            )
+            raise self.facts.explain(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         wanted = list(self.wanted)
         if len(self.gives) == 1 and len(results) != 1:
@@ -112,10 +123,10 @@ class Insertion:
                 placed[position] = value
             return placed
         what = "gradients" if action.type.is_backward else "outputs"
-        with explained(self.facts, action.tool, str(action)):
-            raise RoutineError(
-                f"{action} returned {len(results)} {what}; {self.facts.name} gives {len(self.gives)}"
-            )
+        error = RoutineError(
+            f"{action} returned {len(results)} {what}; {self.facts.name} gives {len(self.gives)}"
+        )
+        raise self.facts.explain(error, action)
 
 
 class Table(dict[int, Any]):

@@ -25,7 +25,7 @@ class Rewriting:
     analysis: of the ops.  namespace: their tags.
     written: True for a graph that is written into a file and runs without Amanda: no routine may run as
     Python, and those that would have to are in `refused`.
-    history: what traceable routines have read for earlier copies.
+    history: what traceable routines have read for earlier copies: that of the analysis, where it has one.
     table: the routines that are called as Python, by slot.
     reports: what is not instrumented, and why.  changed: True once anything was inserted.
     free: True once a routine may have changed the shape of what the graph computes.
@@ -47,6 +47,7 @@ class Rewriting:
     _restless: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.history = self.analysis.history or self.history
         self.reads = self.history.reads()
         self.state = self.analysis.state
         self.ops = self.analysis.ops

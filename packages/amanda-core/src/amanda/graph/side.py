@@ -64,7 +64,7 @@ class Side:
         return [i for position in positions for i in self._range(position)]
 
     def where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
-        """Those of some positions at which a condition holds for each symbol."""
+        """Return those of some positions at which a condition holds for each symbol."""
         return [one for one in positions if all(holds(self.symbols[i]) for i in self._range(one))]
 
     def changed(self) -> list[int]:

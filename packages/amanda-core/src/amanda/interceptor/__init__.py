@@ -80,6 +80,9 @@ if TYPE_CHECKING or not NATIVE:
 else:
     globals().update({name: value for name, value in _names.items() if name != "modules"})
 
+from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
+from amanda.interceptor.registry import codes  # noqa: E402 - it needs what is above
+
 TRANSPARENT = 1
 """Flag of a site: ops called inside it are ops of their own."""
 IMPLEMENTATION = 2
@@ -111,6 +114,7 @@ __all__ = [
     "Suspension",
     "active",
     "add_identity_type",
+    "codes",
     "configure",
     "failure",
     "forget_code",
@@ -120,5 +124,6 @@ __all__ = [
     "reset_root",
     "snapshot",
     "subjects",
+    "uninterrupted",
     "watch_outside",
 ]

@@ -1,4 +1,4 @@
-"""Replacing attributes of modules and classes for a while."""
+"""Replace attributes of modules and classes for a while."""
 
 import functools
 import gc
@@ -6,18 +6,25 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from amanda.interceptor import Enclosure
+from amanda.interceptor.imports import when_imported
+from amanda.interceptor.interrupts import undo
+from amanda.interceptor.opid import BOUNDARY
+from amanda.interceptor.registry import codes
 
 _MISSING = object()
 
 
 class Attributes:
-    """Attributes set for a while, and what they were before."""
+    """Attributes of a framework that are set for a while, and other changes that are undone with them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any, Any]] = []
+        self._steps: list[Callable[[], object]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until `restore`.
@@ -32,13 +39,57 @@ class Attributes:
             setattr(holder, name, value)
         self._before[-1] = (holder, name, before, vars(holder).get(name))  # as the holder keeps it
 
+    def replace(self, stand_ins: Mapping[Any, Any], holders: Iterable[Any]) -> None:
+        """Set the stand-in of a target wherever a module or class has the target as an attribute.
+
+        stand_ins: by target.  holders: the modules and classes.
+        """
+        by_target = {id(target): stand_in for target, stand_in in stand_ins.items()}
+        for holder in holders:
+            for name in dir(holder):
+                value = inspect.getattr_static(holder, name, None)
+                if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
+                    value = value.__func__
+                if id(value) in by_target:
+                    self.set(holder, name, by_target[id(value)])
+
+    def enclose(
+        self,
+        kind: type,
+        place: Callable[[Any, Any], tuple[int, bool]] | None = None,
+        through: Sequence[str] = ("__call__",),
+    ) -> None:
+        """Make each call of an object a region of the program: the ops in the call belong to the object.
+
+        place: the second argument of an `Enclosure`, for objects that are told apart by where they lie.
+        through: names of the methods by which such a call reaches code of the user.
+        """
+        for name in through:
+            code = getattr(kind, name).__code__
+            for one in (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType))):
+                codes.add_code(one, BOUNDARY)
+        call = vars(kind)["__call__"]
+        self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
+
+    def when_imported(self, module: str, callback: Callable[[], object]) -> None:
+        """Call `callback` once the module has been imported, unless `restore` comes first."""
+        self._steps.append(when_imported(module, callback))
+
+    def on_restore(self, step: Callable[[], object]) -> None:
+        """Call `step` as `restore` begins; a step that raises is called again by the next `restore`."""
+        self._steps.append(step)
+
     @staticmethod
     def serves_again(holder: Any, name: str) -> bool:
         """Return whether the program has wrapped a stand-in that was there in an earlier scope."""
         return _is_held(_outlived.get((holder, name)), vars(holder).get(name))
 
     def restore(self) -> None:
-        """Undo every `set`, last first; an attribute that the program has set meanwhile is the program's."""
+        """Undo every step, then every `set`, last first.
+
+        An attribute that the program has set meanwhile is the program's.
+        """
+        undo(self._steps)
         while self._before:
             holder, name, value, ours = self._before[-1]
             if vars(holder).get(name, _MISSING) is not ours:  # or `set` was interrupted
@@ -106,20 +157,3 @@ def _heirs(holder: type, name: str) -> Iterator[type]:
     for heir in heirs:
         if name not in vars(heir):
             yield from _heirs(heir, name)
-
-
-def replace_references(
-    attributes: Attributes, stand_ins: Iterable[tuple[Any, Any]], holders: Sequence[Any]
-) -> None:
-    """Put the stand-in in the place of every attribute of a holder that is a target.
-
-    stand_ins: pairs of target and stand-in.  holders: modules and classes.
-    """
-    by_target = {id(target): stand_in for target, stand_in in stand_ins}
-    for holder in holders:
-        for name in dir(holder):
-            value = inspect.getattr_static(holder, name, None)
-            if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
-                value = value.__func__
-            if id(value) in by_target:
-                attributes.set(holder, name, by_target[id(value)])

@@ -62,7 +62,7 @@ def code_hash(code: CodeType) -> int:
 
 
 class CodeRegistry:
-    """Knows which code belongs to a framework, makes enclosing calls, or leaves no mark."""
+    """Kinds of code: a framework's, calls of enclosing objects, and what leaves no mark."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._roots: dict[str, int] = {}
@@ -83,13 +83,27 @@ class CodeRegistry:
             self._codes[code] = self._codes.get(code, 0) | kind
             self._changed()
 
+    def skip(self, where: str | CodeType) -> None:
+        """Leave out a file, what is below a folder (its name ends in a slash), or one code object."""
+        if isinstance(where, str):
+            self.add_root(where, SKIPPED | self._kind_of_file(where))
+        else:
+            self.add_code(where, SKIPPED)
+
     def kind(self, code: CodeType) -> int:
         """Flags of the kinds that code is of; 0 for the user's own."""
         name = code.co_filename
         if name not in self._files:
-            matching = max((root for root in self._roots if name.startswith(root)), key=len, default="")
-            self._files[name] = self._roots.get(matching, 0)
+            self._files[name] = self._kind_of_file(name)
         return self._files[name] | self._codes.get(code, 0)
+
+    def is_ours(self, code: CodeType) -> bool:
+        """Return True for code of Amanda and of its drivers."""
+        return self.kind(code) & (FRAMEWORK | SKIPPED) == SKIPPED
+
+    def _kind_of_file(self, name: str) -> int:
+        matching = max((root for root in self._roots if name.startswith(root)), key=len, default="")
+        return self._roots.get(matching, 0)
 
     def describe(self, code: CodeType) -> tuple[int, int, bytes]:
         """Return what the interceptor keeps with a code object: hash, kind, first instructions."""

@@ -4,4 +4,12 @@ In: `OpFacts` of a driver, and the tools that are applied, in order.  Out: a `Pl
 of tools, kept by op id as long as the op's module, parameters and tools live; and the call of one routine,
 `run_routine`, with its result in the place of what it was given.
 Called by `scope`, which makes layers, and by `eager`, `graph` and `export`, which carry plans out.
+
+Beside `amanda.backend` a driver may import what is in `__all__`, to carry plans out by itself.
 """
+
+from amanda.plan.plan import Actions, Plan
+from amanda.plan.routine import run_replacement, run_routine
+from amanda.plan.tensors import spread
+
+__all__ = ["Actions", "Plan", "run_replacement", "run_routine", "spread"]

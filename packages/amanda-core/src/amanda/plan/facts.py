@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from amanda.interceptor.opid import digest, mix
 from amanda.namespace import Namespace
+from amanda.plan.notes import add_note, describe
 from amanda.plan.tensors import spread
+
+if TYPE_CHECKING:
+    from amanda.plan.action import Action
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 @dataclass(slots=True)
@@ -67,12 +74,21 @@ class OpFacts:
         read = [one for one in spread(self.inputs or ()) if self.variable_of(one) is variable]
         return self.part_of(read[0], variable) if len(read) == 1 else ""
 
+    def backward_id(self, name: str, place: int) -> int:
+        """Return the id of a backward op of this op: by its name, and its place among the backward ops."""
+        return mix(mix(self.op_id, digest(name)), place) or 1
+
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Return facts of a backward op of this op."""
         return replace(
             self, backward_op=op, backward_op_id=op_id, replaceable=replaceable, backward_order=order,
             grad_outputs=None, grad_inputs=None, original=None, dropped=False,
         )  # fmt: skip
+
+    def explain(self, error: ErrorT, action: Action) -> ErrorT:
+        """Note on an error at which op, and by which routine of which tool, it came about; return it."""
+        add_note(error, describe(self, action.tool, str(action)))
+        return error
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.plan.source import codes
+from amanda.interceptor.registry import codes
 
 if TYPE_CHECKING:
     from amanda.plan.layer import Layer
@@ -107,8 +107,6 @@ class Mortality:
 
 mortality = Mortality()
 slots = Slots()
-add_slots = slots.add_finder
-"""`add_slots(slot_of)`: let a framework say what its objects hold parameters in."""
 bind_to_subjects = mortality.bind
 """`bind_to_subjects(op_id, subjects)`: let what is known of an op die with any of the subjects."""
 forget_all = mortality.forget_all

@@ -47,12 +47,12 @@ class Actions:
 
     @property
     def inserted(self) -> tuple[Action, ...]:
-        """Those before and after the op, in order."""
+        """Return the actions before and after the op, in order."""
         return (*self.before, *self.after)
 
     @property
     def all(self) -> tuple[Action, ...]:
-        """All of them, in order."""
+        """Return all actions, in order."""
         return (*self.before, *([self.replace] if self.replace else []), *self.after)
 
     def __bool__(self) -> bool:
@@ -103,12 +103,12 @@ class Plan(Actions):
 
     @property
     def chain(self) -> tuple[Plan, ...]:
-        """The plan of each layer around, the outermost first, and this one."""
+        """Return the plan of each layer around, the outermost first, and this one."""
         return (*self._around, self)  # kept, it would be a circle, and the plan live until a collection
 
     @property
     def watching(self) -> list[Plan]:
-        """Those of the chain whose layers have routines for backward ops."""
+        """Return the plans of the chain whose layers have routines for backward ops."""
         return [plan for plan in self.chain if plan.layer.wants_backward]
 
     def lay_out(self) -> None:

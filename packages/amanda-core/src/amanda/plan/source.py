@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-import amanda.interceptor as interceptor
-from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED, CodeRegistry
-
-codes = CodeRegistry(lambda: interceptor.forget_code())
-"""Which code belongs to a framework, makes enclosing calls, or leaves no mark: drivers tell it."""
-codes.add_root(str(Path(__file__).parents[1]) + "/", SKIPPED)
-codes.add_root(str(Path(__file__).parents[1] / "testing") + "/", 0)  # a program like the user's
+from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED
+from amanda.interceptor.registry import codes
 
 
 def user_source() -> str:

@@ -97,7 +97,9 @@ class Attachment:
     def driver(self, kind: type[Driver]) -> Driver:
         """The process's one instance of a driver class."""
         if kind not in self._drivers:
-            self._drivers[kind] = kind()
+            driver = kind()
+            driver.introduce()
+            self._drivers[kind] = driver
         return self._drivers[kind]
 
     def attach(self, kind: type[Driver]) -> None:

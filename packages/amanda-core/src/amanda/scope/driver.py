@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from types import CodeType
 from typing import ClassVar
 
+from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.opid import FRAMEWORK
+from amanda.interceptor.registry import codes
 from amanda.namespace import Namespace
 from amanda.scope.report import Report
 
 DRIVER_API = 1
-"""Number of this interface; it grows when a driver written for the last one would break."""
+"""Number of the driver interface; it grows when a driver written for the last one would break."""
+
+_DRIVERS = "amanda.drivers."
 
 
 class Driver(ABC):
     """One framework, in one or more modes.
 
-    api: the `DRIVER_API` that the driver was written for.
+    api: the `DRIVER_API` that the driver was written for, as a number.
     framework: import name of the framework.
+    packages: import names of other packages whose code is the framework's too.
     modes: what the driver serves, e.g. ("eager",).
     """
 
     api: ClassVar[int]
     framework: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]] = ()
     modes: ClassVar[tuple[str, ...]]
 
-    @property
-    @abstractmethod
+    @cached_property
     def namespace(self) -> Namespace:
-        """Tags of the ops that this driver brings, e.g. `pytorch/2.13.0/eager`."""
+        """Tags of the ops that this driver brings: framework, its version, and the first mode."""
+        version = str(getattr(sys.modules[self.framework], "__version__", "0"))
+        return Namespace(f"{self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
+
+    @cached_property
+    def attributes(self) -> Attributes:
+        """Attributes of the framework that this driver has set, until `detach`."""
+        return Attributes()
+
+    def introduce(self) -> None:
+        """Mark the code that is not the user's; called once, before the first `attach`.
+
+        That is the code of the framework's packages, and of the driver's own below `amanda.drivers`.
+        """
+        for name in (self.framework, *self.packages):
+            for root in _roots(name):
+                codes.add_root(root, FRAMEWORK)
+        for kind in type(self).__mro__:
+            if kind.__module__.startswith(_DRIVERS):
+                package = _DRIVERS + kind.__module__.removeprefix(_DRIVERS).partition(".")[0]
+                for root in _roots(package):
+                    self.skip(root)
+
+    def skip(self, *code: str | CodeType) -> None:
+        """Leave code out of the places of ops: a file, a folder with a slash at its end, or a code object."""
+        for one in code:
+            codes.skip(one)
 
     @abstractmethod
     def attach(self) -> None:
@@ -36,6 +74,25 @@ class Driver(ABC):
     def closing(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
         """Finish what tools have begun, as the last scope closes; called before `detach`."""
 
-    @abstractmethod
     def detach(self) -> None:
         """Leave the framework as it was found; called after the last scope has closed."""
+        self.attributes.restore()
+
+    @property
+    def _short_name(self) -> str:
+        return self.framework.rpartition(".")[2]
+
+
+def _roots(name: str) -> Iterator[str]:
+    """Yield the folders of a package, or the file of a module; nothing if it is not installed."""
+    module = sys.modules.get(name)
+    try:
+        spec = importlib.util.find_spec(name) if module is None else None
+    except (ImportError, ValueError):
+        return
+    folders = getattr(module, "__path__", None) or getattr(spec, "submodule_search_locations", None)
+    file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
+    if folders:
+        yield from (f"{folder}/" for folder in folders)
+    elif file:
+        yield file

@@ -10,12 +10,6 @@ from weakref import WeakSet
 
 logger = logging.getLogger("amanda")
 
-RAN_OP_BY_OP = (
-    "ran op by op, as eager code: what the compiler made of it did not run; "
-    'compiled="instrument" puts tools into the compiled code'
-)
-"""Reason of a report on a compiled callable that ran its Python code."""
-
 OF_A_KIND = 1000
 """Things of one kind and reason that a report keeps."""
 IN_ALL = 10_000
@@ -45,7 +39,7 @@ class Report(list[Uninstrumented]):
 
     @property
     def op_by_op(self) -> list[Uninstrumented]:
-        """Compiled callables, and graphs of theirs, that ran as eager code."""
+        """Compiled callables, and graphs of theirs, that ran as eager code: entries whose reason says so."""
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _reset(self) -> None:

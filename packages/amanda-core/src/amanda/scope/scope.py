@@ -23,7 +23,7 @@ from amanda.scope.generators import stepping, stepping_async
 from amanda.scope.leaving import let_go
 from amanda.scope.options import changed_options
 from amanda.scope.report import Report
-from amanda.scope.state import activated, current_state, restore
+from amanda.scope.state import State, activated, restore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Scope:
         return self
 
     def _enter(self) -> None:
-        outer = current_state()
+        outer = State.current()
         tools = [tool for tool in in_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
         layer = layer_of(tools, outer.layer) if tools else outer.layer
@@ -185,7 +185,7 @@ class Scope:
 
     def bind(self, function: Callable[P, T]) -> Callable[P, T]:
         """`function`, to be called on another thread with this scope in force there."""
-        state = current_state()
+        state = State.current()
         if self not in state.scopes:
             raise ScopeError("bind carries an open scope to another thread; open it first")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from amanda import interceptor
 from amanda.errors import ScopeError
@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from amanda.scope.scope import Scope
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class State:
-    """Immutable; a scope or a switch puts another in force for its extent."""
+    """Layer of tools, open scopes and switches; immutable, so a scope or a switch puts another in force."""
 
     layer: Layer | None = None
     scopes: tuple[Scope, ...] = ()
@@ -27,17 +31,33 @@ class State:
     cache: bool = True
     autodiff: bool = False
 
+    @staticmethod
+    def current() -> State:
+        """Return the state of this execution context."""
+        activation = interceptor.ACTIVATION.get(None)
+        state: State = _OUTSIDE if activation is None else activation.state
+        gone = state.layer is not None and not state.scopes
+        return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
+
+    @property
+    def settles(self) -> bool:
+        """Return True if routines at a backward op may be kept for the next pass: cache on, autodiff off."""
+        return self.cache and not self.autodiff
+
     def is_open(self, tool: AnyTool) -> bool:
         """Return True if a scope with that tool is open."""
         return self.layer is not None and any(one is tool for one in self.layer.applied)
 
     def report(self, what: str, reason: str, where: str = "") -> None:
-        """Tell the open scopes what could not be instrumented and why."""
+        """Add to the reports of the open scopes what could not be instrumented, why, and at which line."""
         for scope in self.scopes:
             scope.report.add(what, reason, where)
 
     def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
-        """Tell the open scopes what a source says, once each; the source is hashable, and held weakly."""
+        """Add the entries of one source, such as a graph, to the open scopes' reports, if it is new to them.
+
+        source: hashable, and held weakly.
+        """
         if entries:
             for scope in self.scopes:
                 scope.report.add_all(source, entries)
@@ -55,14 +75,6 @@ when_enabled_again: list[Callable[[], None]] = []
 _OUTSIDE = State()
 
 
-def current_state() -> State:
-    """The state of this execution context."""
-    activation = interceptor.ACTIVATION.get(None)
-    state: State = _OUTSIDE if activation is None else activation.state
-    gone = state.layer is not None and not state.scopes
-    return _OUTSIDE if gone or any(scope.closed for scope in state.scopes) else state
-
-
 @contextmanager
 def in_force(activation: interceptor.Activation) -> Iterator[None]:
     """Put an activation in force, also on a thread that the framework started."""
@@ -71,6 +83,25 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
         yield
     finally:
         restore(interceptor.ACTIVATION, token)
+
+
+def replayed(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose ops have the ids, and the tools, of the place where `replayed` is called.
+
+    For what a framework runs again elsewhere, such as a checkpoint in the backward pass, on any thread.
+    Where no scope is in force it is the function itself.
+    """
+    activation = interceptor.active()
+    if activation is None:
+        return function
+    snapshot = interceptor.snapshot()
+
+    def again(*args: P.args, **kwargs: P.kwargs) -> T:
+        with in_force(activation):
+            result: T = snapshot.replay(function, *args, **kwargs)
+            return result
+
+    return again
 
 
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
@@ -94,7 +125,7 @@ def activated(state: State) -> AbstractContextManager[None]:
 
 @contextmanager
 def _switched(**changes: bool) -> Iterator[None]:
-    with activated(replace(current_state(), **changes)):  # type: ignore[arg-type]
+    with activated(replace(State.current(), **changes)):  # type: ignore[arg-type]
         yield
 
 
@@ -136,9 +167,9 @@ def autodiff_disabled() -> AbstractContextManager[None]:
 
 def is_enabled() -> bool:
     """Return True if scopes instrument here."""
-    return current_state().enabled
+    return State.current().enabled
 
 
 def is_cache_enabled() -> bool:
     """Return True if plans are kept here."""
-    return current_state().cache
+    return State.current().cache

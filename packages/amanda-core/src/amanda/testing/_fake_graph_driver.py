@@ -8,14 +8,10 @@ from typing import Any, NamedTuple
 
 from amanda import interceptor
 from amanda.backend import (
-    DRIVER_API,
-    Attributes,
     Execution,
     GraphAnalysis,
     GraphDriver,
-    History,
     Insertion,
-    Namespace,
     NotTraceable,
     OpFacts,
     Rewriter,
@@ -190,19 +186,10 @@ class Copy:
 class FakeGraphDriver(GraphDriver[GraphRewriting, Copy]):
     """The fake framework's graphs: a copy runs where `Graph.run` is called."""
 
-    api = DRIVER_API
+    api = 1
     framework = "amanda.testing.fake"
     modes = ("graph",)
     tensors = GraphTensors()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._attributes = Attributes()
-
-    @property
-    def namespace(self) -> Namespace:
-        """`fake/1.0/graph`."""
-        return Namespace(f"fake/{fake.__version__}/graph")
 
     def attach(self) -> None:
         """Stand where runs of graphs begin."""
@@ -216,16 +203,12 @@ class FakeGraphDriver(GraphDriver[GraphRewriting, Copy]):
             copy, execution = prepared
             return copy.run(execution, values)
 
-        self._attributes.set(Graph, "run", instrumented)
+        self.attributes.set(Graph, "run", instrumented)
 
-    def detach(self) -> None:
-        """Put the method back."""
-        self._attributes.restore()
-
-    def rewrite(self, graph: Graph, analysis: GraphAnalysis, history: History) -> GraphRewriting:
+    def rewrite(self, graph: Graph, analysis: GraphAnalysis) -> GraphRewriting:
         """Rewrite a graph."""
         opaque = next((node for node in graph.nodes if node.op is _operators.opaque), None)
-        rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace, history=history)
+        rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace)
         if opaque is not None:
             rewriting.report("opaque", "it has no operators inside")
         rewriter = GraphRewriter(graph, rewriting)

@@ -70,7 +70,7 @@ class Named:
         self.ordinal, self.reference, self.asks = ordinal, reference, asks
 
     def ask_for_slot(self, subject: Any) -> None:
-        """Have the ordinal of what lay first in the same slot of the object that encloses the call."""
+        """Take over the ordinal of what lay first in the same slot of the object that encloses the call."""
         owner = thread.top and thread.top.subject
         if owner is None or house.adopt is None:
             self.asks -= 1

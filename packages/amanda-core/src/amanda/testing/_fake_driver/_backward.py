@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from amanda import interceptor
-from amanda.backend import BackwardStep, EagerDriver, State, Trace, in_force
+from amanda.backend import BackwardStep, EagerDriver, State, Trace
 from amanda.interceptor import Suspension
 from amanda.testing.fake import Node, Tensor, _autograd
 
@@ -114,23 +114,3 @@ def _origins(nodes: list[Node]) -> dict[Node, _Origin]:
             if edge and isinstance(edge[0], _autograd.AccumulateGrad):
                 origins.setdefault(edge[0], origin)
     return origins
-
-
-def replayed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`checkpoint`, whose function runs again at the place where it ran first."""
-
-    @functools.wraps(original)
-    def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Any:
-        activation = interceptor.active()
-        if activation is None:
-            return original(function, input)
-        snapshot = interceptor.snapshot()
-
-        def again(value: Tensor) -> Tensor:
-            with in_force(activation):
-                result: Tensor = snapshot.replay(function, value)
-                return result
-
-        return original(again, input)
-
-    return checkpoint

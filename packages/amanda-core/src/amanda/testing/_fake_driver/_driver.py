@@ -2,76 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from amanda import interceptor
-from amanda.backend import (
-    BOUNDARY,
-    DRIVER_API,
-    FRAMEWORK,
-    SKIPPED,
-    Attributes,
-    Call,
-    EagerDriver,
-    Namespace,
-    Trace,
-    codes,
-    digest,
-    replace_references,
-)
-from amanda.interceptor import Detour, Enclosure, Site
+from amanda.backend import Call, EagerDriver, Trace, replayed
+from amanda.interceptor import Detour, Site
 from amanda.testing import fake
-from amanda.testing._fake_driver._backward import Made, followed, mark, replayed
+from amanda.testing._fake_driver._backward import Made, followed, mark
 from amanda.testing._fake_driver._call import FakeCall
 from amanda.testing._fake_driver._tensors import FakeTensors
-from amanda.testing.fake import _autograd, _modules, _operators
+from amanda.testing.fake import Tensor, _autograd, _modules, _operators
 
 
 class FakeDriver(FakeTensors, EagerDriver):
     """The fake framework, eager."""
 
-    api = DRIVER_API
+    api = 1
     framework = "amanda.testing.fake"
     modes = ("eager",)
     identity_types = (fake.Parameter,)
 
     def __init__(self) -> None:
-        self._attributes = Attributes()
-        self._sites = [
-            Site(function, function, function.__name__, digest("fake", function.__name__), self.handle)
-            for function in fake.OPERATORS
-        ]
+        self._sites = [self.site(one, one, one.__name__) for one in fake.OPERATORS]
 
-    @property
-    def namespace(self) -> Namespace:
-        """`fake/1.0/eager`."""
-        return Namespace(f"fake/{fake.__version__}/eager")
+    def introduce(self) -> None:
+        """Mark the code that is not the user's: what a checkpoint calls belongs to where it ran first."""
+        super().introduce()
+        checkpoint = _modules.checkpoint
+        self.skip(checkpoint.__code__, _code_of(checkpoint, "backward"))
 
     def attach(self) -> None:
         """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
-        codes.add_root(f"{Path(fake.__file__).parent}/", FRAMEWORK)
-        codes.add_root(f"{Path(__file__).parent}/", SKIPPED)
-        interceptor.add_identity_type(fake.Parameter)
-        codes.add_code(fake.Module.__call__.__code__, BOUNDARY)
-        codes.add_code(_code_of(_modules.checkpoint, "backward"), SKIPPED)
-        codes.add_code(_modules.checkpoint.__code__, SKIPPED)
-        stand_ins = [(site.target, Detour(site)) for site in self._sites]
-        replace_references(self._attributes, stand_ins, [fake, _operators])
-        self._attributes.set(fake.Module, "__call__", Enclosure(vars(fake.Module)["__call__"]))
-        run_backward = followed(self, _autograd.run_backward)
-        checkpoint = replayed(_modules.checkpoint)
-        for module in (fake, _autograd, _modules):
-            for stand_in in (run_backward, checkpoint):
-                if hasattr(module, stand_in.__name__):
-                    self._attributes.set(module, stand_in.__name__, stand_in)
-
-    def detach(self) -> None:
-        """Put every attribute back."""
-        self._attributes.restore()
+        run_backward, checkpoint = _autograd.run_backward, _modules.checkpoint
+        stand_ins = {site.target: Detour(site) for site in self._sites}
+        others = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
+        self.attributes.replace({**stand_ins, **others}, [fake, _operators, _autograd, _modules])
+        self.attributes.enclose(fake.Module)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the operator's signature."""
@@ -104,6 +73,16 @@ class FakeDriver(FakeTensors, EagerDriver):
     def attach_trace(self, trace: Trace, made: Made, values: list[Any]) -> None:
         """Mark the nodes that the operator made."""
         mark(trace, made, values)
+
+
+def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `checkpoint` for functions that run again where they ran first."""
+
+    @functools.wraps(original)
+    def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Any:
+        return original(replayed(function), input)
+
+    return checkpoint
 
 
 def _code_of(function: Any, name: str) -> CodeType:

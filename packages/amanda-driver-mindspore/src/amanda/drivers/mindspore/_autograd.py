@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace, undo
+from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace
 from amanda.interceptor import Suspension
 from mindspore import Parameter
 from mindspore.graph import api
@@ -201,8 +201,10 @@ class _Backward:
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 
     def remove_hooks(self) -> None:
-        """Leave the graph without hooks of ours."""
-        undo(self._remove)
+        """Leave the graph without hooks of ours; after an interrupt the rest goes when it is called again."""
+        while self._remove:
+            self._remove[-1]()
+            self._remove.pop()
 
     def finish(self) -> None:
         """Settle the plans of ops whose backward ops have all been analysed."""

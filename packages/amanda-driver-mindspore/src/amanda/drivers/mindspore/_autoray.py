@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def register_when_imported() -> None:
-    """Tell autoray, now or once it is imported."""
+    """Register the functions with autoray, now or once it is imported."""
     when_imported("autoray", _register)
 
 

@@ -2,23 +2,11 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import mindspore
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import (
-    DRIVER_API,
-    FRAMEWORK,
-    SKIPPED,
-    Attributes,
-    Call,
-    Namespace,
-    State,
-    codes,
-    digest,
-)
+from amanda.backend import Call, State
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
@@ -44,37 +32,30 @@ APPLY = "Function.apply"
 class MindSporeDriver(Autograd):
     """MindSpore, PyNative mode."""
 
-    api = DRIVER_API
+    api = 1
     framework = "mindspore"
     modes = ("eager",)
     identity_types = (Parameter,)
 
     def __init__(self) -> None:
         super().__init__()
-        self._attributes = Attributes()
-        self._generic = Generic(self.handle)
+        self._generic = Generic(self)
         self._recorded_later = False
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """`mindspore/<version>/eager`."""
-        return Namespace(f"mindspore/{mindspore.__version__}/eager")
 
     def attach(self) -> None:
         """Place every site, enclose the calls of cells, and follow backward passes."""
-        _prepare()
         if interceptor.NATIVE:
             for site in self._sites:
                 site.place()
         else:
             for site, target in self._sites.items():
-                self._attributes.set(*_place_of(target), Detour(site))
-        self._attributes.set(_Function, "apply", classmethod(Detour(self._apply)))
-        self._generic.enter(self._attributes)
-        enclose_cells(self._attributes)
-        self.follow_backward(self._attributes)
-        follow_recomputation(self._attributes)
-        report_compiled(self._attributes)
+                self.attributes.set(*_place_of(target), Detour(site))
+        self.attributes.set(_Function, "apply", classmethod(Detour(self._apply)))
+        self._generic.enter(self.attributes)
+        enclose_cells(self.attributes)
+        self.follow_backward(self.attributes)
+        follow_recomputation(self.attributes)
+        report_compiled(self.attributes)
         # Nodes are made on another thread otherwise, which may wait for Python while Python waits for a node.
         self._recorded_later = not _executor.disable_frontend_and_bprop_pipeline()
 
@@ -83,7 +64,7 @@ class MindSporeDriver(Autograd):
         if self._recorded_later:
             _executor.enable_frontend_and_bprop_pipeline()
             self._recorded_later = False
-        self._attributes.restore()
+        super().detach()
         if interceptor.NATIVE:
             for site in self._sites:
                 site.remove()
@@ -95,15 +76,12 @@ class MindSporeDriver(Autograd):
     def _site(self, target: Target) -> Site:
         name = target.operator
         # What native code does by a function in Python is how it does it, and no op beside.
-        return Site(
-            target.callable, operation(name), name, digest("mindspore", name), self.handle, IMPLEMENTATION
-        )
+        return self.site(target.callable, operation(name), name, IMPLEMENTATION)
 
     @cached_property
     def _apply(self) -> Site:
         function = vars(_Function)["apply"].__func__
-        flags = TRANSPARENT | IMPLEMENTATION
-        return Site(function, operation(APPLY), APPLY, digest("mindspore", APPLY), self.handle, flags)
+        return self.site(function, operation(APPLY), APPLY, TRANSPARENT | IMPLEMENTATION)
 
     def handle(
         self,
@@ -137,13 +115,6 @@ class MindSporeDriver(Autograd):
     def scope_name(self, subjects: Sequence[Any]) -> str:
         """Path of the calling cell in the network."""
         return cell_path(subjects)
-
-
-def _prepare() -> None:
-    """Tell the interceptor about MindSpore; idempotent."""
-    codes.add_root(f"{Path(mindspore.__file__).parent}/", FRAMEWORK)
-    codes.add_root(f"{Path(__file__).parent}/", SKIPPED)
-    interceptor.add_identity_type(Parameter)
 
 
 def _place_of(target: Target) -> tuple[Any, str]:

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 import mindspore._c_expression as native
-from amanda.backend import Attributes, digest
-from amanda.interceptor import IMPLEMENTATION, Detour, Site
+from amanda.backend import Attributes, EagerDriver
+from amanda.interceptor import IMPLEMENTATION, Detour
 from mindspore.graph import api
 
 from ._operation import operation
@@ -16,13 +16,10 @@ METHODS = ("run_op_async", "real_run_op")
 
 
 class Generic:
-    """Stands in for the two methods of the executor.
+    """Stands in for the two methods of the executor; calls are brought to a driver."""
 
-    handler: whom calls are brought to.
-    """
-
-    def __init__(self, handler: Callable[..., Any]) -> None:
-        self._handler = handler
+    def __init__(self, driver: EagerDriver) -> None:
+        self._driver = driver
         self._detours: dict[tuple[str, str], Detour] = {}
 
     def enter(self, attributes: Attributes) -> None:
@@ -46,7 +43,4 @@ class Generic:
     def _detour(self, original: Any, name: str) -> Detour:
         key = operator_of(name)
         # A native callable is placed, not detoured: this one stands for all primitives.
-        site = Site(
-            partial(original), operation(key), key, digest("mindspore", key), self._handler, IMPLEMENTATION
-        )
-        return Detour(site)
+        return Detour(self._driver.site(partial(original), operation(key), key, IMPLEMENTATION))

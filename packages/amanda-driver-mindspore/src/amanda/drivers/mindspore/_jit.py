@@ -13,7 +13,7 @@ REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it o
 
 
 def report_compiled(attributes: Attributes) -> None:
-    """Tell the open scopes of each compiled function that is called, and of each cell in graph mode."""
+    """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
     by_function = _reported(api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__)
     attributes.set(api._JitExecutor, "__call__", by_function)
     in_graph_mode = _reported(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)

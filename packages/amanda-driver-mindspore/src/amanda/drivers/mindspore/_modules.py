@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from amanda.backend import BOUNDARY, Attributes, codes, digest
-from amanda.interceptor import Enclosure
+from amanda.backend import Attributes, digest
 from mindspore import nn
 
 _METHODS = ("__call__", "_complex_call", "_run_construct")
@@ -13,9 +12,7 @@ _METHODS = ("__call__", "_complex_call", "_run_construct")
 
 def enclose_cells(attributes: Attributes) -> None:
     """Make each call of a cell a region: the ops in it belong to that cell."""
-    for method in _METHODS:
-        codes.add_code(getattr(nn.Cell, method).__code__, BOUNDARY)
-    attributes.set(nn.Cell, "__call__", Enclosure(vars(nn.Cell)["__call__"], _place_within))
+    attributes.enclose(nn.Cell, _place_within, _METHODS)
 
 
 def cell_path(subjects: Sequence[Any]) -> str:

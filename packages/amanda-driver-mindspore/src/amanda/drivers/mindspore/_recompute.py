@@ -5,8 +5,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from amanda import interceptor
-from amanda.backend import Attributes, in_force
+from amanda.backend import Attributes, replayed
 
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
 
@@ -23,16 +22,7 @@ def _replayed_block() -> Callable[..., Any]:
 
     @wraps(original)
     def recompute_without_reentrant(block: Any, *args: Any, **kwargs: Any) -> Any:
-        activation = interceptor.active()
-        if activation is None:
-            return original(block, *args, **kwargs)
-        snapshot = interceptor.snapshot()
-
-        def replayed(*args: Any, **kwargs: Any) -> Any:
-            with in_force(activation):
-                return snapshot.replay(block, *args, **kwargs)
-
-        return original(replayed, *args, **kwargs)
+        return original(replayed(block), *args, **kwargs)
 
     return recompute_without_reentrant
 
@@ -45,12 +35,9 @@ def _kept_construct() -> Callable[..., Any]:
 
     @wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        activation = interceptor.active()
-        place = None if activation is None else (activation, interceptor.snapshot())
-        self.__dict__.setdefault(_PLACES, []).append(place)
-        if place is None:
-            return original(self, *args, **kwargs)
-        return place[1].replay(original, self, *args, **kwargs)
+        at_this_place = replayed(_call)
+        self.__dict__.setdefault(_PLACES, []).append(at_this_place)
+        return at_this_place(original, self, *args, **kwargs)
 
     return construct
 
@@ -61,11 +48,11 @@ def _replayed_bprop() -> Callable[..., Any]:
     @wraps(original)
     def bprop(self: Any, *args: Any) -> Any:
         places = self.__dict__.get(_PLACES)
-        place = places.pop() if places else None
-        if place is None:
-            return original(self, *args)
-        activation, snapshot = place
-        with in_force(activation):
-            return snapshot.replay(original, self, *args)
+        at_that_place = places.pop() if places else _call
+        return at_that_place(original, self, *args)
 
     return bprop
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

@@ -23,10 +23,9 @@ class Boundary:
 
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
-        self._attributes = Attributes()
 
-    def attach(self) -> None:
-        """Take the place of the methods through which sessions run."""
+    def attach(self, attributes: Attributes) -> None:
+        """Take the place of the methods through which sessions run, until `attributes` are restored."""
         for name, stand_in in (
             ("run", self._run),
             ("run_with_ort_values", self._run_with_ort_values),
@@ -35,11 +34,7 @@ class Boundary:
             ("run_with_ortvaluevector", _left_alone),
         ):
             if name in vars(Session):
-                self._attributes.set(Session, name, _method(stand_in, vars(Session)[name]))
-
-    def detach(self) -> None:
-        """Put the methods back."""
-        self._attributes.restore()
+                attributes.set(Session, name, _method(stand_in, vars(Session)[name]))
 
     def _run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None

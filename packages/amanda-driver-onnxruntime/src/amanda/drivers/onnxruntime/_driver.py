@@ -6,21 +6,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import (
-    DRIVER_API,
-    Execution,
-    GraphAnalysis,
-    GraphDriver,
-    History,
-    Namespace,
-    State,
-    Uninstrumented,
-    digest,
-)
+from amanda.backend import Execution, GraphAnalysis, GraphDriver, State, Uninstrumented, digest
 
 from ._boundary import Boundary
 from ._copies import Copy, model_of
-from ._instrument import namespace
 from ._model import Model
 from ._reads import NumpyReads
 from ._requirements import check
@@ -31,7 +20,7 @@ from ._tensors import GraphTensors
 class OnnxRuntimeDriver(GraphDriver[ModelRewriting, Copy]):
     """Sessions of ONNX Runtime: their models are analysed, and an instrumented copy runs instead."""
 
-    api = DRIVER_API
+    api = 1
     framework = "onnxruntime"
     modes = ("graph",)
     tensors = GraphTensors()
@@ -42,21 +31,12 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, Copy]):
         self._boundary = Boundary(self._prepared)
         self._models: WeakKeyDictionary[Any, Model | Uninstrumented] = WeakKeyDictionary()
 
-    @property
-    def namespace(self) -> Namespace:
-        """`onnxruntime/<version>/graph`."""
-        return namespace()
-
     def attach(self) -> None:
         """Stand where runs of sessions begin."""
         check()
-        self._boundary.attach()
+        self._boundary.attach(self.attributes)
 
-    def detach(self) -> None:
-        """Leave the sessions as they were found."""
-        self._boundary.detach()
-
-    def rewrite(self, graph: Any, analysis: GraphAnalysis, history: History) -> ModelRewriting:
+    def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
         """Rewrite the model of a session."""
         known = self._models.get(graph)
         if known is None:
@@ -69,7 +49,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, Copy]):
             raise Uninstrumented(*known.args)
         identity = digest("onnxruntime/graph", interceptor.ordinal(graph))
         rewriting = ModelRewriting(
-            analysis=analysis, namespace=self.namespace, history=history, model=known, identity=identity
+            analysis=analysis, namespace=self.namespace, model=known, identity=identity
         )
         rewriting.run()
         return rewriting

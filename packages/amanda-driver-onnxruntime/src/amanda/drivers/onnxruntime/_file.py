@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 from onnx import ModelProto, external_data_helper
 
-from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, digest
+from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 
 from ._instrument import namespace
@@ -32,7 +32,7 @@ class OnnxFile(Artefact):
     initializers alone is stored instead of them.
     """
 
-    api = DRIVER_API
+    api = 1
     kind = "ONNX model"
 
     def __init__(self, path: Path) -> None:

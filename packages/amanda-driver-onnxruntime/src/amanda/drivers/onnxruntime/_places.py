@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amanda.backend import (
-    Action,
-    Execution,
-    Insertion,
-    Rounds,
-    State,
-    TensorOps,
-    explained,
-    run_routine,
-    spread,
-)
+from amanda.backend import Action, Execution, Insertion
 from amanda.errors import RoutineError
 
 
@@ -33,49 +23,41 @@ class TypedInsertion(Insertion):
 
     dtypes: Sequence[Any]
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
-        """The flat arrays that go back into the graph; routines are given views that cannot be written."""
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Return the flat arrays that go back into the graph; routines are given read-only views."""
         lent = [_locked(one) for one in flat]
         own = {id(view): one for view, one in zip(lent, flat, strict=True)}
         results = super().run(execution, lent, rounds)
         if len(results) != len(self.dtypes):
             action = self.actions[0]
-            with explained(self.facts, action.tool, str(action)):
-                raise RoutineError(
-                    f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
-                )
+            error = RoutineError(
+                f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
+            )
+            raise self.facts.explain(error, action)
         results = [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
         return [own.get(id(one), one) for one in results]
 
-    def apply(
-        self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
-    ) -> list[Any]:
-        """Call routines on values; the flat values that the place gives back.
+    def check(self, action: Action, given: Sequence[Any], values: Sequence[Any]) -> None:
+        """Raise RoutineError for a change of what holds no tensors, or is of a type that is not known."""
+        fixed = () if action.observer else [i for i in self.given if i not in self.gives]
+        for position in fixed:
+            if not _is_same(values[position], given[position]):
+                error = RoutineError(
+                    f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
+                    "or of a type that is not known before the model runs"
+                )
+                raise self.facts.explain(error, action)
 
-        Raises RoutineError where one changes what holds no tensors, or is of a type that is not known.
-        """
-        fixed = [] if actions and actions[0].observer else [i for i in self.given if i not in self.gives]
-        made = list(values)
-        for action in actions:
-            made = run_routine(ops, action, made, self.facts, run, state.autodiff)
-            for position in fixed:
-                if not _is_same(made[position], values[position]):
-                    with explained(self.facts, action.tool, str(action)):
-                        raise RoutineError(
-                            f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
-                            "or of a type that is not known before the model runs"
-                        )
-        return self._flat(made)
-
-    def _flat(self, values: Sequence[Any]) -> list[Any]:
-        """Return what is given back, each list of inputs as its elements; a sequence is one value."""
+    def results(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values that are given back, each list of inputs as its elements; a sequence is one."""
         flat: list[Any] = []
         sizes, dtypes = dict(zip(self.given, self.sizes, strict=True)), iter(self.dtypes)
         for position in self.gives:
             size = sizes[position]
             kinds = [next(dtypes) for _ in range(1 if size is None else size)]
-            whole = size is None and kinds[0] is None
-            flat += [values[position]] if whole else spread([values[position]])
+            value = values[position]
+            whole = (size is None and kinds[0] is None) or not isinstance(value, (list, tuple))
+            flat += [value] if whole else value
         return flat
 
 

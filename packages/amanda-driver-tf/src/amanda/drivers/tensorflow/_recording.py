@@ -45,7 +45,7 @@ class Unrecorded:
 
 
 def let_routines_differentiate(attributes: Attributes) -> None:
-    """Have a tape that a routine opens record as long as it is open.
+    """Make a tape that a routine opens record as long as it is open.
 
     The tapes around hear of it then, in vain: what a routine gives back is cut off from how it was made.
     """

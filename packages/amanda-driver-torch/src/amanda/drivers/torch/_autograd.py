@@ -18,11 +18,8 @@ from amanda.backend import (
     EagerDriver,
     State,
     Trace,
-    settled_step,
-    settles,
-    uninterrupted,
-)  # fmt: skip
-from amanda.interceptor import Graphs, Mark, Suspension
+)
+from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
 from torch.autograd.graph import GradientEdge
 
 from ._graphs import relieve
@@ -165,7 +162,8 @@ class _Backward:
                 id(node) for other in self.under_way for node, *_ in other._found
             )
             self.under_way.append(self)
-        settling = settles(self._state) and not self._create_graph
+        settling = self._state.settles and not self._create_graph
+        settled_hooks = BackwardStep.settled
         layer = self._state.layer
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for node, mark, number in found:
@@ -182,7 +180,7 @@ class _Backward:
                 continue
             place += mark.order * _ORDER_STEP
             if settling and trace.layer is layer:
-                settled = settled_step(self._driver, trace, kind, place)
+                settled = settled_hooks(self._driver, trace, kind, place)
                 if settled is not None:
                     self._place_hooks(node, settled.before, settled.after)
                     continue

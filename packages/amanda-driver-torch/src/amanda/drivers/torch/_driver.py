@@ -2,26 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import (
-    DRIVER_API,
-    FRAMEWORK,
-    SKIPPED,
-    Attributes,
-    Call,
-    EagerDriver,
-    Namespace,
-    State,
-    Trace,
-    add_slots,
-    codes,
-    digest,
-    replace_references,
-)
+from amanda.backend import Call, EagerDriver, Namespace, State, Trace, digest
 from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
 
 from ._autograd import Autograd, remove_abandoned_hooks
@@ -41,14 +27,14 @@ from ._views import TorchViews
 class TorchDriver(TorchTensors, Autograd, EagerDriver):
     """PyTorch, eager mode."""
 
-    api = DRIVER_API
+    api = 1
     framework = "torch"
     modes = ("eager",)
     identity_types = (torch.nn.Parameter,)
+    slot_of = staticmethod(slot_of)
 
     def __init__(self) -> None:
         super().__init__()
-        self._attributes = Attributes()
         self._surroundings = Surroundings(self)
         self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
@@ -58,25 +44,30 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """`pytorch/<version>/eager`."""
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
+    def introduce(self) -> None:
+        """Tell ops apart by what a site calls too; leave the frames of checkpoints out of the places."""
+        super().introduce()
+        self.skip(torch.utils.checkpoint.__file__)
+        for kind in _CALLED:
+            interceptor.add_identity_type(kind)
+
     def attach(self) -> None:
         """Place every site, enclose module calls, and follow torch where it leaves the thread."""
         check()
-        self._prepare()
         if interceptor.NATIVE:
             for site in self._native_sites:
                 site.place()
         else:
             self._replace_by_attribute()
         self._detour_calls()
-        enclose_modules(self._attributes)
-        self.follow_backward(self._attributes)
-        self._surroundings.enter(self._attributes)
+        enclose_modules(self.attributes)
+        self.follow_backward(self.attributes)
+        self._surroundings.enter(self.attributes)
 
     def detach(self) -> None:
         """Leave torch as it was."""
         remove_abandoned_hooks()
-        self._surroundings.leave()
-        self._attributes.restore()
+        super().detach()
         if interceptor.NATIVE:
             for site in self._native_sites:
                 site.remove()
@@ -106,10 +97,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         # Inside another op it is how that op gives its result the class of a Tensor subclass.
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
         flags |= ONE_PLACE if target.name in _MOVES else 0
-        return Site(
-            target.callable, op, target.canonical, digest("torch", target.canonical), self.handle, flags,
-            self.reader,
-        )  # fmt: skip
+        return self.site(target.callable, op, target.canonical, flags)
 
     def _detour_calls(self) -> None:
         """Replace the calls by which torch runs what has no native callable of its own."""
@@ -124,33 +112,19 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
                 site = Site(call, call, holder.__name__, digest(holder.__name__), self.handle, flags)
                 self._detours[holder] = Detour(site)
-            self._attributes.set(holder, "__call__", self._detours[holder])
+            self.attributes.set(holder, "__call__", self._detours[holder])
 
     def _replace_by_attribute(self) -> None:
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
         native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
         holders = [torch, torch.functional, torch.nn.functional, *special, *native]
-        detours = [(site.target, Detour(site)) for site in self._native_sites]
-        replace_references(
-            self._attributes,
-            detours,
-            [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_GROUPS],
+        detours = {site.target: Detour(site) for site in self._native_sites}
+        self.attributes.replace(
+            detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_GROUPS]
         )
-        functions = Functions(torch._C._VariableFunctions, dict(detours))
-        self._attributes.set(torch._C, "_VariableFunctions", functions)
-        self._attributes.set(torch._VF, "vf", functions)
-
-    @staticmethod
-    def _prepare() -> None:
-        """Tell the interceptor about torch; idempotent."""
-        home = Path(torch.__file__).parent
-        codes.add_root(f"{home}/", FRAMEWORK)
-        codes.add_root(str(home / "utils" / "checkpoint.py"), FRAMEWORK | SKIPPED)
-        codes.add_root(f"{Path(__file__).parent}/", SKIPPED)
-        for kind in (torch.nn.Parameter, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
-                     torch.autograd.function.FunctionMeta):  # fmt: skip
-            interceptor.add_identity_type(kind)
-        add_slots(slot_of)
+        functions = Functions(torch._C._VariableFunctions, detours)
+        self.attributes.set(torch._C, "_VariableFunctions", functions)
+        self.attributes.set(torch._VF, "vf", functions)
 
     def handle(
         self,
@@ -239,6 +213,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return module_path(subjects)
 
 
+_CALLED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED = "the ops are recorded as they are"
 TRANSFORM = "a torch.func transform (vmap, grad, ...)"
 WITHIN_TRANSFORM = "the ops inside run as they are"

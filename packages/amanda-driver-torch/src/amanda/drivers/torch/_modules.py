@@ -5,11 +5,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from types import CodeType
 from typing import Any, ClassVar
 
 import torch
-from amanda.backend import BOUNDARY, Attributes, codes, digest
+from amanda.backend import Attributes, digest
 from amanda.drivers.torch._overrides import Unseen
 from amanda.drivers.torch._wrappers import without_wrappers
 from amanda.interceptor import Enclosure
@@ -19,12 +18,7 @@ _METHODS = ("_wrapped_call_impl", "_call_impl")
 
 def enclose_modules(attributes: Attributes) -> None:
     """Make each call of a module a region: the ops in it belong to that module."""
-    module = torch.nn.Module
-    for method in _METHODS:
-        code = getattr(module, method).__code__
-        for own in (code, *(one for one in code.co_consts if isinstance(one, CodeType))):
-            codes.add_code(own, BOUNDARY)
-    attributes.set(module, "__call__", Enclosure(vars(module)["__call__"], _place_within))
+    attributes.enclose(torch.nn.Module, _place_within, _METHODS)
 
 
 @contextmanager

@@ -8,7 +8,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from amanda.backend import RAN_OP_BY_OP, State
+from amanda.backend import State
+
+RAN_OP_BY_OP = (
+    "ran op by op, as eager code: what the compiler made of it did not run; "
+    'compiled="instrument" puts tools into the compiled code'
+)
+"""Reason of a report on a compiled callable that ran its Python code."""
 
 
 def tell(state: State, frame: FrameType | None) -> None:

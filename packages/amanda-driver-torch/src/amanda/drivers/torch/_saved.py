@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from amanda.backend import Call, Saved
+from amanda.backend import Call
+from amanda.eager import Saved
 from amanda.interceptor import Suspension
 
 from ._modified import Maker, Making, modification

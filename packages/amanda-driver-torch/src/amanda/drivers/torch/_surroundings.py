@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Attributes, in_force, undo, when_imported
+from amanda.backend import Attributes, replayed
 
 from ._asked import OP_BY_OP, asks_for_graphs, has_stances
 from ._collectives import tell_of_reducers
@@ -39,7 +39,7 @@ MACHINERY = {
 
 
 class Surroundings:
-    """Changes that the driver makes around ops while it is attached.
+    """Changes that the driver makes around ops until its attributes are restored.
 
     stance: that of dynamo which it has set.  stance_before: that of the user before.
     """
@@ -49,24 +49,20 @@ class Surroundings:
 
     def __init__(self, driver: "TorchDriver") -> None:
         self._driver = driver
-        self._leave: list[Callable[[], object]] = []
         self._operators = Operators()
 
     def enter(self, attributes: Attributes) -> None:
-        """Put everything in place; attributes go back with the driver's others."""
+        """Put everything in place."""
+        attributes.on_restore(self._operators.close)
         self._operators.open()
         self._follow_checkpoints(attributes)
         self._follow_futures(attributes)
         tell_of_reducers(attributes)
         for module, name in MACHINERY:
-            self._leave.append(when_imported(module, functools.partial(_let_be, attributes, module, name)))
-        self._leave.append(when_imported(UTILS, lambda: run_map_op_by_op(attributes)))
-        self._run_compiled_callables_eagerly(attributes)
-
-    def leave(self) -> None:
-        """Undo what no attribute holds."""
-        self._operators.close()
-        undo(self._leave)
+            attributes.when_imported(module, functools.partial(_let_be, attributes, module, name))
+        attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
+        # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
+        attributes.when_imported("torch._dynamo", lambda: self._take_stance(attributes))
 
     @staticmethod
     def _follow_checkpoints(attributes: Attributes) -> None:
@@ -76,10 +72,10 @@ class Surroundings:
         forward = found("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return generator(_replayed(fn), *args, **kwargs)
+            return generator(replayed(fn), *args, **kwargs)
 
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _replayed(run_function), *args)
+            return forward(ctx, replayed(run_function), *args)
 
         if generator is not None:
             attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
@@ -102,11 +98,8 @@ class Surroundings:
             return getattr(cls.stance_before, "stance", "default") != "force_eager"
         return stance.stance == "default" and stance.backend is None
 
-    def _run_compiled_callables_eagerly(self, attributes: Attributes) -> None:
-        """Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo."""
-        self._leave.append(when_imported("torch._dynamo", lambda: self._take_stance(attributes)))
-
-    def _take_stance(self, attributes: Attributes) -> None:
+    @staticmethod
+    def _take_stance(attributes: Attributes) -> None:
         if not has_stances():
             _run_frames_as_they_are(attributes)
             return
@@ -114,7 +107,7 @@ class Surroundings:
         stance.__enter__()
         Surroundings.stance_before = getattr(stance, "prev", None)
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
-        self._leave.append(lambda: _leave_stance(stance))
+        attributes.on_restore(lambda: _leave_stance(stance))
 
 
 def _leave_stance(stance: Any) -> None:
@@ -181,19 +174,6 @@ def _let_be(attributes: Attributes, module: str, name: str) -> None:
 def _with_callback_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(future: Any, callback: Callable[..., Any]) -> Any:
-        return original(future, _replayed(callback))
+        return original(future, replayed(callback))
 
     return method
-
-
-def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    activation = interceptor.active()
-    if activation is None:
-        return function
-    snapshot = interceptor.snapshot()
-
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        with in_force(activation):
-            return snapshot.replay(function, *args, **kwargs)
-
-    return replay

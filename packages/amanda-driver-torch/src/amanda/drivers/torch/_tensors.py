@@ -6,8 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from amanda.backend import Saved, spread
+from amanda.eager import Saved
 from amanda.errors import RoutineError
+from amanda.plan import spread
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 

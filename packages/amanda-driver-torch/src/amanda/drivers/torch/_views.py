@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from amanda.backend import Tie, Views
+from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
 

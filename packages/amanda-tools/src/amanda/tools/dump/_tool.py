@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import amanda
-from amanda.backend import current_state
+from amanda.backend import State
 from amanda.errors import AmandaError
 from amanda.tools.dump._arrays import Format
 from amanda.tools.dump._entry import Entry, Op
@@ -111,7 +111,7 @@ class DumpTool(TensorTool[_Place]):
         return _Place(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
 
     def _place(self, context: amanda.OpContext, phase: str, kind: str) -> _Place:
-        for scope in current_state().scopes:
+        for scope in State.current().scopes:
             if not any(scope.report is one for one in self._writer.reports):
                 self._writer.reports.append(scope.report)
         self._dtype = context["dtype"]

@@ -2,22 +2,9 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-from amanda import interceptor
-from amanda.backend import (
-    DRIVER_API,
-    FRAMEWORK,
-    SKIPPED,
-    Attributes,
-    Call,
-    EagerDriver,
-    Namespace,
-    Trace,
-    codes,
-)
+from amanda.backend import Call, EagerDriver, Trace
 from amanda.interceptor import Site
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
@@ -40,21 +27,16 @@ from ._variables import Variable, variables
 class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
     """TensorFlow, eager mode."""
 
-    api = DRIVER_API
+    api = 1
     framework = "tensorflow"
+    packages = ("keras", "tf_keras")
     modes = ("eager",)
     identity_types = (Variable,)
 
     def __init__(self) -> None:
-        self._attributes = Attributes()
         self._datasets = Datasets()
         self._modules = Modules()
         self._attached = False
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """`tensorflow/<version>/eager`."""
-        return Namespace(f"tensorflow/{tf.__version__.split('-')[0]}/eager")
 
     @cached_property
     def _tape(self) -> Tape:
@@ -62,23 +44,22 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
 
     @cached_property
     def _interception(self) -> Interception:
-        return Interception(self.handle, self._tape.run)
+        return Interception(self, self._tape.run)
 
     def attach(self) -> None:
         """Stand in for the ways by which Python calls ops, follow the tapes, enclose calls of modules."""
         check("eager")
-        _prepare()
         self._attached = True
-        self._interception.enter(self._attributes)
-        self._tape.enter(self._attributes)
-        let_routines_differentiate(self._attributes)
-        self._datasets.enter(self._attributes)
+        self._interception.enter(self.attributes)
+        self._tape.enter(self.attributes)
+        let_routines_differentiate(self.attributes)
+        self._datasets.enter(self.attributes)
         self._modules.enter()
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
         self._modules.leave()
-        self._attributes.restore()
+        super().detach()
         if self._attached:
             self._tape.register()
             self._attached = False
@@ -154,12 +135,3 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         if mark is not None and fresh is not original:
             Mark.by_output[fresh._id] = mark
         return fresh
-
-
-def _prepare() -> None:
-    """Tell the interceptor about TensorFlow; idempotent."""
-    site_packages = Path(tf.__file__).parent.parent
-    for name in ("tensorflow", "keras", "tf_keras"):
-        codes.add_root(f"{site_packages / name}/", FRAMEWORK)
-    codes.add_root(f"{Path(__file__).parent.parent}/", SKIPPED)
-    interceptor.add_identity_type(Variable)

@@ -8,8 +8,8 @@ import numpy as np
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, digest
-from amanda.interceptor import Detour, Site
+from amanda.backend import Attributes, EagerDriver
+from amanda.interceptor import Detour
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, core, execute
 from tensorflow.python.framework.ops import EagerTensor
@@ -60,11 +60,11 @@ class Entries(dict[str, Entry]):
 class Interception:
     """Stand-ins for the fast path and for `execute` while the driver is attached.
 
-    handler: whom calls are brought to.  backward: runs a call within a backward pass.
+    driver: whom calls are brought to.  backward: runs a call within a backward pass.
     """
 
-    def __init__(self, handler: Callable[..., Any], backward: Backward) -> None:
-        self._handler = handler
+    def __init__(self, driver: EagerDriver, backward: Backward) -> None:
+        self._driver = driver
         self._backward = backward
         self.fast_path = pywrap_tfe.TFE_Py_FastPathExecute
         self.execute = execute.quick_execute
@@ -82,7 +82,7 @@ class Interception:
         if other is quick:
             attributes.set(execute, "execute", self._stand_in_for_execute())
         elif other is not execute.execute_with_callbacks:  # which calls the one above
-            patched = Interception(self._handler, self._backward)
+            patched = Interception(self._driver, self._backward)
             patched._follow(self.fast_path, other)
             attributes.set(execute, "execute", patched._stand_in_for_execute())
         attributes.set(execute, "record_gradient", _stand_in_for_record(execute.record_gradient))
@@ -95,7 +95,7 @@ class Interception:
 
     def detour(self, type: str, target: Callable[..., Any], schema: Schema) -> Detour:
         """A detour of calls of one op."""
-        return Detour(Site(target, schema, type, digest("tensorflow", type), self._handler))
+        return Detour(self._driver.site(target, schema, type))
 
     def run_fast(self, args: tuple[Any, ...]) -> Any:
         """TensorFlow's own fast path."""

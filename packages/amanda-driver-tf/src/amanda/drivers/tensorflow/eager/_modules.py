@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import tensorflow as tf
-from amanda.backend import Attributes, digest, undo, when_imported
+from amanda.backend import Attributes, digest
 from amanda.interceptor import Enclosure
 
 from .._layers import LAYERS, name_within
@@ -18,13 +18,12 @@ class Modules:
     """Encloses calls while the driver is attached."""
 
     def __init__(self) -> None:
-        self._leave: list[Any] = []
         self._attributes = Attributes()
 
     def enter(self) -> None:
         """Make each call of a module or layer a region: the ops in it belong to that object."""
         for module, name in LAYERS:
-            self._leave.append(when_imported(module, partial(self._enclose_layer, module, name)))
+            self._attributes.when_imported(module, partial(self._enclose_layer, module, name))
         for kind in _callable_modules(tf.Module):
             self._attributes.set(kind, "__call__", _enclosed(vars(kind)["__call__"]))
 
@@ -37,7 +36,6 @@ class Modules:
 
     def leave(self) -> None:
         """Give the classes their own calls back."""
-        undo(self._leave)
         self._attributes.restore()
 
     def _enclose_layer(self, module: str, name: str) -> None:

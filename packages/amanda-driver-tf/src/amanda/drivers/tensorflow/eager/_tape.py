@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, in_force
+from amanda.backend import Attributes, BackwardStep, EagerDriver, State, replayed
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
@@ -240,16 +240,15 @@ def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
     def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
         def called(*args: Any, **kwargs: Any) -> Any:
-            activation = interceptor.active()
-            if activation is None:
+            if interceptor.active() is None:
                 return original(f)(*args, **kwargs)
-            snapshot = interceptor.snapshot()
+            again = replayed(f)
 
-            def replay(*values: Any, **named: Any) -> Any:
-                with in_force(activation), Outside():
-                    return snapshot.replay(f, *values, **named)
+            def outside(*values: Any, **named: Any) -> Any:
+                with Outside():
+                    return again(*values, **named)
 
-            return original(replay)(*args, **kwargs)
+            return original(outside)(*args, **kwargs)
 
         return called
 

@@ -9,7 +9,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, GuardedCopies, Namespace, State
+from amanda.backend import GraphAnalysis, Namespace, State
+from amanda.graph import GuardedCopies
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
@@ -140,8 +141,8 @@ class Copies:
     ) -> Copy:
         function = function_of(atomic)
         rewriting = Rewriting(
-            analysis=GraphAnalysis(state, GraphTensors(), layer), namespace=self._namespace,
-            budget=self._budget(), history=kept.history,
+            analysis=GraphAnalysis(state, GraphTensors(), layer, kept.history), namespace=self._namespace,
+            budget=self._budget(),
         )  # fmt: skip
         rewriting.analysis.closed = _closed(state, layer, trace)
         rewriting.differentiated = parts(function.name)[0] != "inference"

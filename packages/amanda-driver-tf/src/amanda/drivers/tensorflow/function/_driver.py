@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from pathlib import Path
 from typing import ClassVar
 
-import tensorflow as tf
-from amanda.backend import DRIVER_API, FRAMEWORK, SKIPPED, Attributes, Driver, Namespace, codes
+from amanda.backend import Driver
 
 from .._recording import let_routines_differentiate
 from .._requirements import check
@@ -22,30 +19,22 @@ class FunctionDriver(Driver):
     observer_bytes: how much memory the values may take that observers are given in one call.
     """
 
-    api = DRIVER_API
+    api = 1
     framework = "tensorflow"
     modes = ("function",)
     observer_bytes: ClassVar[int] = DEFAULT_BUDGET
 
     def __init__(self) -> None:
-        self._attributes = Attributes()
         self._boundary = Boundary(self.namespace, lambda: self.observer_bytes)
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """`tensorflow/<version>/function`."""
-        return Namespace(f"tensorflow/{tf.__version__}/function")
 
     def attach(self) -> None:
         """Stand at the boundary, and note gradients that are made."""
         check("function")
-        codes.add_root(f"{Path(tf.__file__).parent}/", FRAMEWORK)
-        codes.add_root(f"{Path(__file__).parent.parent}/", SKIPPED)
-        self._boundary.enter(self._attributes)
-        record_gradients(self._attributes)
-        let_routines_differentiate(self._attributes)
+        self._boundary.enter(self.attributes)
+        record_gradients(self.attributes)
+        let_routines_differentiate(self.attributes)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
-        self._attributes.restore()
+        super().detach()
         forget_gradient_function()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from amanda import backend
-from amanda.backend import History, digest
+from amanda.backend import digest
+from amanda.graph import History
 from tensorflow.python.framework import tensor_util
 
 from ._locations import Layers, Location

@@ -13,7 +13,8 @@ from ._side import enum, is_plain
 
 if TYPE_CHECKING:
     import tensorflow as tf
-    from amanda.backend import Action, Actions, OpFacts, Plan, Side
+    from amanda.backend import Action, OpFacts, Side
+    from amanda.plan import Actions, Plan
 
     from ._insertions import Insertions
 

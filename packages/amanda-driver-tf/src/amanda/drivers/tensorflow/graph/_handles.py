@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Execution, Rounds
+from amanda.backend import Execution
 from tensorflow.python.eager import context
 
 RESOURCE = tf.resource.as_datatype_enum
@@ -21,7 +21,7 @@ _numbers = count(1)
 class Lent:
     """Keeps a handle until the node that borrows it runs, and gives the number of the loan."""
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The number."""
         number = next(_numbers)
         execution.keep(_place(number), flat[0])

@@ -78,7 +78,7 @@ class Layers:
 
     @cached_property
     def named(self) -> Pool:
-        """Those of the variables' names."""
+        """Return the layers of the variables' names."""
         return _pool(self._root.below())
 
     @cached_property
@@ -96,7 +96,7 @@ class Layers:
         return _pool(reversed(found))
 
     def below(self, layer: Any) -> Pool:
-        """Those in a layer."""
+        """Return the layers in a layer."""
         if id(layer) not in self._below:
             self._below[id(layer)] = layer, _pool(_inner(layer))
         return self._below[id(layer)][1]

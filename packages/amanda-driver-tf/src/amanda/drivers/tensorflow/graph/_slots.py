@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Execution, Insertion, Rounds
+from amanda.backend import Execution, Insertion
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
@@ -95,7 +95,7 @@ class Node(Insertion):
     readers: Readers
     borrows: Sequence[int]
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
         flat = borrowed(execution, flat, self.borrows)
         if self.taped:
@@ -107,7 +107,7 @@ class Node(Insertion):
             execution.keep((self.keeps, *rounds[: self.depth]), Kept(values, count))
         return values[1]
 
-    def _results(self, execution: Execution, flat: Sequence[Any], rounds: Rounds) -> list[Any]:
+    def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
         results = super().run(execution, flat, rounds)
         return [_typed(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
 
@@ -124,7 +124,7 @@ class Recalled:
         self.index = index
         self.depth = depth
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the tensor."""
         kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
         tensor: Any = kept.taken()[self.side][self.index]
@@ -143,7 +143,7 @@ class Pullback:
         self.outputs = tuple(outputs)
         self.inputs = tuple(inputs)
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The vector-Jacobian products."""
         kept: Kept = execution.kept((self.place, *rounds[: self.depth]), self)
         return gradients(kept.taken(), self.outputs, self.inputs, flat)
@@ -157,7 +157,7 @@ class Packed:
     def __init__(self, members: Sequence[tuple[Insertion, int]]) -> None:
         self.members = tuple(members)
 
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Hand each place its tensors."""
         flat = borrowed(execution, flat, self.borrows)
         first = 0

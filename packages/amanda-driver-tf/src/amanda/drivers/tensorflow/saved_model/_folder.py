@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, digest
+from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
 
@@ -29,7 +29,7 @@ class SavedModelFolder(Artefact):
     names. Variables, assets, signatures and the graph of objects are kept.
     """
 
-    api = DRIVER_API
+    api = 1
     kind = "SavedModel"
 
     def __init__(self, path: Path) -> None:

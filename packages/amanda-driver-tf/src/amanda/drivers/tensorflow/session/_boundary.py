@@ -27,13 +27,12 @@ class Boundary:
 
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
-        self._attributes = Attributes()
         self._callables = Callables(self)
         self._partial: WeakKeyDictionary[Any, dict[str, _PartialRun]] = WeakKeyDictionary()
         self._local = threading.local()
 
-    def attach(self) -> None:
-        """Take the place of the methods through which sessions run."""
+    def attach(self, attributes: Attributes) -> None:
+        """Take the place of the methods through which sessions run, until `attributes` are restored."""
         made = BaseSession._Callable
         for holder, name, stand_in in (
             (BaseSession, "_call_tf_sessionrun", self._run),
@@ -42,12 +41,8 @@ class Boundary:
             (BaseSession, "_make_callable_from_options", self._callables.make),
             (made, "__call__", self._callables.call),
         ):
-            self._attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
-        let_routines_differentiate(self._attributes)
-
-    def detach(self) -> None:
-        """Put the methods back."""
-        self._attributes.restore()
+            attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
+        let_routines_differentiate(attributes)
 
     def prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
         """Return what stands for a run; None where nothing is instrumented."""

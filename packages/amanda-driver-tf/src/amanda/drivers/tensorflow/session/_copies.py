@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, History, Namespace, Uninstrumented, digest
+from amanda.backend import GraphAnalysis, Namespace, Uninstrumented, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.python.framework import errors_impl
 
@@ -56,12 +56,10 @@ class SessionRewriting(Rewriting):
     frames: Frames = field(init=False)
 
 
-def rewritten(
-    asked: Asked, analysis: GraphAnalysis, namespace: Namespace, history: History
-) -> SessionRewriting:
+def rewritten(asked: Asked, analysis: GraphAnalysis, namespace: Namespace) -> SessionRewriting:
     """The rewrite of the part of a session's graph that a request runs."""
     session, request = asked
-    rewriting = SessionRewriting(analysis=analysis, namespace=namespace, history=history)
+    rewriting = SessionRewriting(analysis=analysis, namespace=namespace)
     ops = cone(session.graph, request)
     body, forward, rewriting.frames = _body(session, ops, request, rewriting)
     rewriting.own = {name: _copied(node) for name, node in body.nodes.items()}

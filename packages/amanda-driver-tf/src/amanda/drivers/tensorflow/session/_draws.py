@@ -7,7 +7,7 @@ from typing import Any
 from weakref import ref
 
 import tensorflow as tf
-from amanda.backend import Execution, Rounds
+from amanda.backend import Execution
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 
@@ -29,7 +29,7 @@ class Draw:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def run(self, execution: Any, values: Sequence[Any], rounds: Rounds = ()) -> list[Any]:
+    def run(self, execution: Any, values: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The operation's outputs."""
         session = execution.session()
         op = session.graph.get_operation_by_name(self._name)

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
-import tensorflow as tf
 from amanda import backend
-from amanda.backend import DRIVER_API, Execution, GraphAnalysis, History, Namespace, State
+from amanda.backend import Execution, GraphAnalysis, State
 from tensorflow.python.eager import context
 
 from .._requirements import check
@@ -24,7 +23,7 @@ from ._run import Route
 class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     """TensorFlow's sessions: what they run is analysed, and a copy beside the user's graph runs instead."""
 
-    api = DRIVER_API
+    api = 1
     framework = "tensorflow"
     modes = ("graph",)
     tensors = GraphTensors()
@@ -34,19 +33,10 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         super().__init__()
         self._boundary = Boundary(self._prepared)
 
-    @property
-    def namespace(self) -> Namespace:
-        """`tensorflow/<version>/graph`."""
-        return Namespace(f"tensorflow/{tf.__version__}/graph")
-
     def attach(self) -> None:
         """Stand where runs of sessions begin."""
         check("graph")
-        self._boundary.attach()
-
-    def detach(self) -> None:
-        """Leave the sessions as they were found."""
-        self._boundary.detach()
+        self._boundary.attach(self.attributes)
 
     def rewriting(self) -> AbstractContextManager[Any]:
         """Eager mode: routines that are traced are no part of the user's graph."""
@@ -57,9 +47,9 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         """One run of a copy."""
         return SessionExecution(state, self.tensors, table)
 
-    def rewrite(self, graph: Asked, analysis: GraphAnalysis, history: History) -> SessionRewriting:
+    def rewrite(self, graph: Asked, analysis: GraphAnalysis) -> SessionRewriting:
         """Rewrite the part of a session's graph that a request runs."""
-        return rewritten(graph, analysis, self.namespace, history)
+        return rewritten(graph, analysis, self.namespace)
 
     def runnable(self, graph: Asked, rewriting: SessionRewriting) -> Route:
         """Put the copy beside the user's nodes."""

@@ -44,7 +44,7 @@ class HiddenNodes:
 
     @classmethod
     def of(cls, graph: Any) -> HiddenNodes:
-        """Those of a graph."""
+        """Return the hidden nodes of a graph."""
         if graph not in cls._of:
             cls._of[graph] = cls()
         return cls._of[graph]

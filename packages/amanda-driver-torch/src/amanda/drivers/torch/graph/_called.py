@@ -6,22 +6,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from amanda.backend import (
-    Action,
-    Insertion,
-    OpFacts,
-    explained,
-    run_replacement,
-    run_routine,
-    spread,
-)
+from amanda.backend import Action, Insertion, OpFacts
 from amanda.errors import RoutineError
+from amanda.plan import run_replacement
 from torch.utils._pytree import tree_map
 
 from ._record import Given, filled
 
 if TYPE_CHECKING:
-    from amanda.backend import Execution, State
+    from amanda.backend import Execution
 
 
 def holds_tensors(value: Any) -> bool:
@@ -116,22 +109,16 @@ class Called(Insertion):
             values[position] = filled(other, self.numbers)
         return values
 
-    def apply(
-        self, actions: Sequence[Action], values: list[Any], ops: Any, state: State, run: dict[str, Any]
-    ) -> list[Any]:
-        """Call the routine; RoutineError where it changes what the graph does not take from it."""
-        before = list(values)
-        for action in actions:
-            values = run_routine(ops, action, values, self.facts, run, state.autodiff)
-            for position in self.others:
-                if _differ(values[position], before[position]):
-                    changed = f"value {position}, {before[position]!r}, to {values[position]!r}"
-                    with explained(self.facts, action.tool, str(action)):
-                        raise RoutineError(
-                            f"{action} changed {changed}; one that a compiled graph calls as Python changes "
-                            "tensors alone: mark it @amanda.traceable if it is tensor code"
-                        )
-        return spread(values[position] for position in self.gives)
+    def check(self, action: Action, given: Sequence[Any], values: Sequence[Any]) -> None:
+        """Raise RoutineError where the routine changed what is no tensor: the graph does not take it."""
+        for position in self.others:
+            if _differ(values[position], given[position]):
+                changed = f"value {position}, {given[position]!r}, to {values[position]!r}"
+                error = RoutineError(
+                    f"{action} changed {changed}; one that a compiled graph calls as Python changes "
+                    "tensors alone: mark it @amanda.traceable if it is tensor code"
+                )
+                raise self.facts.explain(error, action)
 
     def made(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what it gives, without data, where that is not like values that it is given."""

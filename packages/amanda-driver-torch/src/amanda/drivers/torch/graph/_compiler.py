@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch._dynamo.eval_frame as eval_frame
 from amanda import interceptor
-from amanda.backend import History, State
+from amanda.backend import State
+from amanda.graph import History
 from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -302,7 +303,7 @@ def _guard_by_identity(places: Sequence[Any]) -> None:
 
 
 def _guard_by_reads(program: Program, history: History) -> None:
-    """Have the graph made again where what its routines read has changed; what it does not follow is told."""
+    """Guard the graph by what its routines read, so that changes retrace it; report what guards miss."""
     reads = program.reads
     reads.settle()
     for entry in reads.unfollowed(program.traced, "a compiled graph"):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
-from amanda.backend import DRIVER_API, Attributes, Driver, Namespace, undo, when_imported
+from amanda.backend import Driver, Namespace
 
 from .._asked import OP_BY_OP, asks_for_graphs, has_stances
 from .._modules import plain_module_calls
@@ -26,13 +26,9 @@ FOLLOWED_NATIVELY = "compiled callables run op by op in scopes; `python -m amand
 class GraphDriver(Driver):
     """PyTorch, graph mode."""
 
-    api = DRIVER_API
+    api = 1
     framework = "torch"
     modes: ClassVar = ("graph",)
-
-    def __init__(self) -> None:
-        self._attributes = Attributes()
-        self._leave: list[Callable[[], object]] = []
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -41,13 +37,8 @@ class GraphDriver(Driver):
 
     def attach(self) -> None:
         """Stand where dynamo is asked for its callback, and where compiled code runs."""
-        self._leave.append(when_imported("torch._dynamo.eval_frame", self._follow_dynamo))
-        self._leave.append(when_imported(_RUNTIME, self._run_compiled_code_as_one))
-
-    def detach(self) -> None:
-        """Leave torch as it was."""
-        undo(self._leave)
-        self._attributes.restore()
+        self.attributes.when_imported("torch._dynamo.eval_frame", self._follow_dynamo)
+        self.attributes.when_imported(_RUNTIME, self._run_compiled_code_as_one)
 
     def _follow_dynamo(self) -> None:
         module = sys.modules["torch._dynamo.eval_frame"]
@@ -67,7 +58,7 @@ class GraphDriver(Driver):
             otherwise = functools.partial(_by_stance, original, activation.state, module, caller)
             return otherwise(callback) if compiler is None else compiler.chosen(callback, otherwise)
 
-        self._attributes.set(module, "_callback_from_stance", callback_from_stance)
+        self.attributes.set(module, "_callback_from_stance", callback_from_stance)
 
     def _run_compiled_code_as_one(self) -> None:
         """Keep ops of compiled code, and of a compiler that a backward pass calls, from eager mode."""
@@ -78,7 +69,7 @@ class GraphDriver(Driver):
         ):
             original = getattr(holder, name, None)
             if original is not None:
-                self._attributes.set(holder, name, _alone(original))
+                self.attributes.set(holder, name, _alone(original))
 
 
 def _compiler(state: Any) -> ModuleType | None:

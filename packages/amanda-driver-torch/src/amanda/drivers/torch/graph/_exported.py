@@ -12,8 +12,9 @@ from zipfile import is_zipfile
 
 import torch
 from amanda import apply
-from amanda.backend import DRIVER_API, Action, Artefact, Inlining, Namespace, OpFacts, Plan
+from amanda.backend import Action, Artefact, Inlining, Namespace, OpFacts
 from amanda.errors import AmandaError, ArtefactError
+from amanda.plan import Plan
 from torch.utils._pytree import tree_unflatten
 
 from ._constants import store_constants
@@ -35,7 +36,7 @@ class ExportedFile(Artefact):
     its ops are kept. What a routine makes of parameters alone is stored instead of them.
     """
 
-    api = DRIVER_API
+    api = 1
     kind = "torch.export program"
 
     def __init__(self, path: Path) -> None:

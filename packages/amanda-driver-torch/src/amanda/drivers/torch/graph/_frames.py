@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from amanda import interceptor
-from amanda.backend import FRAMEWORK, SKIPPED, codes
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo.types import ConvertFrameReturn
@@ -22,7 +21,7 @@ def left_to_python(frame: Any) -> ConvertFrameReturn | None:
 
     It is told for good of Amanda's own code, and of others once: a routine may be called elsewhere too.
     """
-    if codes.kind(frame.f_code) & (FRAMEWORK | SKIPPED) == SKIPPED:
+    if interceptor.codes.is_ours(frame.f_code):
         return ConvertFrameReturn(_PLAINLY)
     return ONCE if interceptor.active() is None else None
 

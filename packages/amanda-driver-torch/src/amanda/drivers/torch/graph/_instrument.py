@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from amanda import apply
-from amanda.backend import Namespace, current_state
+from amanda.backend import Namespace, State
 from amanda.errors import AmandaError
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten
@@ -62,7 +62,7 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
     if any(symbol is None for symbol in symbols):
         symbols = given
     with apply(*tools) as scope:
-        program = Program(current_state(), every=True)
+        program = Program(State.current(), every=True)
         rewriting = Rewriting(module, Symbols(module, given, symbols), program, namespace())
         instrumented = rewriting.rewritten()
         for entry in program.reports:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from amanda.backend import Actions, OpFacts, Plan
+from amanda.backend import OpFacts
+from amanda.plan import Actions, Plan
 from torch.utils._pytree import tree_flatten
 
 from ._held import Held

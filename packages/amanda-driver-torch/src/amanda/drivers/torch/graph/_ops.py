@@ -10,8 +10,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, Execution, Insertion, OpFacts, State, Table, current_state
+from amanda.backend import Action, Execution, Insertion, OpFacts, State
 from amanda.errors import AmandaError
+from amanda.graph import Table
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
@@ -41,6 +42,7 @@ class GraphTensors(TorchTensors):
         return str(super().shapes(inputs))
 
 
+current_state = State.current
 TENSORS: Any = GraphTensors()
 _EXPORTED: Any = ExportedTensors()
 

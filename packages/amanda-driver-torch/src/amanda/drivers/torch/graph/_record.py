@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from amanda import interceptor
-from amanda.backend import State, in_force
+from amanda.backend import State
+from amanda.scope import in_force
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .._autograd import AccumulateGrad

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from amanda.backend import Actions, GraphAnalysis, Namespace, OpFacts, backward_id, digest, explained
+from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import ActionError
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
@@ -23,7 +23,8 @@ from ._symbols import Symbols
 from ._trials import Trials
 
 if TYPE_CHECKING:
-    from amanda.backend import History
+    from amanda.graph import History
+    from amanda.plan import Actions
     from torch.fx import GraphModule, Node
 
 
@@ -102,11 +103,11 @@ class Rewriting:
             facts.inputs = list(call.call.inputs)
             plan = self._analysis.forward(facts, values)
             if plan.replace is not None and plan.replace.reads:
-                with explained(facts, plan.replace.tool, str(plan.replace)):
-                    raise ActionError(
-                        f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "
-                        "PyTorch do not hand on: replace one op alone, or run op by op"
-                    )
+                error = ActionError(
+                    f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "
+                    "PyTorch do not hand on: replace one op alone, or run op by op"
+                )
+                raise facts.explain(error, plan.replace)
             self._steps[node].append(Step(facts, plan))
 
     def _facts(self, node: Node, call: NativeCall) -> OpFacts:
@@ -162,7 +163,7 @@ class Rewriting:
     def _plan(
         self, forward: OpFacts, kind: type, place: int, entering: list[Any], leaving: list[Any]
     ) -> tuple[Actions, OpFacts]:
-        identity = backward_id(forward.op_id, kind.__name__, place)
+        identity = forward.backward_id(kind.__name__, place)
         facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
         facts.grad_outputs = entering
         return self._analysis.backward(facts, leaving), facts

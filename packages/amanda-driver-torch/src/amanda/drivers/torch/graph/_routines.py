@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from amanda.action import differentiable
-from amanda.backend import Action, Actions, OpFacts, run_replacement, run_routine
+from amanda.backend import Action, OpFacts
+from amanda.plan import Actions, run_replacement, run_routine
 
 from ._called import Called, CalledForGradients, CalledInstead, Values, cloned, gradients_of
 from ._ops import Program, custom_ops, tensors

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from amanda.backend import Action, OpFacts, run_replacement, run_routine
+from amanda.backend import Action, OpFacts
 from amanda.errors import RoutineError
+from amanda.plan import run_replacement, run_routine
 
 from ._held import Held
 from ._ops import TENSORS
 
 if TYPE_CHECKING:
-    from amanda.backend import History
+    from amanda.graph import History
 
     from ._instrumented import BackwardSite, Inlet, Instrumented, Step
     from ._record import Ran
