@@ -178,8 +178,8 @@ class Subject:
 
 @contextmanager
 def deaths() -> Iterator[list[int]]:
-    from amanda.plan.lifetime import mortality, slots
     from amanda.interceptor import codes
+    from amanda.plan.lifetime import mortality, slots
 
     gc.collect()
     heard: list[int] = []

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from amanda import interceptor
-from amanda.interceptor import ACTIVATION, Activation, Detour, Enclosure, PlanTable, Site
+from amanda.interceptor import ACTIVATION, Activation, Detour, Enclosure, PlanTable, Site, codes
 from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED, digest
-from amanda.interceptor import codes
 
 REUSES = "PYTHONMALLOC" not in os.environ
 """Whether what is freed is used again at once: debugging allocators may keep it."""
