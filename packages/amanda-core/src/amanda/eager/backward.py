@@ -110,7 +110,7 @@ class BackwardStep:
                     self._complete = False
 
     def _is_analysed_anew(self, layer: Layer) -> bool:
-        """Without the cache each pass is analysed, unless the forward pass had it: its values are gone."""
+        """Return True without the cache, unless the forward pass ran with it: its values are gone."""
         if self._state.cache or not all(map(self._state.is_open, layer.tools)):
             return False
         if not self._trace.facts.dropped:  # type: ignore[union-attr]
@@ -154,7 +154,7 @@ class BackwardStep:
         return [action for action in actions.all if self._state.is_open(action.tool)]
 
     def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
-        """Gradients that shall enter the op instead of these."""
+        """Return the gradients that shall enter the op instead of these."""
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
         self._known += [self._analysed(plan) for plan in self._missing]  # no map, which ends on StopIteration
@@ -183,7 +183,7 @@ class BackwardStep:
         return draft.plan
 
     def after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
-        """Gradients that shall leave the op instead of these."""
+        """Return the gradients that shall leave the op instead of these."""
         grads = list(grad_inputs)
         replacement = only_replacement(actions.replace for actions in self._known)
         if replacement is not None and self._state.is_open(replacement.tool):

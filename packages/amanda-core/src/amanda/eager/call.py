@@ -40,11 +40,13 @@ class Call(ABC):
         return inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
-        """Runs the op itself on inputs like this call's, none of which it holds; None where nothing can."""
+        """Return a function that runs the op on inputs like this call's; None where there is none.
+
+        The function holds none of this call's inputs."""
         return None
 
     def compute(self, inputs: Sequence[Any]) -> Any:
-        """Run it for a replacement, which is given a single output as itself."""
+        """Run the op for a replacement; return a single output as itself."""
         return self.invoke(list(inputs))
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -67,7 +69,7 @@ class Call(ABC):
         return False
 
     def formed(self, result: Any) -> Any:
-        """A replacement's result in the form that the op's own has."""
+        """Return a replacement's result in the form that the op's own has."""
         return result
 
     def sources(self) -> tuple[int | tuple[int, int], ...] | None:
@@ -79,15 +81,15 @@ class Call(ABC):
         return None
 
     def attributes(self) -> dict[str, Any]:
-        """The non-tensor arguments by name."""
+        """Return the non-tensor arguments by name."""
         return {}
 
     def parameters(self) -> Sequence[int]:
-        """Positions of the inputs that were read of a variable, where the input itself does not tell."""
+        """Return the positions of inputs that were read from a variable, where the input does not show it."""
         return ()
 
     def op_type(self) -> str:
-        """The framework's own name for what the op computes, one for all its spellings."""
+        """Return the framework's own name for what the op computes, one for all its spellings."""
         return str(getattr(self.op, "__name__", self.op))
 
 
@@ -122,14 +124,14 @@ class EagerOps(TensorOps):
 
     @abstractmethod
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call as the tools see it."""
+        """Return the call as the tools see it."""
 
     @abstractmethod
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An op's result as a list of outputs, and how to put such a list back into its form."""
+        """Return an op's result as a list, and a function that puts such a list back into its form."""
 
     def results(self, call: Call, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The same for the result of this call, where its form is not all that counts."""
+        """Return what `flatten` does, for the result of this call, where the form depends on the call."""
         return self.flatten(outputs)
 
     @abstractmethod
@@ -177,11 +179,11 @@ class EagerOps(TensorOps):
         return _nowhere
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Path of the innermost enclosing call's object within the outermost's."""
+        """Return the path of the innermost enclosing call's object within the outermost's."""
         return ""
 
     def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
-        """Other paths of that object, such as those of the names that a framework gives its layers."""
+        """Return other paths of the innermost object, such as by names of layers."""
         return ()
 
     def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
@@ -190,10 +192,10 @@ class EagerOps(TensorOps):
 
     @abstractmethod
     def tracing(self) -> AbstractContextManager[Any]:
-        """Context around the op that finds the backward ops which it makes; made before its routines run."""
+        """Return a context around the op that finds the op's backward ops; made before the routines run."""
 
     def begin(self, made: Any, inputs: Sequence[Any]) -> None:
-        """Called with the inputs of the op, or of its replacement, before the context `made` is entered.
+        """Take the inputs of the op, or of its replacement, before the context `made` is entered.
 
         What routines returned is among it: backward ops that these values come from are not of the op.
         """

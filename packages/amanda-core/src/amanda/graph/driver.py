@@ -75,11 +75,11 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         """
 
     def rewriting(self) -> AbstractContextManager[Any]:
-        """Context in which graphs are rewritten; nothing is instrumented in it."""
+        """Return the context in which graphs are rewritten; nothing is instrumented in it."""
         return nullcontext()
 
     def execution(self, state: State, table: Mapping[int, Any]) -> Execution:
-        """One run of a copy."""
+        """Return the execution of one run of a copy."""
         return Execution(state, self.tensors, table)
 
     def prepare(

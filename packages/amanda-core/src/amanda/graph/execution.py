@@ -35,7 +35,7 @@ class _Numbers:
         self._gone: deque[int] = deque()
 
     def take(self) -> int:
-        """A number that no living execution has."""
+        """Return a number that no living execution has."""
         if len(self._gone) > self._LATELY:
             with suppress(IndexError):  # another thread was faster
                 return self._gone.popleft()
@@ -85,7 +85,7 @@ class Execution:
 
     @classmethod
     def of(cls, number: int) -> Execution:
-        """The execution under way that has this number."""
+        """Return the execution under way that has this number."""
         return cls._running[number]
 
     def keep(self, place: Hashable, entry: Any) -> None:
@@ -108,12 +108,12 @@ class Execution:
         self._running[self.number] = self
 
     def end(self) -> None:
-        """The graph calls back no more."""
+        """Forbid the graph to call back."""
         self._running.pop(self.number, None)
 
     @contextmanager
     def under_way(self) -> Iterator[Execution]:
-        """Allow the graph to call back; the first exception of a routine is raised as itself."""
+        """Allow the graph to call back meanwhile; raise the first exception of a routine as itself."""
         self.begin()
         try:
             with self.part():
@@ -123,7 +123,7 @@ class Execution:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A part of what runs between `begin` and `end`: a routine's exception is raised as itself."""
+        """Run a part of what is between `begin` and `end`; raise a routine's exception as itself."""
         try:
             yield
         except BaseException:
@@ -140,7 +140,10 @@ class Execution:
                     action.func(**action.kwargs)
 
     def call(self, slot: int, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Run the routines of a slot; rounds: of the loops around it, outermost first."""
+        """Run the routines of a slot; return the tensors that go back into the graph.
+
+        rounds: number of the round of each loop around the place, the outermost loop first.
+        """
         try:
             with interceptor.Suspension(), serving(self._caller):
                 return self.table[slot].run(self, flat, rounds)

@@ -30,7 +30,7 @@ class History:
         self._holders: dict[int, Any] = {}  # which keep their ids
 
     def take(self, reads: Reads) -> None:
-        """Take note of what the routines of a graph have read."""
+        """Note what the routines of a graph have read."""
         for place in reads:
             self._holders[id(place.holder)] = place.holder
             values = self._values.setdefault(place.key, [])
@@ -38,7 +38,7 @@ class History:
                 values.append(place.value)
 
     def restless(self, action: Action) -> str:
-        """The name of what an action reads that is restless; "" where there is none."""
+        """Return the name of a restless value that an action reads; "" where there is none."""
         often = {key for key, values in self._values.items() if len(values) >= self.limit}
         if not often:
             return ""
@@ -60,7 +60,7 @@ class GuardedCopies(Generic[CopyT]):
         self._last: tuple[tuple[Reads, CopyT], ...] = ()
 
     def find(self) -> CopyT | None:
-        """The copy whose routines have read what is there now; None where it is still to be made."""
+        """Return the copy whose routines have read what is there now; None where there is none yet."""
         for one in (*self._last, *self._all):
             if one[0].hold():
                 self._last = (one,)

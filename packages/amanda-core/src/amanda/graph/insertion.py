@@ -60,7 +60,7 @@ class Insertion:
         self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
-        """The op's values from the flat tensors that the graph hands over."""
+        """Return the op's values, made of the flat tensors that the graph hands over."""
         values: list[Any] = [None] * self.count
         tensors = iter(flat)
         for position, size in zip(self.given, self.sizes, strict=True):

@@ -54,15 +54,15 @@ class Rewriter(ABC, Generic[NodeT]):
 
     @abstractmethod
     def nodes(self) -> Iterable[NodeT]:
-        """The nodes, each after those whose values it reads."""
+        """Return the nodes, each after those whose values it reads."""
 
     @abstractmethod
     def sides(self, node: NodeT) -> tuple[Side, Side]:
-        """The inputs and the outputs of a node."""
+        """Return the inputs and the outputs of a node."""
 
     @abstractmethod
     def facts(self, node: NodeT, inputs: Side) -> OpFacts:
-        """Facts of a node, for tools; `compute` and `original` among them where the node can be called."""
+        """Return the facts of a node, with `compute` and `original` where the node can be called."""
 
     @abstractmethod
     def keep(self, node: NodeT, inputs: Side, outputs: Side) -> None:
@@ -80,14 +80,14 @@ class Rewriter(ABC, Generic[NodeT]):
     def call(
         self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write a call of routines as Python, in the slot that `rewriting.add` gives; what it gives.
+        """Write a call of routines as Python, in a slot of `rewriting.add`; return the call's results.
 
         given: the values that it is given.  wanted: symbols of those that it gives in their place; none of
         observers.  side: all the values of the op there, before which an observer does not run.
         """
 
     def inline(self, place: Insertion, given: Sequence[Value]) -> list[Value]:
-        """Make routines part of the graph; what they give.
+        """Make routines part of the graph; return their results.
 
         Raises NotTraceable.
         """
@@ -102,14 +102,17 @@ class Rewriter(ABC, Generic[NodeT]):
         raise NotImplementedError
 
     def formed(self, place: Insertion, wanted: Sequence[Any]) -> Insertion:
-        """Give a new insertion what the driver's own class has besides; wanted: symbols of what it gives."""
+        """Fill in what the driver's own class of insertion has besides; return the insertion.
+
+        wanted: symbols of what the insertion gives.
+        """
         return place
 
     def follow(self, node: NodeT, inputs: Side, outputs: Side, replaced: bool) -> None:
-        """Take note of what a node does, before the routines after it are put there."""
+        """Note what a node does, before the routines after it are put there."""
 
     def leave(self, node: NodeT, replaced: bool) -> None:
-        """Finish with a node; graphs that it holds are rewritten here."""
+        """Finish with a node; rewrite the graphs that it holds."""
 
     def run(self) -> None:
         """Analyse every node, and put the actions that tools record among the nodes."""

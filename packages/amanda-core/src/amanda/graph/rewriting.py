@@ -53,7 +53,7 @@ class Rewriting:
         self.ops = self.analysis.ops
 
     def add(self, routines: Any) -> int:
-        """Put routines into the table; their slot."""
+        """Put routines into the table; return their slot."""
         slot = len(self.table)
         self.table[slot] = routines
         return slot
@@ -71,7 +71,10 @@ class Rewriting:
                 action.tool.refused(action, why)
 
     def restless(self, action: Action) -> str:
-        """The name of what a routine reads that changes often, so that it is not traced; else ""."""
+        """Return the name of a value that a routine reads and that changes often; else "".
+
+        Such a routine is not traced.
+        """
         if action not in self._restless:
             self._restless[action] = self.history.restless(action)
         return self._restless[action]

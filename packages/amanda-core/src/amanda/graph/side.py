@@ -41,14 +41,14 @@ class Side:
 
     @property
     def values(self) -> list[Any]:
-        """The symbols as an analysis is given them: those of a list as a list."""
+        """Return the symbols as an analysis is given them: those of a list as a list."""
         return [
             self.symbols[first] if size is None else self.symbols[first : first + size]
             for first, size in zip(self._firsts, self.sizes, strict=True)
         ]
 
     def selected(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
-        """The positions of the values that routines with these selections are given; None selects all."""
+        """Return the positions of values that routines with these selections get; None selects all."""
         count = self.count
         chosen = set(range(count)) if None in selections else set()
         chosen |= {
@@ -60,7 +60,7 @@ class Side:
         return sorted(one for one in chosen if self.unread.isdisjoint(self._range(one)))
 
     def flat(self, positions: Sequence[int]) -> list[int]:
-        """The flat positions of values."""
+        """Return the flat positions of values."""
         return [i for position in positions for i in self._range(position)]
 
     def where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
@@ -68,7 +68,7 @@ class Side:
         return [one for one in positions if all(holds(self.symbols[i]) for i in self._range(one))]
 
     def changed(self) -> list[int]:
-        """Flat positions that are read elsewhere than at first."""
+        """Return the flat positions that are read elsewhere than at first."""
         return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
 
     def read(self, current: Mapping[Any, Any]) -> None:

@@ -30,7 +30,7 @@ def mix(state: int, value: int) -> int:
 
 
 def digest(*parts: str | bytes | int) -> int:
-    """64 bits of a hash over parts, the same in every process."""
+    """Return 64 bits of a hash over parts, the same in every process."""
     whole = blake2b(digest_size=8)
     for part in parts:
         encoded = part if isinstance(part, bytes) else str(part).encode()
@@ -71,14 +71,14 @@ class CodeRegistry:
         self._changed = changed
 
     def add_root(self, prefix: str, kind: int) -> None:
-        """Code whose file name starts with `prefix` is of this kind; the longest prefix wins."""
+        """Mark code whose file name starts with `prefix` as of this kind; the longest prefix wins."""
         if self._roots.get(prefix) != kind:
             self._roots[prefix] = kind
             self._files.clear()
             self._changed()
 
     def add_code(self, code: CodeType, kind: int) -> None:
-        """This code is of this kind besides."""
+        """Mark a code object as of this kind besides."""
         if not self._codes.get(code, 0) & kind:
             self._codes[code] = self._codes.get(code, 0) | kind
             self._changed()
@@ -91,7 +91,7 @@ class CodeRegistry:
             self.add_code(where, SKIPPED)
 
     def kind(self, code: CodeType) -> int:
-        """Flags of the kinds that code is of; 0 for the user's own."""
+        """Return flags of the kinds that code is of; 0 for the user's own."""
         name = code.co_filename
         if name not in self._files:
             self._files[name] = self._kind_of_file(name)

@@ -65,7 +65,7 @@ class OpFacts:
         self.dropped = True
 
     def first_path(self) -> str | None:
-        """Path of the first variable that the op reads and whose place in the model is known."""
+        """Return the path of the first variable that the op reads and whose place in the model is known."""
         held = map(self.variable_of, spread(self.inputs or ()))
         return next((path for path in (self.path_of(one) for one in held if one is not None) if path), None)
 

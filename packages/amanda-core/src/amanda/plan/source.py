@@ -9,7 +9,7 @@ from amanda.interceptor.registry import codes
 
 
 def user_source() -> str:
-    """ "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
+    """Return "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
     frame = sys._getframe(1)
     while frame is not None:
         if not codes.kind(frame.f_code) & (FRAMEWORK | BOUNDARY | SKIPPED):

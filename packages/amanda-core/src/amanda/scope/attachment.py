@@ -95,7 +95,7 @@ class Attachment:
         return scopes
 
     def driver(self, kind: type[Driver]) -> Driver:
-        """The process's one instance of a driver class."""
+        """Return the process's one instance of a driver class."""
         if kind not in self._drivers:
             driver = kind()
             driver.introduce()
@@ -103,7 +103,7 @@ class Attachment:
         return self._drivers[kind]
 
     def attach(self, kind: type[Driver]) -> None:
-        """Attach a driver now; one that fails is told of in the scopes' reports."""
+        """Attach a driver now; report one that fails to the open scopes."""
         with self._lock:
             driver = self.driver(kind)
             if driver in self._attached or not self._scopes:

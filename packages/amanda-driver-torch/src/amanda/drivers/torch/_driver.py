@@ -45,7 +45,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
     def introduce(self) -> None:
-        """Tell ops apart by what a site calls too; leave the frames of checkpoints out of the places."""
+        """Add the callables that tell ops apart; leave the frames of checkpoints out of the places."""
         super().introduce()
         self.skip(torch.utils.checkpoint.__file__)
         for kind in _CALLED:
