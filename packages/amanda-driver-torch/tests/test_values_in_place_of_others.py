@@ -261,6 +261,47 @@ def test_forward_mode_gradients_go_through() -> None:
     same("mul", program, tangent * 3, before=lambda v: v.detach().clone())
 
 
+def test_a_leaf_that_an_op_makes_stays_a_leaf() -> None:
+    x, w = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3))
+
+    def gradient() -> Tensor | None:
+        made = torch.zeros_like(x, requires_grad=True)
+        (made * 2).sum().backward()
+        return made.grad
+
+    same("zeros_like", gradient, torch.full((3,), 2.0), after=lambda v: v + 1)
+
+    def of_parameter() -> Tensor:
+        w.grad = None
+        torch.relu(x).sum().backward()
+        return torch.zeros(1) if w.grad is None else w.grad
+
+    same("relu", of_parameter, torch.zeros(1), replace=lambda _: w, after=lambda v: v * 2)
+
+
+def test_a_tensor_that_has_left_a_transform_keeps_its_gradient() -> None:
+    w, left = nn.Parameter(torch.ones(3)), []
+
+    def loss(x: Tensor) -> Tensor:
+        left.append(x * w)
+        return left[0].sum()
+
+    torch.func.grad(loss)(torch.ones(3))
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(torch.relu(left[0]).sum(), w, retain_graph=True)[0]
+
+    same("relu", gradient, torch.ones(3), before=lambda v: v * 2)
+
+
+def test_an_inference_tensor_that_needs_a_gradient_gets_none() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3, requires_grad=True)
+    held, y = torch.full((3,), 7.0), torch.ones(3)
+    same("add", lambda: torch.add(x, y), torch.full((3,), 8.0), before=lambda _: held)
+    assert not any(one.requires_grad for one in results(At("add", before=lambda _: held), lambda: x + y))
+
+
 def test_a_raising_replacement_says_where_it_stands() -> None:
     x, turns = torch.rand(3), iter(range(CALLS))
 

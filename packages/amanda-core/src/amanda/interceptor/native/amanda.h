@@ -176,6 +176,7 @@ int reader_gradients(const Reader *reader);
 uint64_t reader_clock(const Reader *reader);
 void reader_set_gradients(const Reader *reader, int on);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
+int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */
 int reader_fits(const Reader *reader, PyObject *original, PyObject *value);
 PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients);

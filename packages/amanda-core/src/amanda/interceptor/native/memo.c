@@ -384,7 +384,7 @@ static int lies_in(const Reader *reader, PyObject *value, const void *memory) {
 
 /* Whether an output shares memory with an input that a routine gave: the program may write through it. */
 static int shares_changed(const Reader *reader, const Run *run, PyObject *const *values, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; run->changed >> i; i++) {
+    for (Py_ssize_t i = 0; run->changed && i < run->count; i++) {
         if (!(run->changed >> i & 1)) continue;
         const void *memory = reader_memory(reader, run->inputs.items[i]);
         for (Py_ssize_t j = 0; j < count; j++)
@@ -393,30 +393,27 @@ static int shares_changed(const Reader *reader, const Run *run, PyObject *const 
     return 0;
 }
 
-static int has_tensor(const Reader *reader, PyObject *value, int *needs) {
-    if (reader_is_tensor(reader, value)) {
-        *needs |= reader_needs_gradient(reader, value);
-        return 1;
-    }
-    int found = 0;
+static int has_tensor(const Reader *reader, PyObject *value) {
+    if (reader_is_tensor(reader, value)) return 1;
     if (PyTuple_Check(value) || PyList_Check(value))
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
-            found |= has_tensor(reader, PySequence_Fast_GET_ITEM(value, i), needs);
-    return found;
+            if (has_tensor(reader, PySequence_Fast_GET_ITEM(value, i))) return 1;
+    return 0;
 }
 
-/* Whether a value may take the place of an output: that was computed from tensors, and is none of their views. */
+/* Whether a value may take the place of an output: that was computed from tensors, and is none of their views,
+   nor a leaf that needs a gradient. */
 static int is_computed(const Reader *reader, int gradients, const Run *run, PyObject *output, PyObject *value) {
     const void *memory = reader_memory(reader, output), *own = reader_memory(reader, value);
-    int tensors = 0, needs = 0;
+    int tensors = 0;
     if (!memory || !own) return 0;
     for (Py_ssize_t i = 0; i < run->count; i++) {
         PyObject *input = run->inputs.items[i];
         if (lies_in(reader, input, memory) || lies_in(reader, input, own)) return 0;
-        tensors |= has_tensor(reader, input, &needs);
+        tensors |= has_tensor(reader, input);
     }
-    int needed = reader_needs_gradient(reader, output);
-    return tensors && (gradients ? needs || !needed : !needed);
+    if (!tensors) return 0;
+    return !reader_needs_gradient(reader, output) || (gradients && !reader_is_leaf(reader, output));
 }
 
 static int leave_trace(const Call *call, const Program *program, uint64_t begin, uint64_t start, uint64_t end,
@@ -492,7 +489,7 @@ static int take_inputs(const Program *program, Call *call, Arguments *given, con
         Py_ssize_t position = 0;
         while (PyDict_Next(own->dict, &position, &name, &value)) flat[count++] = value;
     }
-    for (int i = 0; run->changed >> i; i++) {
+    for (Py_ssize_t i = 0; i < run->count; i++) {
         if (!(run->changed >> i & 1)) continue;
         int source = program->sources ? program->sources[i] : i;
         if (i == program->spread || source < 0) return 0;

@@ -32,6 +32,7 @@ struct Reader {
     Sizes sizes;
     Describe rank;
     Tangent tangent;
+    Ask is_leaf;
     Py_ssize_t memory;                   /* offset in a tensor of the pointer to its memory */
     const void *plain_kind, *no_tangent; /* what a plain tensor begins with; what it has for a tangent */
     PyObject *through;                   /* owned; through(original, value) */
@@ -197,6 +198,8 @@ static inline int has_tangent(const Reader *reader, PyObject *value) {
     return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
 }
 
+int reader_is_leaf(const Reader *reader, PyObject *tensor) { return reader->is_leaf(tensor_at(reader, tensor)); }
+
 /* Whether a tensor that needs no gradient may stand in the place of another, but for gradients' way back. */
 int reader_fits(const Reader *reader, PyObject *original, PyObject *value) {
     if (!reader_memory(reader, original) || !reader_memory(reader, value)) return 0;
@@ -216,7 +219,8 @@ int reader_fits(const Reader *reader, PyObject *original, PyObject *value) {
 
 /* A value that fits, with the gradient's way back to the original. */
 PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients) {
-    if (!gradients || !reader_needs_gradient(reader, original)) return Py_NewRef(value);
+    if (!gradients || !reader_needs_gradient(reader, original) || reader->unversioned(tensor_at(reader, original)))
+        return Py_NewRef(value);
     return PyObject_CallFunctionObjArgs(reader->through, original, value, NULL);
 }
 
@@ -264,16 +268,17 @@ static int read_modes(Reader *reader, PyObject *tuple) {
 }
 
 static int read_values(Reader *reader, PyObject *tuple) {
-    unsigned long long sizes, rank, tangent;
+    unsigned long long sizes, rank, tangent, is_leaf;
     PyObject *sample, *through;
-    if (!PyArg_ParseTuple(tuple, "KKKnOO", &sizes, &rank, &tangent, &reader->memory, &sample, &through)) return -1;
-    if (!sizes || !rank || !tangent || !reader_is_tensor(reader, sample)) {
-        PyErr_Format(PyExc_ValueError, "three addresses, an offset, a tensor and a callable are wanted, not %R", tuple);
+    if (!PyArg_ParseTuple(tuple, "KKKKnOO", &sizes, &rank, &tangent, &is_leaf, &reader->memory, &sample, &through)) return -1;
+    if (!sizes || !rank || !tangent || !is_leaf || !reader_is_tensor(reader, sample)) {
+        PyErr_Format(PyExc_ValueError, "four addresses, an offset, a tensor and a callable are wanted, not %R", tuple);
         return -1;
     }
     const void *handle = tensor_at(reader, sample);
     reader->rank = (Describe)(uintptr_t)rank;
     reader->tangent = (Tangent)(uintptr_t)tangent;
+    reader->is_leaf = (Ask)(uintptr_t)is_leaf;
     reader->plain_kind = **(const void *const *const *)handle;
     reader->no_tangent = *reader->tangent(*(const void *const *)handle, 0, handle);
     reader->through = Py_NewRef(through);
@@ -375,8 +380,8 @@ PyTypeObject Reader_Type = {
               "`int64_t version(handle *)`, `bool gradients_on()`, `void set_gradients(bool)`, and\n"
               "`uint64_t clock()`, which goes on with each backward op that the framework makes.\n"
               "values: what it takes to put values in the place of others: addresses of `int32_t sizes(handle *,\n"
-              "int64_t **out)`, `int32_t rank(handle *, int64_t *out)` and `handle *tangent(handle, uint64_t level,\n"
-              "handle *)`; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
+              "int64_t **out)`, `int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level,\n"
+              "handle *)` and `bool is_leaf(handle *)`, false where a backward op made the tensor; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
               "and through(original, value), which gives the value with its gradients' way back to the original.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,

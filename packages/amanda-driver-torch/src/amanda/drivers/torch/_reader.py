@@ -35,6 +35,7 @@ _VALUES = (
     "aoti_torch_get_sizes",
     "aoti_torch_get_dim",
     "_ZNK3c1010TensorImpl8_fw_gradEmRKN2at10TensorBaseE",  # const Tensor &_fw_grad(level, tensor) const
+    "_ZNK2at10TensorBase7is_leafEv",  # bool at::TensorBase::is_leaf() const
 )
 
 

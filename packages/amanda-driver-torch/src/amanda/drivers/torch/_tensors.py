@@ -55,7 +55,7 @@ class PlainStraightThrough(torch.autograd.Function):
 plain_straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = super(
     torch.autograd.Function, PlainStraightThrough
 ).apply
-"""`PlainStraightThrough.apply`, past the look for transforms."""
+"""`PlainStraightThrough.apply`, past the look for transforms and for tensors that have left one."""
 
 
 class WriteThrough(torch.autograd.Function):
@@ -143,7 +143,7 @@ class TorchTensors:
         recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
         if _has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
             return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-        return plain_straight_through(original, value) if recorded else value
+        return PlainStraightThrough.apply(original, value) if recorded else value
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
