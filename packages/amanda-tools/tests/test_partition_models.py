@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import amanda
-from amanda.tools.partition import PartitionTool
+from amanda.tools.partition import PartitionResult, PartitionTool
 
 pytestmark = pytest.mark.slow
 
@@ -41,4 +41,5 @@ def test_loads_are_even(step: Callable[[], Tensor]) -> None:
         tool = PartitionTool(stages=stages)
         with amanda.apply(tool):
             step().backward()  # type: ignore[no-untyped-call]
+        assert isinstance(tool.result, PartitionResult)
         assert tool.result.imbalance <= most

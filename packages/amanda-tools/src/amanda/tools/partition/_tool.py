@@ -9,6 +9,7 @@ from amanda.errors import ToolError
 from amanda.tools.flops import FlopsTool
 from amanda.tools.kit import check_one_of
 from amanda.tools.partition._cut import Request, Schedule
+from amanda.tools.partition._protect import ProtectedResult, ProtectTool
 from amanda.tools.partition._result import PartitionResult
 from amanda.tools.partition._work import of_flops, of_time
 from amanda.tools.profile import ProfileTool
@@ -19,7 +20,7 @@ from amanda.tools.trace import TraceTool
 class PartitionTool(amanda.Tool):
     """Cuts what its scopes execute into stages for several devices; `result` tells, `clear` starts anew.
 
-    stages: how many.  cost: of an op, its FLOPs, or the "time" that it took.
+    stages: how many, 2 if None.  cost: of an op, its FLOPs, or the "time" that it took.
     method: "order" cuts the order of execution so that the slowest stage is as fast as can be; "min_cut"
     cuts into two sides with the fewest bytes between them.
     microbatches, schedule: how the stages are to be run, for the bubble and for the activations in flight.
@@ -28,6 +29,8 @@ class PartitionTool(amanda.Tool):
     byte_cost: FLOPs, or seconds, that a byte takes between stages; a link may be the slowest then.
     tolerance: by how much the slowest stage may be slower so that fewer bytes cross; with "min_cut" by how
     much a side may be off half.
+    protect: ops that run in another process, which alone holds their parameters, instead of stages:
+    "module=classifier|layer4.*", also with "type="; see `ProtectedResult`.
 
     Raises ToolError for options that are none of these; `result` raises PartitionError where no cut is
     what was asked for.
@@ -35,7 +38,7 @@ class PartitionTool(amanda.Tool):
 
     def __init__(
         self,
-        stages: int = 2,
+        stages: int | None = None,
         cost: Literal["flops", "time"] = "flops",
         method: Literal["order", "min_cut"] = "order",
         microbatches: int = 8,
@@ -44,8 +47,17 @@ class PartitionTool(amanda.Tool):
         copies: int | None = None,
         byte_cost: float = 0.0,
         tolerance: float = 0.05,
+        protect: str | None = None,
     ) -> None:
         super().__init__()
+        self._protected: ProtectTool | None = None
+        if protect is not None:
+            if stages is not None:
+                raise ToolError(f"stages is {stages} and protect is {protect!r}; give one of them")
+            self._protected = ProtectTool(protect)
+            self.depends_on(self._protected)
+            return
+        stages = 2 if stages is None else stages
         check_one_of("cost", cost, ("flops", "time"), ToolError)
         check_one_of("method", method, ("order", "min_cut"), ToolError)
         check_one_of("schedule", schedule, ("1f1b", "gpipe"), ToolError)
@@ -67,15 +79,28 @@ class PartitionTool(amanda.Tool):
         self.depends_on(self._trace, self._measure, self._steps)
 
     @property
-    def result(self) -> PartitionResult:
-        """Return the stages of what was executed so far, a step on the average."""
+    def result(self) -> PartitionResult | ProtectedResult:
+        """Return the stages of what was executed so far, a step on the average, or what is protected."""
+        if self._protected is not None:
+            return self._protected.result
         graph, steps = self._trace.graph, self._steps.number + 1
         if isinstance(self._measure, FlopsTool):
             return PartitionResult(of_flops(graph, self._measure.result, steps), self.request)
         return PartitionResult(of_time(graph, self._measure.result, steps), self.request)
 
     def clear(self) -> None:
-        """Forget what was executed."""
+        """Forget what was executed; protected parameters stay where they are."""
+        if self._protected is not None:
+            self._protected.clear()
+            return
         self._trace.clear()
         self._measure.clear()
         self._steps.restart()
+
+    def release(self) -> None:
+        """Bring protected parameters back into the program, and end the process that holds them.
+
+        The state of their optimizers ends with it.
+        """
+        if self._protected is not None:
+            self._protected.release()
