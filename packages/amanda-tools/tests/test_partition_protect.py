@@ -119,10 +119,9 @@ def found_in_memory(masked: list[bytes]) -> list[bool]:
     """Return which bytes are in writable memory of this process; they are given and compared under a mask."""
     found, longest = [False] * len(masked), max(map(len, masked))
     regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    writable = [one[0].split("-") for one in regions if "w" in one[1]]
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
-        for start, end in (
-            map(lambda one: int(one, 16), one[0].split("-")) for one in regions if "w" in one[1]
-        ):
+        for start, end in ((int(first, 16), int(last, 16)) for first, last in writable):
             for at in range(start, end, 1 << 24):
                 memory.seek(at)
                 content = np.frombuffer(memory.read(min((1 << 24) + longest, end - at)), np.uint8) ^ 0x5A

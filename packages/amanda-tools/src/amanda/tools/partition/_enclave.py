@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from operator import attrgetter
@@ -25,6 +25,9 @@ def serve(settings: Mapping[str, Any]) -> None:
         connection: Any = listener.accept()
     except (AuthenticationError, EOFError, OSError):
         return
+    finally:
+        with suppress(FileNotFoundError):  # the program has removed the folder
+            listener.close()
     with connection:
         _answer(connection, Enclave())
 

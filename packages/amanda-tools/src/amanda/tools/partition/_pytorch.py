@@ -13,6 +13,7 @@ from typing import Any
 import amanda
 from amanda import interceptor
 from amanda.errors import ToolError
+from amanda.tools.kit._requirements import check
 from amanda.tools.partition._channel import Form, Link, ProtectError
 from amanda.tools.partition._pytorch_bytes import packed, unpacked
 
@@ -82,6 +83,7 @@ class Protection:
     def __init__(self) -> None:
         import torch
 
+        check("partition", "torch")
         self._torch: Any = torch
         self._hook: Any = None
         self.crossed: dict[tuple[str, int], Crossed] = {}
