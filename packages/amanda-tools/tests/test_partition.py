@@ -251,3 +251,13 @@ def test_sides_that_cannot_be_balanced() -> None:
         PartitionError, match=r"no two sides .* tolerance=0.1 of half; the heaviest op has 89.2%"
     ):
         run(model, torch.rand(8, 16), method="min_cut", tolerance=0.1).rows()
+
+
+def test_variables_of_tensorflow_are_the_parameters_of_stages() -> None:
+    tf = pytest.importorskip("tensorflow")
+    weights = [tf.Variable(tf.ones((16, 16))) for _ in range(4)]
+    tool, x = PartitionTool(stages=2), tf.ones((8, 16))
+    with amanda.apply(tool):
+        for weight in weights:
+            x = x @ weight
+    assert [stage.parameters for stage in stages_of(tool).stages] == [2 * 4 * 16 * 16] * 2

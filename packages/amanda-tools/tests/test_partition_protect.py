@@ -183,6 +183,16 @@ def test_parameter_that_an_op_outside_shares_is_an_error(protect: Callable[[str]
 
 
 @pytest.mark.slow
+def test_parameter_that_is_frozen_later_is_an_error(protect: Callable[[str], PartitionTool]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(1, 4)
+    with amanda.apply(protect("module=0")):
+        model(x)
+        model.requires_grad_(False)
+        with pytest.raises(ProtectError, match=r"0.weight, whose requires_grad was changed"):
+            model(x)
+
+
+@pytest.mark.slow
 def test_value_of_parameters_alone_does_not_leave_the_process(
     protect: Callable[[str], PartitionTool],
 ) -> None:

@@ -47,17 +47,25 @@ class Crossed:
 class StandIn:
     """A tensor of the program whose values lie in the protected process; NaN is in their place.
 
+    trained: whether it needed a gradient when it was moved.
     gradient, version: the stand-in of its gradient, and autograd's count of writes when it was made.
     """
 
     path: str
     tensor: Any
+    trained: bool
     gradient: Any = None
     version: int = 0
 
-    def is_all_of(self, value: Any) -> bool:
-        """Return True for a tensor with the same elements in the same form."""
-        return bool(value.shape == self.tensor.shape and value.stride() == self.tensor.stride())
+    def check(self, value: Any, where: str) -> None:
+        """Raise ProtectError for a tensor in this memory that the process cannot take for the parameter."""
+        if value.shape != self.tensor.shape or value.stride() != self.tensor.stride():
+            raise ProtectError(f"{where} reads a view of {self.path}; protect knows whole parameters")
+        if self.tensor.requires_grad != self.trained:
+            raise ProtectError(
+                f"{where} reads {self.path}, whose requires_grad was changed after it was protected: freeze "
+                "parameters before, or release and protect anew"
+            )
 
     @property
     def is_fresh(self) -> bool:
@@ -162,7 +170,7 @@ class Protection:
         place.add([form], [], size)
         with self._torch.no_grad():
             value.detach().fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
-        self._stand_ins[value.untyped_storage().data_ptr()] = StandIn(path, value)
+        self._stand_ins[value.untyped_storage().data_ptr()] = StandIn(path, value, value.requires_grad)
 
     def check(self, context: amanda.OpContext) -> None:
         """Raise ProtectError where an op that is not selected reads a stand-in."""
@@ -190,12 +198,8 @@ class Protection:
         def told(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 stand_in = self.held(value)
-                if stand_in is not None and not stand_in.is_all_of(value):
-                    raise ProtectError(
-                        f"{place.type} at {place.source} reads a view of {stand_in.path}; protect knows "
-                        "whole parameters"
-                    )
                 if stand_in is not None:
+                    stand_in.check(value, f"{place.type} at {place.source}")
                     states.append(value)
                     return {"held": stand_in.path}
                 given.append(value)

@@ -89,7 +89,7 @@ class PartitionResult(PlottedResult):
         chosen = stage_of == number
         ops = [op for op, is_in in zip(work.ops, chosen, strict=True) if is_in]
         held = [index for index, read in work.parameters.items() if chosen[list(read)].any()]
-        parameters = sum(work.graph.tensors[index].bytes or 0 for index in held)
+        parameters = sum(work.parameter_bytes[index] for index in held)
         activations = int(work.activations[chosen].sum())
         memory = self.request.copies_of(work) * parameters + self.request.in_flight(number) * activations
         sent = sum(one.tensor.bytes or 0 for one in self.crossings if one.source == number)
@@ -182,7 +182,7 @@ class PartitionResult(PlottedResult):
             notes.append(f"{work.others:,} ops of optimizers and constructors are in no stage.")
         if work.graph.dropped:
             notes.append(f"{work.graph.dropped:,} ops came after the limit of the trace and are in no stage.")
-        if any(span.tensor.bytes is None for span in work.spans):
+        if not all((*work.parameter_bytes.values(), *(one.tensor.bytes is not None for one in work.spans))):
             notes.append("Tensors whose size is not known count as 0 bytes.")
         return [*notes, *work.remarks]
 

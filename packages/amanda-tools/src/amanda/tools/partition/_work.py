@@ -106,6 +106,16 @@ class Work:
                     readers[tensor.index][i] = None
         return {index: tuple(positions) for index, positions in readers.items()}
 
+    @cached_property
+    def parameter_bytes(self) -> Mapping[int, int]:
+        """Return the bytes of each parameter or buffer by its tensor; of a handle, those that are read."""
+        sizes = {index: self.graph.tensors[index].bytes or 0 for index in self.parameters}
+        for tensor in self.graph.tensors:
+            root = self.root(tensor.index).index
+            if root in sizes and self.graph.tensors[root].bytes is None:
+                sizes[root] = max(sizes[root], tensor.bytes or 0)
+        return sizes
+
     def root(self, index: int) -> Tensor:
         """Return the tensor in whose memory a tensor lies."""
         tensor = self.graph.tensors[index]
@@ -146,7 +156,7 @@ class Work:
                 read[position].append(index)
         for position in range(len(self.ops)):
             for index in read[position]:
-                held[before.get(index, -1) + 1 : position + 1] += self.graph.tensors[index].bytes or 0
+                held[before.get(index, -1) + 1 : position + 1] += self.parameter_bytes[index]
                 before[index] = position
             yield held[: position + 1]
 
