@@ -118,7 +118,7 @@ class ProtectTool(amanda.Tool):
             if protection is not None and "protection" in context:
                 protection.check(context)
             return
-        where = f"{context['type']} at {context.get_source()}"
+        where = f"{context['type']} at {context.get_source() or context.get_op_type()}"
         if protection is None or "protection" not in context:
             raise ToolError(
                 f"protect runs ops of PyTorch's eager mode in another process; {where} is of "
