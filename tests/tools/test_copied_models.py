@@ -23,6 +23,7 @@ from amanda.tools.effective_path import EffectivePathTool
 from amanda.tools.flops import FlopsTool
 from amanda.tools.inject import InjectTool
 from amanda.tools.nan import NanTool
+from amanda.tools.partition import PartitionTool
 from amanda.tools.profile import ProfileTool
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
@@ -39,6 +40,7 @@ TOOLS: dict[str, Callable[[Path], amanda.Tool]] = {
     "profile": lambda folder: ProfileTool(),
     "trace": lambda folder: TraceTool(),
     "flops": lambda folder: FlopsTool(),
+    "partition": lambda folder: PartitionTool(),
     "coverage": lambda folder: CoverageTool(),
     "effective_path": lambda folder: EffectivePathTool(),
     "remat": lambda folder: RematTool(),
@@ -50,7 +52,7 @@ TOOLS: dict[str, Callable[[Path], amanda.Tool]] = {
     "activations": lambda folder: ActivationPruneTool(),
     "attention": lambda folder: AttentionPruneTool(),
 }
-CHANGE_NOTHING = list(TOOLS)[:11]
+CHANGE_NOTHING = list(TOOLS)[:12]
 
 
 def trained() -> nn.Module:

@@ -35,6 +35,11 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "tensorflow.python.framework.ops:EagerTensor._handle_data",
         "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     ),
+    ("partition", "torch"): (
+        "torch:Tensor._version",
+        "torch:_C._current_graph_task_id",
+        "torch:autograd.Variable._execution_engine.queue_callback",
+    ),
     ("profile", "torch"): (
         *_MEMORY,
         "torch:_C.DisableTorchFunction",

@@ -7,6 +7,7 @@ from typing import Any
 
 from amanda.errors import AmandaError
 from amanda.tools.view._files import Source, by_column
+from amanda.tools.view._tables import Ops
 
 _WORDS = ("phase", "type", "name", "module", "source")
 _OTHERS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
@@ -41,3 +42,13 @@ def graph(source: Source) -> dict[str, Any]:
             if (producer is not None or tensor.get("kind") == "input") and producer != consumer:
                 edges += (-1 if producer is None else producer, consumer, index)
     return {"tensors": by_column(_TENSOR, tensors), "edges": edges}
+
+
+def stages(source: Source, ops: Ops) -> dict[int, int]:
+    """Return the stage of each op that a partition has put into one; its ops of one place are in order."""
+    found: dict[int, int] = {}
+    for row in source.list_of("ops"):
+        index = next((one for one in ops.about(row) if one not in found), None)
+        if index is not None and isinstance(row.get("stage"), int):
+            found[index] = row["stage"]
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 from amanda.errors import AmandaError
 from amanda.tools.results import Result
 from amanda.tools.view._files import Source, read
-from amanda.tools.view._graph import graph, op_columns
+from amanda.tools.view._graph import graph, op_columns, stages
 from amanda.tools.view._tables import Ops, is_about_ops, ops_named_by, table
 from amanda.tools.view._timeline import places, timeline
 
@@ -54,6 +54,7 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     rows = (source.list_of("rows") for source in tables if is_about_ops(source))
     ops = ops_named_by(*map(places, traces), *rows) if trace is None else trace.list_of("ops")
     known = Ops(ops)
+    partition = next((source for source in sources if source.schema == "amanda.partition"), None)
     return {
         "title": title,
         "sources": [{key: getattr(one, key) for key in ("name", "schema", "version")} for one in sources],
@@ -61,6 +62,7 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "facts": [fact for source in sources for fact in _facts(source)],
         "ops": op_columns(ops),
         "graph": None if trace is None else graph(trace),
+        "stages": {} if partition is None else stages(partition, known),
         "tables": [table(source, known) for source in tables],
         "timelines": [timeline(source, known) for source in traces],
     }

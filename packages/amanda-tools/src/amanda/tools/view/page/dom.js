@@ -100,6 +100,8 @@ function findKind(type) {
   return found ? found[0] : "other";
 }
 
+const STAGES = ["product", "activation", "normalisation", "attention", "elementwise", "loss", "pooling", "other"];
+const stageClass = (stage) => `k-${STAGES[stage % STAGES.length]}`;
 const kindClass = (kind) => `k-${kind.split(" ")[0]}`;
 
 // Keeps what changes often from being drawn more than once a frame.

@@ -78,12 +78,15 @@ class Graph {
     this.lines = [];
     const layers = [svg("g", {}), svg("g", {}), svg("g", {})];
     this.kindsSeen = new Set();
+    this.stagesSeen = new Set();
     this.drawBox(box, 0, 0, layers);
     this.scene.replaceChildren(...layers);
     this.note.textContent = skipped ? `${plural(skipped, "unfolded module")} drawn folded: there is room for ${grouped(MOST_DRAWN)} nodes` : "";
     this.svg.setAttribute("data-nodes", this.places.size);
-    this.legend.replaceChildren(...KINDS.map(([kind]) => kind).concat("other").filter((kind) => this.kindsSeen.has(kind))
-      .map((kind) => h("li", {}, h("span", { class: `dot ${kindClass(kind)}` }), kind)));
+    const kinds = KINDS.map(([kind]) => kind).concat("other").filter((kind) => this.kindsSeen.has(kind));
+    const stages = [...this.stagesSeen].sort((a, b) => a - b);
+    const colours = stages.length ? stages.map((stage) => [`stage ${stage}`, stageClass(stage)]) : kinds.map((kind) => [kind, kindClass(kind)]);
+    this.legend.replaceChildren(...colours.map(([name, colour]) => h("li", {}, h("span", { class: `dot ${colour}` }), name)));
     this.mark();
   }
 
@@ -119,9 +122,12 @@ class Graph {
     const { model } = this;
     const kind = item.node ? (item.node.isOp ? model.kinds[item.node.op] : "module") : "input";
     if (item.node && item.node.isOp) this.kindsSeen.add(kind);
+    const stage = this.stageOf(item);
+    if (stage !== null) this.stagesSeen.add(stage);
+    const colour = stage === null ? kindClass(kind) : `staged ${stageClass(stage)}`;
     const middle = x + item.w / 2 + (item.folded ? 6 : 0);
     const group = svg("g", {
-      class: `node ${kindClass(kind)}${item.phase && item.phase !== "forward" ? " later" : ""}`,
+      class: `node ${colour}${item.phase && item.phase !== "forward" ? " later" : ""}`,
       "data-id": item.node ? item.node.id : null, role: "img",
       "aria-label": `${item.title} ${item.sub || ""}`.trim() },
     svg("title", {}, this.tip(item)),
@@ -131,6 +137,13 @@ class Graph {
     item.sub ? svg("text", { class: "sub", x: middle, y: y + 28 }, item.sub) : null);
     if (item.node) group.append(svg("rect", { class: "heat", x: x + 1, y: y + item.h - 3, width: 0, height: 2, "data-w": item.w - 2 }));
     return group;
+  }
+
+  // The stage of an op, or of all ops of a folded module; null where they are in several.
+  stageOf(item) {
+    const { stages } = this.model.content;
+    const found = item.node ? new Set((item.node.isOp ? [item.node.op] : item.part.ops).map((op) => stages[op] ?? null)) : [];
+    return found.size === 1 ? [...found][0] : null;
   }
 
   cluster(item, x, y) {

@@ -1,0 +1,263 @@
+"""partition: cuts are as good as those of brute force, and the result says what they cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.partition import PartitionError, PartitionResult, PartitionTool
+from amanda.tools.partition._schedule import bubble, slots
+from amanda.tools.partition._work import Work
+from amanda.tools.trace import TraceTool
+from amanda.tools.view import to_page
+
+
+class Branches(nn.Module):
+    """Two branches of linear layers whose widths a seed chooses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chosen = np.random.default_rng(seed).integers(8, 64, 6).tolist()
+        self.left = nn.Sequential(nn.Linear(16, chosen[0]), nn.ReLU(), nn.Linear(chosen[0], chosen[1]))
+        self.right = nn.Sequential(nn.Linear(16, chosen[2]), nn.Linear(chosen[2], chosen[3]))
+        self.top = nn.Sequential(nn.Linear(chosen[1] + chosen[3], chosen[4]), nn.Linear(chosen[4], 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.top(torch.cat([self.left(x), self.right(x)], 1))
+        return made
+
+
+def run(model: nn.Module, x: Tensor, backward: bool = False, **options: Any) -> PartitionResult:
+    tool = PartitionTool(**options)
+    with amanda.apply(tool):
+        y = model(x)
+        if backward:
+            y.sum().backward()
+    return stages_of(tool)
+
+
+def stages_of(tool: PartitionTool) -> PartitionResult:
+    result = tool.result
+    assert isinstance(result, PartitionResult)
+    return result
+
+
+def chain(n: int, width: int = 16) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(n)))
+
+
+def cuts(work: Work, stages: int) -> Iterator[np.ndarray]:
+    """Yield the stages of the ops in every cut that no tensor crosses backwards."""
+    edges = [(span.made, read) for span in work.spans for read in span.positions]
+    for sides in product(range(stages), repeat=len(work.ops)):
+        if all(sides[made] <= sides[read] for made, read in edges):
+            yield np.array(sides)
+
+
+def loads(work: Work, sides: np.ndarray, stages: int) -> list[float]:
+    return [float(work.total[sides == stage].sum()) for stage in range(stages)]
+
+
+def across(work: Work, sides: np.ndarray) -> int:
+    return sum(
+        span.tensor.bytes or 0
+        for span in work.spans
+        if len({sides[i] for i in (span.made, *span.positions)}) > 1
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_slowest_stage_is_within_a_tenth_of_brute_force(seed: int, stages: int) -> None:
+    result = run(Branches(seed), torch.rand(8, 16), stages=stages, tolerance=0.0)
+    best = min(max(loads(result.work, sides, stages)) for sides in cuts(result.work, stages))
+    assert max(stage.cost for stage in result.stages) <= 1.1 * best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_minimum_cut_sends_as_few_bytes_as_brute_force(seed: int) -> None:
+    result = run(Branches(seed), torch.rand(8, 16), method="min_cut", tolerance=0.6)
+    allowed = [
+        across(result.work, sides) for sides in cuts(result.work, 2)
+        if max(loads(result.work, sides, 2)) <= 0.8 * result.work.total.sum()
+    ]  # fmt: skip
+    assert result.stage_of is not None
+    assert max(stage.cost for stage in result.stages) <= 0.8 * result.work.total.sum()
+    assert min(allowed) <= across(result.work, result.stage_of) <= 1.5 * min(allowed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_in_order_sends_the_fewest_bytes_within_the_tolerance(seed: int) -> None:
+    result = run(Branches(seed), torch.rand(8, 16), stages=2, tolerance=0.3)
+    work, count = result.work, len(result.work.ops)
+    orders = [np.arange(count) >= start for start in range(1, count)]
+    least = min(max(loads(work, sides, 2)) for sides in orders)
+    near = [across(work, sides) for sides in orders if max(loads(work, sides, 2)) <= 1.3 * least + 1e-9]
+    assert result.stage_of is not None
+    assert across(work, result.stage_of) == min(near)
+
+
+def test_backward_ops_are_in_the_stage_of_their_forward_ops_and_gradients_cross() -> None:
+    result = run(chain(4), torch.rand(8, 16), backward=True)
+    assert [(one.source, one.target, one.made_by) for one in result.crossings] == [
+        (0, 1, "linear"), (1, 0, "linear_backward"),
+    ]  # fmt: skip
+    assert all(stage.backward > stage.forward > 0 for stage in result.stages)
+
+
+def test_parameters_of_a_stage_are_those_that_its_ops_read() -> None:
+    result = run(chain(4), torch.rand(8, 16))
+    assert [stage.parameters for stage in result.stages] == [2 * 4 * (16 * 16 + 16)] * 2
+    assert [stage.memory for stage in result.stages] == [2176 + 2 * 512 * 2 // 8, 2176 + 2 * 512 // 8]
+
+
+def test_tied_parameter_is_held_by_both_stages_and_named() -> None:
+    model = chain(4)
+    model[3].weight = model[0].weight
+    result = run(model, torch.rand(8, 16))
+    assert result.shared == {"0.weight": [0, 1]}
+    assert "add up its gradients: 0.weight (0, 1)" in str(result)
+
+
+def test_tied_parameter_of_one_stage_counts_once() -> None:
+    model = chain(4)
+    model[1].weight = model[0].weight
+    result = run(model, torch.rand(8, 16))
+    assert result.stages[0].parameters == 4 * (256 + 16 + 16)
+
+
+def test_memory_of_a_device_moves_the_cut() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    free = run(model, torch.rand(8, 64), stages=2)
+    assert free.stages[0].ops == 2
+    tight = run(model, torch.rand(8, 64), stages=2, copies=1, memory=40_000)
+    assert max(stage.memory for stage in tight.stages) <= 40_000
+    with pytest.raises(PartitionError, match=r"memory=30,000 .* least that does is (\d+,\d+)") as caught:
+        run(model, torch.rand(8, 64), stages=2, memory=30_000).rows()
+    least = int(str(caught.value).partition("does is ")[2].partition(":")[0].replace(",", ""))
+    assert run(model, torch.rand(8, 64), stages=2, memory=least).rows()
+
+
+def test_slow_link_moves_the_cut_to_where_few_bytes_cross() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64))
+    result = run(model, torch.rand(8, 16), stages=2, tolerance=0.0, byte_cost=1000.0)
+    assert [str(one.tensor) for one in result.crossings] == ["float32[8,4]"]
+
+
+def test_measured_time_is_a_cost() -> None:
+    result = run(chain(6), torch.rand(8, 16), backward=True, cost="time")
+    assert result.work.unit == "s"
+    assert 0 < sum(stage.cost for stage in result.stages) < 10
+    assert "% of the time" in result.title
+
+
+def test_cost_is_that_of_one_step() -> None:
+    tool, model = PartitionTool(), chain(4)
+    with amanda.apply(tool):
+        for _ in range(3):
+            model(torch.rand(8, 16))
+    assert stages_of(tool).work.total.sum() == run(model, torch.rand(8, 16)).work.total.sum()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (4, 16), (3, 2)])
+def test_bubble_of_equal_stages(schedule: Any, stages: int, microbatches: int) -> None:
+    found = slots(schedule, [1.0] * stages, [2.0] * stages, microbatches)
+    assert len(found) == 2 * stages * microbatches
+    assert bubble(found, stages) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_stage_computes_two_micro_batches_at_once_or_before_they_arrive(schedule: Any) -> None:
+    found = slots(schedule, [1.0, 3.0, 2.0], [2.0, 5.0, 4.0], 5)
+    ends = {(one.stage, one.microbatch, one.backward): one.end for one in found}
+    for one in found:
+        before = one.stage + (1 if one.backward else -1)
+        assert one.begin >= ends.get((before, one.microbatch, one.backward), 0.0)
+    for one, other in combinations(found, 2):
+        assert one.stage != other.stage or one.end <= other.begin or other.end <= one.begin
+
+
+def test_one_forward_one_backward_holds_fewer_activations() -> None:
+    made = [run(chain(4), torch.rand(8, 16), schedule=one, stages=2) for one in ("gpipe", "1f1b")]
+    assert made[0].stages[0].memory > made[1].stages[0].memory
+
+
+def test_result_in_its_forms(tmp_path: Path) -> None:
+    result = run(chain(4), torch.rand(8, 16), backward=True)
+    assert str(result).startswith("2 stages: the slowest has ")
+    assert "Cut 1: 512 B forward (linear float32[8,16])" in str(result)
+    told = json.loads(result.save(tmp_path / "stages.json").read_text())
+    assert {(one["phase"], one["stage"]) for one in told["ops"]} == set(
+        product(("forward", "backward"), (0, 1))
+    )
+    assert list(result.to_pandas()["stage"]) == [0, 1]
+    assert "stage 1" in result.save(tmp_path / "stages.svg").read_text()
+    assert '"stages":{"0":0,' in result.save(tmp_path / "stages.graph.html").read_text()
+
+
+def test_view_puts_ops_into_stages_from_files(tmp_path: Path) -> None:
+    trace, tool, model, x = TraceTool(), PartitionTool(), chain(4), torch.rand(8, 16)
+    with amanda.apply(trace, tool):
+        model(x)
+    files = [trace.result.save(tmp_path / "trace.json"), tool.result.save(tmp_path / "partition.json")]
+    assert '"stages":{"0":0,"1":0,"2":1,"3":1}' in to_page(*files)
+
+
+def test_nothing_executed() -> None:
+    assert str(PartitionTool().result).startswith("No stages: nothing was executed")
+
+
+def test_clear_forgets() -> None:
+    tool = PartitionTool()
+    with amanda.apply(tool):
+        chain(2)(torch.rand(1, 16))
+        tool.clear()
+    assert not stages_of(tool).work.ops
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 0}, "stages is 0; it is a whole number from 1"),
+        ({"cost": "bytes"}, "cost is 'bytes'; it is one of 'flops', 'time'"),
+        ({"tolerance": 2.0}, "tolerance is 2.0; it is a number from 0 to 1"),
+        ({"method": "min_cut", "stages": 3}, "makes 2 stages .* given stages=3"),
+    ],
+)
+def test_options_that_are_none(options: Any, message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        PartitionTool(**options)
+
+
+def test_more_stages_than_ops() -> None:
+    with pytest.raises(PartitionError, match="stages=9, but the traced step has 2 forward ops"):
+        run(chain(2), torch.rand(1, 16), stages=9).rows()
+
+
+def test_sides_that_cannot_be_balanced() -> None:
+    model = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 2))
+    with pytest.raises(
+        PartitionError, match=r"no two sides .* tolerance=0.1 of half; the heaviest op has 89.2%"
+    ):
+        run(model, torch.rand(8, 16), method="min_cut", tolerance=0.1).rows()
+
+
+def test_variables_of_tensorflow_are_the_parameters_of_stages() -> None:
+    tf = pytest.importorskip("tensorflow")
+    weights = [tf.Variable(tf.ones((16, 16))) for _ in range(4)]
+    tool, x = PartitionTool(stages=2), tf.ones((8, 16))
+    with amanda.apply(tool):
+        for weight in weights:
+            x = x @ weight
+    assert [stage.parameters for stage in stages_of(tool).stages] == [2 * 4 * 16 * 16] * 2

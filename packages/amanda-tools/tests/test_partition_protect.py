@@ -1,0 +1,268 @@
+"""partition(protect=): selected ops run in another process, and training is the same to the bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
+from amanda.tools.partition._channel import receive, send
+from amanda.tools.partition._pytorch_bytes import packed, unpacked
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """A model with what makes training hard to repeat: batch normalisation, in-place ops, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.secret = nn.Sequential(
+            nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Flatten()
+        )
+        self.classifier = nn.Sequential(nn.Linear(128, 16), nn.GELU(approximate="tanh"), nn.Linear(16, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.classifier(self.secret(self.features(x)))
+        return made
+
+
+def train(model: nn.Module, optimizer: Optimizer, accumulate: int = 1, steps: int = 3) -> list[float]:
+    torch.manual_seed(1)
+    made, losses = optimizer(model.parameters()), []
+    for _ in range(steps):
+        made.zero_grad()
+        for _ in range(accumulate):
+            loss = nn.functional.cross_entropy(model(torch.rand(4, 3, 8, 8)), torch.randint(0, 10, (4,)))
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        made.step()
+    return losses
+
+
+@pytest.fixture
+def protect() -> Iterator[Callable[[str], PartitionTool]]:
+    tools = []
+
+    def make(text: str) -> PartitionTool:
+        tools.append(PartitionTool(protect=text))
+        return tools[-1]
+
+    yield make
+    for tool in tools:
+        tool.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "accumulate"),
+    [
+        (lambda given: torch.optim.Adam(given, lr=0.01), 1),
+        (lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, weight_decay=0.01), 2),
+    ],
+    ids=["adam", "sgd"],
+)
+def test_training_is_the_same_to_the_bit(
+    optimizer: Optimizer, accumulate: int, protect: Callable[[str], PartitionTool]
+) -> None:
+    plain, model, tool = Net(), Net(), protect("module=classifier|secret")
+    wanted = train(plain, optimizer, accumulate)
+    with amanda.apply(tool):
+        assert train(model, optimizer, accumulate) == wanted
+    for name, parameter in model.named_parameters():
+        assert parameter.isnan().all() == name.startswith(("classifier", "secret")), name
+    tool.release()
+    states = zip(plain.state_dict().items(), model.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for (_, one), other in states)
+
+
+@pytest.mark.slow
+def test_result_declares_what_crosses(protect: Callable[[str], PartitionTool]) -> None:
+    model, tool = Net(), protect("module=classifier.2")
+    with amanda.apply(tool):
+        model(torch.rand(4, 3, 8, 8)).sum().backward()
+    result = tool.result
+    assert isinstance(result, ProtectedResult)
+    assert result.title.startswith(
+        f"2 parameters and buffers of module=classifier.2 are in process {result.pid}"
+    )
+    rows = [(row[0], row[1], row[4], row[6]) for row in result.rows()]
+    assert rows == [
+        ("hold", "parameter", 1, "float32[10,16] > -"), ("hold", "parameter", 1, "float32[10] > -"),
+        ("forward", "linear", 1, "float32[4,16] > float32[4,10]"),
+        ("backward", "linear", 1, "float32[4,10] > float32[4,16]"),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_inference_needs_no_gradients(protect: Callable[[str], PartitionTool]) -> None:
+    model, x = Net().eval(), torch.rand(2, 3, 8, 8)
+    wanted = model(x)
+    with amanda.apply(protect("module=secret")), torch.no_grad():
+        assert torch.equal(model(x), wanted)
+
+
+def found_in_memory(masked: list[bytes]) -> list[bool]:
+    """Return which bytes are in writable memory of this process; they are given and compared under a mask."""
+    found, longest = [False] * len(masked), max(map(len, masked))
+    regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    writable = [one[0].split("-") for one in regions if "w" in one[1]]
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for start, end in ((int(first, 16), int(last, 16)) for first, last in writable):
+            for at in range(start, end, 1 << 24):
+                memory.seek(at)
+                content = np.frombuffer(memory.read(min((1 << 24) + longest, end - at)), np.uint8) ^ 0x5A
+                if content.size and (content != 0x5A).any():
+                    text = content.tobytes()
+                    found = [
+                        one or text.find(pattern) >= 0 for one, pattern in zip(found, masked, strict=True)
+                    ]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem is Linux's")
+def test_protected_parameters_are_nowhere_in_the_memory_of_the_program(
+    protect: Callable[[str], PartitionTool],
+) -> None:
+    model, x = Net(), torch.rand(4, 3, 8, 8)
+    torch.seed()  # other tests have models of the same seed
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter)
+    named = dict(model.named_parameters())
+    secret = [named[name] for name in ("classifier.2.weight", "secret.0.weight", "features.0.weight")]
+    views = [one.detach().numpy().reshape(-1).view(np.uint8)[:64] for one in secret]
+    masked = [(view ^ 0x5A).tobytes() for view in views]
+    assert found_in_memory(masked) == [True, True, True]
+    with amanda.apply(protect("module=classifier|secret")):
+        model(x).sum().backward()
+    assert found_in_memory(masked) == [False, False, True]
+
+
+@pytest.mark.slow
+def test_gradients_that_are_clipped_are_an_error(protect: Callable[[str], PartitionTool]) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amanda.apply(protect("module=classifier")):
+        model(torch.rand(4, 3, 8, 8)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ProtectError, match=r"gradient of classifier.0.weight was written between"):
+            optimizer.step()
+
+
+@pytest.mark.slow
+def test_op_outside_that_reads_a_protected_parameter_is_an_error(
+    protect: Callable[[str], PartitionTool],
+) -> None:
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.Linear(4, 4))
+    with amanda.apply(protect("module=0")):
+        y = model(torch.rand(1, 4))
+        with pytest.raises(
+            ProtectError, match=r"norm at .* reads 0.weight, which lies in the protected process"
+        ):
+            y.sum() + first.weight.norm()
+
+
+@pytest.mark.slow
+def test_parameter_that_an_op_outside_shares_is_an_error(protect: Callable[[str], PartitionTool]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with amanda.apply(protect("module=1")), pytest.raises(ProtectError, match="select both"):
+        model(torch.rand(1, 4))
+
+
+@pytest.mark.slow
+def test_parameter_that_is_frozen_later_is_an_error(protect: Callable[[str], PartitionTool]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(1, 4)
+    with amanda.apply(protect("module=0")):
+        model(x)
+        model.requires_grad_(False)
+        with pytest.raises(ProtectError, match=r"0.weight, whose requires_grad was changed"):
+            model(x)
+
+
+@pytest.mark.slow
+def test_value_of_parameters_alone_does_not_leave_the_process(
+    protect: Callable[[str], PartitionTool],
+) -> None:
+    class Transposed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.weight.t()
+
+    with (
+        amanda.apply(protect("module=0")),
+        pytest.raises(ProtectError, match="of protected parameters alone"),
+    ):
+        nn.Sequential(Transposed(4, 4))(torch.rand(1, 4))
+
+
+@pytest.mark.slow
+def test_process_serves_who_knows_the_key(protect: Callable[[str], PartitionTool], monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        "amanda.tools.partition._channel.Client",
+        lambda address, family, key: Client(address, family, b"other"),
+    )
+    with amanda.apply(protect("module=0")), pytest.raises(AuthenticationError):
+        nn.Sequential(nn.Linear(4, 4))(torch.rand(1, 4))
+
+
+@pytest.mark.parametrize("text", ["classifier", "modul=a", "module=", ""])
+def test_text_that_selects_nothing(text: str) -> None:
+    with pytest.raises(ToolError, match="protect is"):
+        PartitionTool(protect=text)
+
+
+def test_stages_and_protect_are_one_or_the_other() -> None:
+    with pytest.raises(ToolError, match="stages is 2 and protect is 'module=a'"):
+        PartitionTool(stages=2, protect="module=a")
+
+
+def test_module_that_is_not_there_is_told() -> None:
+    tool, model = PartitionTool(protect="module=clasifier.0"), Net()
+    with amanda.apply(tool):
+        model(torch.rand(1, 3, 8, 8))
+    assert "No parameter is protected" in str(tool.result)
+    assert "did you mean classifier.0" in str(tool.result)
+
+
+TENSORS = [
+    torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.rand(3, 4).t(), torch.tensor(True),
+    torch.rand(3, dtype=torch.bfloat16), torch.rand(2, 2, dtype=torch.complex64), torch.empty(0, 3),
+    torch.arange(3).expand(2, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda one: f"{one.dtype} {tuple(one.shape)}")
+def test_tensors_arrive_as_they_were(tensor: Tensor) -> None:
+    ours, theirs = Pipe()
+    send(ours, {"kind": "test"}, [packed(tensor)])
+    header, made = receive(theirs)
+    arrived = unpacked(*made[0])
+    assert header == {"kind": "test"}
+    assert arrived.dtype == tensor.dtype
+    assert torch.equal(arrived, tensor)
+    assert tensor.is_contiguous() == arrived.is_contiguous() or 0 in tensor.stride()
+
+
+def test_message_of_another_length_than_declared_is_refused() -> None:
+    ours, theirs = Pipe()
+    form, content = packed(torch.rand(8000))
+    send(ours, {}, [(form._replace(size=form.size), content)])
+    message = bytearray(theirs.recv_bytes())
+    ours.send_bytes(message[:-4])
+    with pytest.raises(ProtectError, match=r"declares 32,\d+ bytes and has 32,\d+"):
+        receive(theirs)
