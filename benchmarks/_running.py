@@ -1,4 +1,4 @@
-"""Benchmarks in processes of their own, and their raw results as a file."""
+"""Benchmarks in processes of their own."""
 
 import datetime
 import json
@@ -34,12 +34,3 @@ def measured(script: Path, quick: bool) -> dict[str, Any]:
         "load": [round(before, 2), round(os.getloadavg()[0], 2)],
         **results,
     }
-
-
-def one_line_a_list(value: Any, depth: int = 0) -> str:
-    """JSON with each key of an object on a line of its own, and each list on one line."""
-    if not isinstance(value, dict):
-        return json.dumps(value)
-    inner = " " * (depth + 1)
-    lines = [f"{inner}{json.dumps(key)}: {one_line_a_list(one, depth + 1)}" for key, one in value.items()]
-    return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + ("\n" if depth == 0 else "")
