@@ -24,6 +24,10 @@ class Estimate(NamedTuple):
     def __format__(self, digits: str) -> str:
         return f"{self.middle:{digits}} {self.span(digits)}"
 
+    def text(self, digits: str, unit: str) -> str:
+        """Return the estimate with a unit, and the interval."""
+        return f"{self.middle:{digits}} {unit} {self.span(digits)}"
+
     def span(self, digits: str) -> str:
         """Return the interval in brackets."""
         return f"[{self.low:{digits}}, {self.high:{digits}}]"

@@ -76,8 +76,7 @@ def of_ops(results: Results) -> Iterator[Figure]:
         worst, name = max((to_mode(programs[name], variant), name) for name in names)
         yield Figure(what, f"<= {most:.2f} of {MODE}'s cost", f"{worst:.3f} ({name})", verdict(worst, most))
     worst = max(added(programs[name], "before + after") for name in [*others, *linear]).times(1e-3)
-    measured = f"{worst.middle:.1f} us {worst.span('.1f')}"
-    yield Figure("the same, in time", "< 10 us", measured, verdict(worst, 10))
+    yield Figure("the same, in time", "< 10 us", worst.text(".1f", "us"), verdict(worst, 10))
 
 
 def to_mode(program: Results, variant: str) -> Estimate:
@@ -110,7 +109,7 @@ def of_steps(results: Results) -> Iterator[Figure]:
             for title, step in found["passes"].items()
             if {variant, *routines} <= step["twin"].keys() and not model.startswith("GPT")
         )
-        measured = f"{worst.middle:.1f} % {worst.span('.1f')} ({name})"
+        measured = f"{worst.text('.1f', '%')} ({name})"
         if routines:
             measured += f"; {whole.middle:.1f} % with the calls of the routines themselves"
         yield Figure(f"ResNet-50, BERT-base: {what}", "<= 1 % of the step", measured, verdict(worst, 1.0))
@@ -135,10 +134,8 @@ def of_cache(results: Results) -> Iterator[Figure]:
     """A pruning tool's step without the cache over one with it."""
     for model, passes in results["models"].items():
         for title, times in passes.items():
-            gain = worth(times)
-            measured = f"{gain.middle:.1f} x {gain.span('.1f')}"
-            what = f"pruning, cache off over on: {model}, {title}"
-            yield Figure(what, "> 2 x", measured, at_least(gain, 2))
+            gain, what = worth(times), f"pruning, cache off over on: {model}, {title}"
+            yield Figure(what, "> 2 x", gain.text(".1f", "x"), at_least(gain, 2))
 
 
 def worth(times: dict[str, list[float]]) -> Estimate:
@@ -152,8 +149,7 @@ def of_graphs(results: Results) -> Iterator[Figure]:
         for tool in GRAPH_HITS:
             more = difference(results["hits"][mode][tool], results["hits"][mode]["bare"])
             what = f"a call of a graph that was rewritten before, {mode}: {tool}"
-            measured = f"{more.middle:.0f} us {more.span('.0f')}"
-            yield Figure(what, f"<= {most} us", measured, verdict(more, most))
+            yield Figure(what, f"<= {most} us", more.text(".0f", "us"), verdict(more, most))
     for tool, bound in GRAPH_STEPS.items():
         worst, name = max(
             (quotient(step[tool], step["bare"]), f"{model}, {title}")
@@ -172,7 +168,7 @@ def of_graphs(results: Results) -> Iterator[Figure]:
         if each:
             mean = Estimate(*np.mean(each, axis=0))
             most = max(each).middle
-            measured = f"{mean.middle:.1f} x {mean.span('.1f')}, {most:.1f} x at most"
+            measured = f"{mean.text('.1f', 'x')}, {most:.1f} x at most"
             what = f"tools, cache off over on: {which}, mean"
             yield Figure(what, ">= 17.1 x", measured, at_least(mean, 17.1))
 
@@ -226,7 +222,7 @@ def of_tools(results: Results) -> Iterator[Figure]:
     parts = [(framework_share(step, name), where) for name, step, where in steps]
     worst, where = max(parts)
     middle = float(np.median([part.middle for part, _ in parts]))
-    measured = f"{worst.middle:.1f} % {worst.span('.1f')} ({where}); median {middle:.1f} %"
+    measured = f"{worst.text('.1f', '%')} ({where}); median {middle:.1f} %"
     yield Figure("the framework's part of whole tools", "<= 1 % of the step", measured, verdict(worst, 1.0))
     gains = [worth(step["cache"][name]).middle for name, step, _ in steps]
     measured = f"{np.mean(gains):.1f} x in the mean, {max(gains):.1f} x at most"

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from _estimates import difference, median, quotient
 from _plots import Plot, draw
-from _tables import table
+from _tables import against, head, row, table
 from jinja2 import Environment, FileSystemLoader
 
 Results = dict[str, Any]
@@ -16,6 +17,11 @@ TEMPLATES = Environment(
     loader=FileSystemLoader(HERE / "pages"), trim_blocks=True, lstrip_blocks=True,
     keep_trailing_newline=True,
 )  # fmt: skip
+TEMPLATES.filters |= {"f": format, "mib": lambda value: f"{value / 2**20:.1f}"}
+TEMPLATES.globals |= {
+    "head": head, "row": row, "against": against,
+    "median": median, "difference": difference, "quotient": quotient,
+}  # fmt: skip
 
 
 def render(name: str, **values: Any) -> str:
@@ -83,7 +89,7 @@ def settings(found: Results) -> str:
             "load average": f"{min(loads)} to {max(loads)}; a benchmark alone makes 1",
         }  # fmt: skip
         tables.append(table(["" if len(groups) == 1 else ", ".join(names), ""], rows.items()))
-    return "\n".join(tables)
+    return "\n\n".join(tables)
 
 
 def duration(members: list[Results]) -> str:

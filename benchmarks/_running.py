@@ -15,7 +15,7 @@ from _measure import progress
 
 
 def measured(script: Path, quick: bool) -> dict[str, Any]:
-    """Raw results of a benchmark, with where and when it was measured, and the load around it.
+    """Return raw results of a benchmark, with machine, versions, date, time taken and load.
 
     Raises CalledProcessError where it fails.
     """
@@ -23,8 +23,9 @@ def measured(script: Path, quick: bool) -> dict[str, Any]:
     begun, before = time.perf_counter(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
         file = Path(scratch, "results.json")
-        command = [sys.executable, str(script), "--json", str(file)]
-        subprocess.run([*command, *(["--quick"] if quick else [])], check=True)
+        command = [sys.executable, str(Path(__file__).with_name("_measure.py")), str(script), str(file)]
+        environment = {**os.environ, "AMANDA_BENCH_QUICK": "1" if quick else ""}
+        subprocess.run(command, env=environment, check=True)
         results = json.loads(file.read_text())
     return {
         "machine": machine(),

@@ -1,6 +1,6 @@
 """Tables in Markdown."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from _estimates import Estimate, Values, median, quotient
 
@@ -8,18 +8,26 @@ Times = Mapping[str, Values]
 """One value a round, by variant."""
 
 
-def table(head: Sequence[str], rows: Iterable[Iterable[object]], words: bool = False) -> str:
-    """Return a table; numbers are to the right of the first column, or words to the left."""
-    rule = ["---", *["---" if words else "---:"] * (len(head) - 1)]
-    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in (head, rule, *rows))
+def row(*cells: object) -> str:
+    """Return a line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
 
 
-def grid(columns: Mapping[str, Mapping[str, object]], corner: str = "") -> str:
+def head(*titles: object, words: bool = False) -> str:
+    """Return the first two lines of a table; columns after the first are of numbers, or of words."""
+    return f"{row(*titles)}\n{row('---', *['---' if words else '---:'] * (len(titles) - 1))}"
+
+
+def table(titles: Iterable[object], rows: Iterable[Iterable[object]], words: bool = False) -> str:
+    """Return a table."""
+    return "\n".join([head(*titles, words=words), *(row(*cells) for cells in rows)])
+
+
+def grid(columns: Mapping[str, Mapping[str, object]]) -> str:
     """Return a table of the cells of columns by the names of rows; a cell that a column lacks is empty."""
-    rows = dict.fromkeys(row for column in columns.values() for row in column)
-    return table(
-        [corner, *columns], ([row, *(column.get(row, "") for column in columns.values())] for row in rows)
-    )
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = ([name, *(column.get(name, "") for column in columns.values())] for name in names)
+    return table(["", *columns], rows)
 
 
 def against(

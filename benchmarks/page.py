@@ -7,21 +7,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from _figures import figures
+import _sections
+from _figures import figures, held
 from _pages import Page, settings
 from _plots import PLOTS
-from _sections import SECTIONS
 from _tables import table
 
 __all__ = ["PAGE", "read", "settings", "text"]
 
 
 def values(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures, and of each benchmark its tables or why it was not measured."""
-    tables = {
-        name: one if "missing" in one else SECTIONS[name](one) | {"of": one} for name, one in found.items()
+    """Return the figures, and the functions of tables."""
+    return {
+        **vars(_sections),
+        "held": held,
+        "figures": table(["", "figure", "measured", ""], figures(found)),
+        "found": found,
     }
-    return {"figures": table(["", "figure", "measured", ""], figures(found)), "found": tables}
 
 
 PAGE = Page("benchmarks", 2, "benchmarks", values, PLOTS)

@@ -76,7 +76,7 @@ def overhead(modes: Results) -> Iterator[Row]:
         own = flat(by_case(mode, found, framework))
         worst, where = max(own)
         middle = np.median([one.middle for one, _ in own])
-        here = f"{worst.middle:.1f} % {worst.span('.1f')} at most ({where}), median {middle:.2f} %"
+        here = f"{worst.text('.1f', '%')} at most ({where}), median {middle:.2f} %"
         yield f"Amanda's own overhead, {mode}", f"< {bound:.0f} %", here, verdict(worst, bound)
         every = [one.middle for one, _ in flat(by_case(mode, found, whole))]
         here = f"median {np.median(every):.1f} %, {max(every):.0f} % at most"
@@ -99,7 +99,7 @@ def cache(modes: Results) -> Iterator[Row]:
     if EAGER in every:
         low = min(gain for gain, name in every[EAGER] if name.startswith("pruning"))
         so = "as there" if low.low > 2 else "less" if low.high < 2 else "within the noise"
-        here = f"{low.middle:.1f} x {low.span('.1f')} at least"
+        here = f"{low.text('.1f', 'x')} at least"
         yield f"pruning, {EAGER}", "> 2 x", here, so
     middles = {mode: [gain.middle for gain, _ in gains] for mode, gains in every.items()}
     both = np.concatenate(list(middles.values()))

@@ -1,13 +1,16 @@
-"""Values of the paper's figures, from the measurements."""
+"""Values of the paper's figures, from the measurements, and cells of their tables."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from _estimates import Estimate, difference, median, percent
 from _figures import bare_step, framework_share
 from _figures import worth as worth_of
+from _tables import grid
 
 Results = dict[str, Any]
+Cells = dict[str, str]
 EAGER, GRAPH = "PyTorch, eager", "TensorFlow, session"
 NEEDED: dict[str, dict[str, str]] = {
     "8": {EAGER: "kernels"},
@@ -114,3 +117,69 @@ def shares(results: Results) -> Iterator[tuple[str, int, str, float, float]]:
             for case, bytes in found["cases"].items():
                 own, both = (100 * bytes[key] / found["peak"] for key in ("framework", "whole"))
                 yield model, int(batch), case, own, both
+
+
+def shares_of_kernels(op: Results) -> str:
+    """Return a cell of figure 8: the shares of an op's time that its kernels take."""
+    return "; ".join(f"{name} {100 * taken / op['ms']:.0f} %" for name, taken in by_primitive(op).items())
+
+
+def convolutions(op: Results) -> int:
+    """Return the number of convolutions among the kernels of an op."""
+    return sum(count for name, (count, _) in op["kernels"].items() if name.startswith("conv"))
+
+
+def by_mode(
+    modes: Results,
+    cell: Callable[[str, Results, str], Any],
+    first: Callable[[str, Results], Cells] = lambda *_: {},
+    example: bool = True,
+) -> Iterator[tuple[str, str]]:
+    """Yield for each mode a table with a row for each use case and a column for each model.
+
+    first: rows before those.  example: named beside the model.
+    """
+    for mode, found in modes.items():
+        columns = {}
+        for name, cells in by_case(mode, found, cell).items():
+            model = found["models"][name]
+            columns[f"{name}, {model['example']}" if example else name] = first(mode, model) | cells
+        yield mode, grid(columns)
+
+
+def bare(mode: str, model: Results) -> Cells:
+    """Return the rows of the bare step."""
+    return {
+        "bare step": f"{bare_seconds(mode, model) * 1e3:.0f} ms",
+        "bare again": f"{noise(mode, model):.1f}",
+    }
+
+
+def added(mode: str, model: Results, case: str) -> str:
+    """Return a cell of figure 10."""
+    return f"{whole(mode, model, case):.1f}; Amanda {framework(mode, model, case):.2f}"
+
+
+def parted(mode: str, model: Results, case: str) -> str:
+    """Return a cell of figure 11; a dash where all that is added is less than the noise."""
+    if mode != EAGER and whole(mode, model, case).low <= noise(mode, model).high:
+        return "-"
+    own, other = 100 * part(mode, model, case), routines(mode, model, case)
+    return f"{own:.0f} ({other:.1f} % of the step is the tool's)"
+
+
+def gain(mode: str, model: Results, case: str) -> str:
+    """Return a cell of figure 12."""
+    return f"{worth(mode, model, case):.1f}"
+
+
+def mean_gains(mode: str, models: Results) -> list[str]:
+    """Return the last row of figure 12."""
+    cells = by_case(mode, {"models": models}, lambda *case: worth(*case).middle).values()
+    return [f"{np.mean(list(one.values())):.1f}" for one in cells]
+
+
+def footprint(batch: Results) -> Cells:
+    """Return the cells of figure 13 by their heads."""
+    rows = shares({"models": {"": {"1": batch}}})
+    return {f"{case}: Amanda; with the tool": f"{own:.1f}; {both:.1f}" for *_, case, own, both in rows}
