@@ -1,16 +1,16 @@
-"""Memory of this process, by glibc's account and the kernel's.
-
-All allocations are in glibc's account where PYTHONMALLOC=malloc and MALLOC_ARENA_MAX=1.
-"""
+"""Memory of this process, by glibc's account and the kernel's."""
 
 import ctypes
 import gc
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+
+MALLOC = {
+    "PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0", "TF_ENABLE_ONEDNN_OPTS": "0",
+}  # fmt: skip
+"""Environment of a process in which malloc is all that allocates.
+
+TensorFlow takes memory in regions of its own, each larger than the last, where it may use oneDNN.
+"""
 
 
 class Allocated(ctypes.Structure):
@@ -40,15 +40,3 @@ def resident(key: str = "VmRSS") -> int:
 def forget_peak() -> None:
     """Let VmHWM start from the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def in_own_process(script: str, *arguments: str) -> Any:
-    """Return the JSON that a script prints, in a process in which malloc is all that allocates.
-
-    TensorFlow takes memory in regions of its own, each larger than the last, where it may use oneDNN.
-    """
-    malloc = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"}
-    environment = {**os.environ, **malloc, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)

@@ -62,7 +62,7 @@ def met(reached: bool) -> str:
 
 
 def of_ops(results: Results) -> Iterator[Figure]:
-    """Cost per op as a share of the cost of a no-op TorchFunctionMode; the worst program tells."""
+    """Judge cost per op as a share of the cost of a no-op TorchFunctionMode; the worst program tells."""
     programs = results["programs"]
     linear = [name for name in programs if name.startswith("F.linear")]
     modules = [name for name in programs if name.startswith("nn.")]
@@ -91,7 +91,7 @@ def added(program: Results, variant: str) -> Estimate:
 
 
 def of_instructions(results: Results) -> Iterator[Figure]:
-    """Outside of scopes: none in the interceptor, and in the median of programs none more elsewhere."""
+    """Judge instructions outside of scopes: none of the interceptor's, in the median none more."""
     programs = results["programs"].values()
     outside = [(counts, counts[state]) for counts in programs for state in OUTSIDE if state in counts]
     own = max(own for _, (_, own, *_) in outside)
@@ -101,7 +101,7 @@ def of_instructions(results: Results) -> Iterator[Figure]:
 
 
 def of_steps(results: Results) -> Iterator[Figure]:
-    """The framework's part of a step; the worse of ResNet-50 and BERT, and of the passes that apply."""
+    """Judge the framework's part of a step; the worst of models and passes."""
     for variant, (what, routines) in AMANDA_STEPS.items():
         worst, whole, name = max(
             (share(step, variant, routines), share(step, variant), f"{model}, {title}")
@@ -131,7 +131,7 @@ def bare_seconds(step: Results) -> float:
 
 
 def of_cache(results: Results) -> Iterator[Figure]:
-    """A pruning tool's step without the cache over one with it."""
+    """Judge a pruning tool's step without the cache over one with it."""
     for model, passes in results["models"].items():
         for title, times in passes.items():
             gain, what = worth(times), f"pruning, cache off over on: {model}, {title}"
@@ -144,7 +144,7 @@ def worth(times: dict[str, list[float]]) -> Estimate:
 
 
 def of_graphs(results: Results) -> Iterator[Figure]:
-    """Calls, steps, rewrites and the cache in sessions and functions of TensorFlow."""
+    """Judge calls, steps, rewrites and the cache in sessions and functions of TensorFlow."""
     for mode, most in (("session", 200), ("function", 50)):
         for tool in GRAPH_HITS:
             more = difference(results["hits"][mode][tool], results["hits"][mode]["bare"])
@@ -174,7 +174,7 @@ def of_graphs(results: Results) -> Iterator[Figure]:
 
 
 def of_memory(results: Results) -> Iterator[Figure]:
-    """Bytes that Amanda holds in the middle of a step, of the step's peak, and that it gathers with time."""
+    """Judge bytes that Amanda holds in the middle of a step, and that it gathers with time."""
     for tool in next(iter(results["shares"].values())):
         worst, model = max((held(tools[tool]), model) for model, tools in results["shares"].items())
         measured = f"{worst:.2f} % ({model})"
@@ -194,13 +194,13 @@ def held(moments: dict[str, int]) -> float:
 
 
 def of_startup(results: Results) -> Iterator[Figure]:
-    """The interceptor's build."""
+    """Judge the interceptor's build."""
     slowest = max(results["builds"])
     yield Figure("building the interceptor, on two cores", "< 20 s", f"{slowest:.1f} s", met(slowest < 20))
 
 
 def of_profiling(results: Results) -> Iterator[Figure]:
-    """Whether both profilers say the same."""
+    """Judge whether both profilers say the same."""
     same = results["at once"]
     low, middle, high = same["quantiles"]
     measured = f"{same['within']:.1%} of {same['long']:,}; {middle:.3f} [{low:.3f}, {high:.3f}] of its times"
@@ -212,7 +212,7 @@ def of_profiling(results: Results) -> Iterator[Figure]:
 
 
 def of_tools(results: Results) -> Iterator[Figure]:
-    """The framework's part of whole tools, and the worth of their cache."""
+    """Judge the framework's part of whole tools, and the worth of their cache."""
     steps = [
         (name, step, f"{name}: {model}, {title}")
         for model, found in results["models"].items()

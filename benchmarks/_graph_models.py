@@ -13,7 +13,7 @@ RATE = 1e-4
 
 
 class Sizes(NamedTuple):
-    """Of a BERT; by default those of BERT-base."""
+    """Sizes of a BERT; by default those of BERT-base."""
 
     layers: int = 12
     width: int = 768
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 class Model(NamedTuple):
-    """How to make a model with `keras` or `tf_keras`, its input, and that in words."""
+    """A function that makes a model with `keras` or `tf_keras`, its input, and that in words."""
 
     make: Callable[[Keras], Any]
     example: Any

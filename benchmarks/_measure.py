@@ -1,7 +1,8 @@
 """Interleaved timing of variants of one program, and the process in which a benchmark runs.
 
-python _measure.py SCRIPT FILE writes the results of a script as JSON; run.py starts it.  They are those of
-its function `benchmark`; a SCRIPT overhead_eager.py stands for the function `eager` of overhead.py.
+python _measure.py SCRIPT FILE [ARGUMENT ...] writes the results of a script as JSON, as `in_own_process`
+reads them.  They are those of its function `benchmark`; a SCRIPT overhead_eager.py stands for the function
+`eager` of overhead.py.
 """
 
 import gc
@@ -9,7 +10,9 @@ import importlib
 import json
 import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,6 +103,18 @@ def pin_to_one_core() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def in_own_process(script: Path, *arguments: str, **environment: str) -> Any:
+    """Return the results of a script in a process of its own.
+
+    Raises CalledProcessError where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
+        file = Path(scratch, "results.json")
+        command = [sys.executable, __file__, str(script), str(file), *arguments]
+        subprocess.run(command, env={**os.environ, **environment}, check=True)
+        return json.loads(file.read_text())
+
+
 def progress(words: str) -> None:
     """Write to stderr what goes on."""
     print(words, file=sys.stderr, flush=True)
@@ -115,8 +130,8 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    script, file = map(Path, sys.argv[1:])
+    script, file = map(Path, sys.argv[1:3])
     sys.path.insert(0, str(script.parent))
     module, _, function = script.stem.partition("_")
-    found = getattr(importlib.import_module(module), function or "benchmark")()
+    found = getattr(importlib.import_module(module), function or "benchmark")(*sys.argv[3:])
     file.write_text(json.dumps(rounded(found)))

@@ -29,28 +29,27 @@ STYLE = {
     "savefig.transparent": True,
 }
 NOT_AMANDA = ("TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks", "bare again")
-MARKS = "os^"
 
 
 def ops(results: dict[str, Any], axes: Any) -> None:
     """Draw a dot for each program: nanoseconds that are added per op."""
-    programs = list(results["programs"].values())
-    names = list(dict.fromkeys(name for one in programs for name in one["ns"] if name != "bare"))
-    for row, name in enumerate(reversed(names)):
-        values = [max(0.0, added(one, name).middle) for one in programs if name in one["ns"]]
-        colour = OTHERS if name in NOT_AMANDA else AMANDA
-        axes.plot(values, [row] * len(values), "o", color=colour, alpha=0.8, markersize=4.5, mew=0)
+    columns = {
+        program: {name: added(one, name).middle for name in one["ns"] if name != "bare"}
+        for program, one in results["programs"].items()
+    }
+    names = marks(axes, columns, dict.fromkeys(columns, "o"), colour_of, markersize=4.5)
     rows(axes, names, "nanoseconds added per op, a dot for each program", linear_until=100)
 
 
 def steps(results: dict[str, Any], axes: Any) -> None:
     """Draw a mark for each model: percent that is added to a training step."""
     models = {name: one["passes"]["forward + backward"] for name, one in results["models"].items()}
-    names = [name for name in next(iter(models.values()))["twin"] if name not in ("bare", "bare again")]
-    for (model, step), mark in zip(models.items(), MARKS, strict=True):
-        for row, name in enumerate(reversed(names)):
-            colour = OTHERS if name in NOT_AMANDA else AMANDA
-            axes.plot(max(0.0, share(step, name).middle), row, mark, color=colour, alpha=0.8, mew=0)
+    columns = {
+        model: {name: share(step, name).middle for name in step["twin"] if not name.startswith("bare")}
+        for model, step in models.items()
+    }
+    names = marks(axes, columns, dict(zip(models, "os^", strict=True)), colour_of)
+    for model, mark in zip(models, "os^", strict=True):
         axes.plot([], [], mark, color=INK, label=model, mew=0)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
     axes.axvline(1, color=INK, linestyle="--", linewidth=1)
@@ -68,6 +67,31 @@ def memory(results: dict[str, Any], axes: Any) -> None:
     axes.set_ylabel("KiB")
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=max(256, axes.get_ylim()[1]))
     axes.legend(frameon=False, fontsize=8)
+
+
+def colour_of(variant: str) -> str:
+    """Return the colour of a variant."""
+    return OTHERS if variant in NOT_AMANDA else AMANDA
+
+
+def marks(
+    axes: Any,
+    columns: Mapping[str, Mapping[str, float]],
+    shapes: Mapping[str, str],
+    colour: Callable[[str], str],
+    shift: float = 0.0,
+    **style: Any,
+) -> list[str]:
+    """Draw a mark for each column and row, none below 0; return the names of rows, from the top.
+
+    shapes: of the marks, by column.  colour: of a row.  shift: of the marks, upwards.
+    """
+    names = list(dict.fromkeys(name for values in columns.values() for name in values))
+    for column, values in columns.items():
+        for name, value in values.items():
+            at, shape = len(names) - 1 - names.index(name) + shift, shapes.get(column, "o")
+            axes.plot(max(0.0, value), at, shape, color=colour(name), alpha=0.8, mew=0, **style)
+    return names
 
 
 def rows(axes: Any, names: Sequence[str], label: str, linear_until: float | None = None) -> None:

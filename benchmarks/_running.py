@@ -1,17 +1,13 @@
-"""Benchmarks in processes of their own."""
+"""Benchmarks with the facts about their run."""
 
 import datetime
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from _machine import machine, versions
-from _measure import progress
+from _measure import in_own_process, progress
 
 
 def measured(script: Path, quick: bool) -> dict[str, Any]:
@@ -21,12 +17,7 @@ def measured(script: Path, quick: bool) -> dict[str, Any]:
     """
     progress(f"{script.stem} ...")
     begun, before = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
-        file = Path(scratch, "results.json")
-        command = [sys.executable, str(Path(__file__).with_name("_measure.py")), str(script), str(file)]
-        environment = {**os.environ, "AMANDA_BENCH_QUICK": "1" if quick else ""}
-        subprocess.run(command, env=environment, check=True)
-        results = json.loads(file.read_text())
+    results = in_own_process(script, AMANDA_BENCH_QUICK="1" if quick else "")
     return {
         "machine": machine(),
         "versions": versions(),

@@ -35,13 +35,13 @@ def code(program: str) -> str:
 
 
 def added_per_op(programs: Results) -> str:
-    """Nanoseconds per op of the bare program, and those that each variant adds."""
+    """Return nanoseconds per op of the bare program, and those that each variant adds."""
     columns = {code(name): one["ns"] for name, one in programs.items()}
     return against(columns, ".0f", "{:.0f}", 1, difference)
 
 
 def shares_of_mode(programs: Results) -> str:
-    """Added time as a share of TorchFunctionMode's."""
+    """Return added time as a share of TorchFunctionMode's."""
     return grid(
         {
             code(name): {
@@ -53,7 +53,7 @@ def shares_of_mode(programs: Results) -> str:
 
 
 def shares_of_steps(steps: Results) -> str:
-    """Shares of steps by the twin, and those of paired steps."""
+    """Return shares of steps by the twin, and those of paired steps."""
     return grid(
         {
             title: {"bare step": f"{bare_seconds(step) * 1e3:.0f} ms"}
@@ -68,7 +68,7 @@ def shares_of_steps(steps: Results) -> str:
 
 
 def added_per_node(programs: Results) -> str:
-    """Nanoseconds per backward op."""
+    """Return nanoseconds per backward op."""
     columns = {
         f"{name}, {one['nodes']} nodes": {
             variant: np.asarray(times) / one["nodes"] for variant, times in one["ns"].items()
@@ -79,7 +79,7 @@ def added_per_node(programs: Results) -> str:
 
 
 def instructions(results: Results, kind: str) -> str:
-    """Instructions per op in each state: "all", the interceptor's "own", or "shares" of the mode's."""
+    """Return instructions per op in each state: "all", the interceptor's "own", or "shares" of the mode's."""
     cells: dict[str, Callable[[Results, str], str]] = {
         "all": lambda counts, state: f"{counts[state][0]:,.0f}",
         "own": lambda counts, state: f"{counts[state][1]:,.0f}",
@@ -100,7 +100,7 @@ def more(counts: Results, state: str) -> Any:
 
 
 def routines(results: Results) -> str:
-    """Instructions that routines add, by their owners, and a fifth of the mode's for scale."""
+    """Return instructions that routines add, by their owners, and a fifth of the mode's for scale."""
     names = ["all", *(f"of {owner}" for owner in results["owners"])]
     columns = {}
     for program, counts in results["programs"].items():
@@ -111,7 +111,7 @@ def routines(results: Results) -> str:
 
 
 def parts_of_steps(steps: Results) -> str:
-    """Shares of steps that tools add, in their routines and in the framework."""
+    """Return shares of steps that tools add, in their routines and in the framework."""
 
     def cell(step: Results, name: str) -> str:
         whole, inside = step["wide"]["whole"], step["wide"]["inside"]
@@ -129,7 +129,7 @@ def parts_of_steps(steps: Results) -> str:
 
 
 def worths(models: Results) -> str:
-    """Steps without the cache over steps with it."""
+    """Return steps without the cache over steps with it."""
     return grid(
         {
             title: {name: f"{worth(times):.1f}" for name, times in step["cache"].items()}

@@ -1,21 +1,17 @@
-"""Memory that Amanda holds during a training step, and over thousands of them.
+"""Memory that Amanda holds during a training step, and over thousands of them, by glibc's account."""
 
-python memory.py share MODEL TOOL | growth ITERATIONS TOOL, in a process of its own with PYTHONMALLOC=malloc,
-gives bytes in use, by glibc's account.
-"""
-
-import json
 import platform
-import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from _allocated import forget_peak, in_own_process, in_use, resident
-from _measure import QUICK, progress
+from _allocated import MALLOC, forget_peak, in_use, resident
+from _measure import QUICK, in_own_process, progress
 from torch import nn
 
 MODELS = ("ResNet-50", "BERT-base")
+SHARE, GROWTH = Path(__file__).with_name("memory_share.py"), Path(__file__).with_name("memory_growth.py")
 AT_ALL = "routines at all four points"
 TOOLS = ("empty tool, backward too", "before + after", AT_ALL)
 
@@ -28,12 +24,12 @@ def benchmark() -> dict[str, Any]:
     for model in MODELS[: 1 if QUICK else None]:
         progress(f"  {model}")
         tools = TOOLS[-1 if QUICK else 0 :]
-        shares[model] = {tool: in_own_process(__file__, "share", model, tool) for tool in tools}
+        shares[model] = {tool: in_own_process(SHARE, model, tool, **MALLOC) for tool in tools}
     growth = {}
     iterations = "100" if QUICK else "10000"
     for tool in ("bare", AT_ALL):
         progress(f"  {iterations} iterations, {tool}")
-        growth[tool] = in_own_process(__file__, "growth", iterations, tool)
+        growth[tool] = in_own_process(GROWTH, iterations, tool, **MALLOC)
     return {"shares": shares, "growth": growth}
 
 
@@ -41,6 +37,7 @@ def share(name: str, tool: str) -> dict[str, int]:
     """Return the bytes in the middle of a training step, between its forward and its backward pass."""
     from _models import models
 
+    torch.set_num_threads(1)
     start = resident()
     model, example = models()[name].usual()
     model.train()
@@ -84,6 +81,7 @@ def growth(iterations: str, tool: str) -> list[tuple[int, int, int]]:
 
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.set_num_threads(1)
     found, every = [], int(iterations) // 20
     under: Any = nullcontext() if tool == "bare" else amanda.apply(TOOLS[tool]())
     with under:
@@ -94,9 +92,3 @@ def growth(iterations: str, tool: str) -> list[tuple[int, int, int]]:
             if iteration % every == 0:
                 found.append((iteration, in_use(), resident()))
     return found
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    part, *arguments = sys.argv[1:]
-    print(json.dumps({"share": share, "growth": growth}[part](*arguments)))

@@ -30,7 +30,7 @@ def flat(columns: dict[str, Results]) -> list[tuple[Any, str]]:
 
 
 def kernels(modes: Results) -> Iterator[Row]:
-    """The share of convolutions."""
+    """Compare the share of convolutions."""
     ops = modes[EAGER]["ops"]
     mine = [op for op in ops if op["type"].startswith("conv2d")]
     names = {
@@ -47,7 +47,7 @@ def kernels(modes: Results) -> Iterator[Row]:
 
 
 def coverage(modes: Results) -> Iterator[Row]:
-    """Operators that hooks miss."""
+    """Compare operators that hooks miss."""
     models = modes[EAGER]["models"]
     paper = {"VGG19": "none", "BERT-base": "over 100 of 327"}
     missed = {
@@ -70,7 +70,7 @@ def coverage(modes: Results) -> Iterator[Row]:
 
 
 def overhead(modes: Results) -> Iterator[Row]:
-    """Amanda's own part, then all of it."""
+    """Compare Amanda's own part, then all of it."""
     for mode, found in modes.items():
         bound = 1.0 if mode == EAGER else 7.0
         own = flat(by_case(mode, found, framework))
@@ -84,7 +84,7 @@ def overhead(modes: Results) -> Iterator[Row]:
 
 
 def breakdown(modes: Results) -> Iterator[Row]:
-    """Amanda's part of the heavy use cases."""
+    """Compare Amanda's part of the heavy use cases."""
     for mode, found in modes.items():
         parts = by_case(mode, found, part).values()
         for case in ("QAT", "effective path"):
@@ -94,7 +94,7 @@ def breakdown(modes: Results) -> Iterator[Row]:
 
 
 def cache(modes: Results) -> Iterator[Row]:
-    """The cache's worth."""
+    """Compare the cache's worth."""
     every = {mode: flat(by_case(mode, found, worth)) for mode, found in modes.items()}
     if EAGER in every:
         low = min(gain for gain, name in every[EAGER] if name.startswith("pruning"))
@@ -110,7 +110,7 @@ def cache(modes: Results) -> Iterator[Row]:
 
 
 def memory(modes: Results) -> Iterator[Row]:
-    """Shares of the peak under the tracing tool."""
+    """Compare shares of the peak under the tracing tool."""
     for mode, found in modes.items():
         rows = [row for row in shares(found) if row[2] == "tracing"]
         for column, what in ((3, "Amanda's own"), (4, "with the tracing tool's")):

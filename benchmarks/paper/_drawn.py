@@ -5,8 +5,9 @@ from itertools import product
 from typing import Any
 
 import matplotlib as mpl
+from _estimates import Estimate
 from _evaluated import EAGER, Results, by_case, by_primitive, framework, part, shares, whole, worth
-from _plots import AMANDA, INK, OTHERS, Plot, rows
+from _plots import AMANDA, INK, OTHERS, Plot, marks, rows
 
 MARKS = dict(zip(("VGG19", "ResNet-50", "Inception-v3", "BERT-base"), "sov^", strict=True))
 
@@ -42,8 +43,9 @@ def _bars(axes: Any, first: tuple[list[float], str, str], second: tuple[list[flo
 def overhead(results: Results, axes: Any) -> None:
     """Draw a mark for each model: percent that a use case adds, and Amanda's own."""
     for panel, (mode, found) in _panels(axes, results):
-        _marks(panel, mode, found, lambda *case: max(0.0, whole(*case).middle), OTHERS, -0.15)
-        names = _marks(panel, mode, found, lambda *case: max(0.0, framework(*case).middle), AMANDA, 0.15)
+        for value, colour, shift in ((whole, OTHERS, -0.15), (framework, AMANDA, 0.15)):
+            columns = _middles(mode, found, value)
+            names = marks(panel, columns, MARKS, lambda _, colour=colour: colour, shift)
         panel.axvline(1 if mode == EAGER else 7, color=INK, linestyle="--", linewidth=1)
         rows(panel, names, "percent of the bare step", linear_until=1)
     _legend(axes[0], results, ("Amanda's own", AMANDA), ("all that is added", OTHERS))
@@ -67,7 +69,7 @@ def breakdown(results: Results, axes: Any) -> None:
 def cache(results: Results, axes: Any) -> None:
     """Draw a mark for each model: a step without the cache over one with it."""
     for panel, (mode, found) in _panels(axes, results):
-        names = _marks(panel, mode, found, lambda *case: worth(*case).middle, AMANDA)
+        names = marks(panel, _middles(mode, found, worth), MARKS, lambda _: AMANDA)
         panel.axvline(2 if mode == EAGER else 17.1, color=INK, linestyle="--", linewidth=1)
         panel.set_xscale("log")
         panel.set_xticks((1, 2, 5, 10, 20, 50, 100, 200))
@@ -105,20 +107,8 @@ def _panels(axes: Any, results: Results) -> Iterator[tuple[Any, tuple[str, Resul
         yield panel, (mode, found)
 
 
-def _marks(
-    panel: Any,
-    mode: str,
-    found: Results,
-    value: Callable[[str, Results, str], float],
-    colour: str,
-    shift: float = 0.0,
-) -> list[str]:
-    """Draw a mark for each model and use case; return the use cases, from the top."""
-    for model, cases in by_case(mode, found, value).items():
-        at = [row + shift for row in reversed(range(len(cases)))]
-        mark = MARKS.get(model, "o")
-        panel.plot(list(cases.values()), at, mark, color=colour, alpha=0.8, mew=0)
-    return list(cases)
+def _middles(mode: str, found: Results, value: Callable[..., Estimate]) -> dict[str, Results]:
+    return by_case(mode, found, lambda *case: value(*case).middle)
 
 
 def _legend(panel: Any, results: Results, *colours: tuple[str, str]) -> None:

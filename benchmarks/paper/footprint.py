@@ -1,24 +1,19 @@
-"""Figure 13: memory that use cases hold in a training step, by the size of the batch.
-
-python footprint.py FRAMEWORK MODEL BATCH, with PYTHONMALLOC=malloc, gives the bytes of one training step.
-"""
+"""Figure 13: memory that use cases hold in a training step, by the size of the batch."""
 
 import functools
 import importlib
-import json
 import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
-from _allocated import forget_peak, in_own_process, in_use, resident
-from _measure import QUICK, progress
+from _allocated import MALLOC, forget_peak, in_use, resident
+from _measure import QUICK, in_own_process, progress
 from _zoo import BERT, RESNET, in_pytorch, in_tensorflow, use_cases
 
 import amanda
 
+ONE = Path(__file__).with_name("footprint_one.py")
 CASES = ("tracing", "pruning", "QAT")
 Step = Callable[[], int]
 """A training step; gives the bytes in use at the end of its forward pass, or in a graph after it."""
@@ -33,7 +28,7 @@ def batches(framework: str) -> dict[str, Any]:
         found[model] = {}
         for batch in "12" if QUICK else "1248":
             progress(f"  {model}, batches of {batch}")
-            found[model][batch] = in_own_process(__file__, framework, model, batch)
+            found[model][batch] = in_own_process(ONE, framework, model, batch, **MALLOC)
     return {"models": found}
 
 
@@ -95,9 +90,9 @@ def in_keras(name: str, batch: int) -> Step:
     return step
 
 
-if __name__ == "__main__":
-    framework, model, batch = sys.argv[1:]
+def one(framework: str, model: str, batch: str) -> dict[str, Any]:
+    """Return the bytes of one training step; for a process of its own."""
     importlib.import_module(framework)
     start = resident()
     make = {"torch": in_torch, "tf_keras": in_keras}[framework]
-    print(json.dumps(bytes_of(make(model, int(batch)), start)))
+    return bytes_of(make(model, int(batch)), start)

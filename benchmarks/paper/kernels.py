@@ -25,7 +25,7 @@ STEPS = 10
 
 
 class KernelTool(amanda.Tool):
-    """Times operators by their types, and reads what kernels a file tells of that were run within each.
+    """Times operators by their types, and reads in a file which kernels were run within each.
 
     types: (phase, type) -> "calls", "ms", and "kernels": name -> [runs, ms].
     """
@@ -68,7 +68,7 @@ class KernelTool(amanda.Tool):
 
 
 def kernels(account: str) -> Iterator[tuple[str, float]]:
-    """Kernel and milliseconds of each line of oneDNN's account that is of a kernel's run."""
+    """Yield kernel and milliseconds of each line of oneDNN's account that is of a kernel's run."""
     for line in account.splitlines():
         cells = line.split(",")
         if cells[0] == "onednn_verbose" and cells[2:4] == ["primitive", "exec"]:
@@ -90,7 +90,7 @@ def output_into(file: Path) -> Iterator[None]:
 
 
 def benchmark() -> dict[str, Any]:
-    """Of a training step: types of ops with calls, milliseconds, and runs and milliseconds of each kernel."""
+    """Return the types of ops of a training step: calls, milliseconds, runs and times of each kernel."""
     pin_to_one_core()
     pair = in_pytorch()[RESNET]
     step = training(*pair.wide())
@@ -107,7 +107,7 @@ def benchmark() -> dict[str, Any]:
 
 
 def medians(steps: list[dict[tuple[str, str], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Calls of a step, and medians of times over steps; what takes longest comes first."""
+    """Return calls of a step, and medians of times over steps; what takes longest comes first."""
     ops = [
         {
             "phase": phase, "type": kind, "calls": one["calls"],
