@@ -87,10 +87,12 @@ def marks(
     shapes: of the marks, by column.  colour: of a row.  shift: of the marks, upwards.
     """
     names = list(dict.fromkeys(name for values in columns.values() for name in values))
+    heights = {name: at + shift for at, name in enumerate(reversed(names))}
     for column, values in columns.items():
-        for name, value in values.items():
-            at, shape = len(names) - 1 - names.index(name) + shift, shapes.get(column, "o")
-            axes.plot(max(0.0, value), at, shape, color=colour(name), alpha=0.8, mew=0, **style)
+        for tint in dict.fromkeys(map(colour, values)):
+            chosen = {name: max(0.0, value) for name, value in values.items() if colour(name) == tint}
+            at, shape = [heights[name] for name in chosen], shapes.get(column, "o")
+            axes.plot(list(chosen.values()), at, shape, color=tint, alpha=0.8, mew=0, **style)
     return names
 
 
