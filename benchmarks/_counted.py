@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import _callgrind  # type: ignore[import-not-found]
 import torch
 import torch.nn.functional as F
+from _measure import QUICK
 
-QUICK = "--quick" in sys.argv
 SETTLING = 200
 FEW, MANY = 200, 1200
 x, weight, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
@@ -26,7 +25,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
 
 
 def count(state: str, under: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-    """Dump what few and what many calls of each program execute; the difference is free of all else."""
+    """Dump the counts of few and of many calls of each program; the difference is free of all else."""
     for name, program in list(PROGRAMS.items())[: 1 if QUICK else None]:
         gc.collect()
         with under():
@@ -44,7 +43,7 @@ def run(program: Callable[[], object], calls: int) -> None:
 
 
 def main() -> None:
-    """Every state, in the order that they can be had in."""
+    """Count every state, in the only possible order."""
     gc.disable()
     torch.set_num_threads(1)
     count("torch alone")
@@ -55,9 +54,9 @@ def main() -> None:
     count("after import amanda")
 
     from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks, scope_elsewhere, switched_off
-    from _tools import Empty, Routines
+    from _tools import FORWARD, Inserting
 
-    empty, routines, patch = Empty(), Routines(), MonkeyPatch()
+    empty, routines, patch = Inserting(), Inserting(*FORWARD), MonkeyPatch()
     for tool in (empty, routines):
         with amanda.apply(tool):
             for program in PROGRAMS.values():

@@ -19,7 +19,7 @@ class Digits(NamedTuple):
 
 
 def digits() -> Digits:
-    """The same halves at each call, with every class in both by its share."""
+    """Return the same halves at each call, with every class in both by its share."""
     found = load_digits()
     images = (found.images[..., None] / 16).astype(np.float32)
     split = train_test_split(images, found.target, test_size=0.3, random_state=0, stratify=found.target)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from _measure import QUICK
 
 Keras = Any
 Step = Callable[[], object]
@@ -12,7 +13,7 @@ RATE = 1e-4
 
 
 class Sizes(NamedTuple):
-    """Of a BERT; those of BERT-base if nothing is said."""
+    """Sizes of a BERT; by default those of BERT-base."""
 
     layers: int = 12
     width: int = 768
@@ -22,60 +23,64 @@ class Sizes(NamedTuple):
 
 
 class Model(NamedTuple):
-    """How to make a model with `keras` or `tf_keras`, what it is given, and what that is in words."""
+    """A function that makes a model with `keras` or `tf_keras`, its input, and that in words."""
 
     make: Callable[[Keras], Any]
     example: Any
     words: str
 
 
-def models(quick: bool) -> dict[str, Model]:
-    """By name; small ones for a quick run."""
-    if quick:
+def models() -> dict[str, Model]:
+    """Return models by name; small ones for a quick run."""
+    if QUICK:
         small = Sizes(1, 8, 2, 20, 4)
         return {"a small CNN": Model(convolutional, image(8), "8 x 8"), "BERT, 1 layer": bert_model(small)}
     return {
-        "ResNet-50": Model(
-            lambda keras: keras.applications.ResNet50(weights=None), image(224), "1 image of 224 x 224"
-        ),
+        "ResNet-50": application("ResNet50", 224),
         "BERT-base": bert_model(Sizes()),
     }
 
 
-def short_models(quick: bool) -> dict[str, Model]:
-    """Those whose steps are short although they have as many operators."""
-    if quick:
-        return dict(list(models(quick).items())[:1])
+def short_models() -> dict[str, Model]:
+    """Return models whose steps are short although they have as many operators."""
+    if QUICK:
+        return dict(list(models().items())[:1])
     small = Sizes(width=64, heads=4, vocabulary=100, tokens=16)
     return {
-        "ResNet-50, 1 image of 32 x 32": Model(
-            lambda keras: keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3)),
-            image(32), "1 image of 32 x 32",
-        ),
+        "ResNet-50, 1 image of 32 x 32": application("ResNet50", 32),
         "BERT of 12 layers, 64 wide": bert_model(small),
-    }  # fmt: skip
+    }
+
+
+def application(name: str, size: int) -> Model:
+    """Return a model of `keras.applications` with random weights, for one square image."""
+
+    def make(keras: Keras) -> Any:
+        return getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3))
+
+    return Model(make, image(size), f"1 image of {size} x {size}")
 
 
 def image(size: int) -> Any:
-    """One image."""
+    """Return one image."""
     return np.random.default_rng(0).uniform(size=(1, size, size, 3)).astype(np.float32)
 
 
 def bert_model(sizes: Sizes) -> Model:
-    """A BERT with token ids for it."""
+    """Return a BERT with token ids for it."""
     ids = np.random.default_rng(0).integers(0, sizes.vocabulary, (1, sizes.tokens)).astype(np.int32)
     return Model(lambda keras: bert(keras, sizes), ids, f"{sizes.tokens} tokens")
 
 
 def convolutional(keras: Keras) -> Any:
-    """Two convolutions and a classifier."""
+    """Return two convolutions and a classifier."""
     layers = [keras.layers.Conv2D(4, 3, activation="relu") for _ in range(2)]
     ends = [keras.layers.Flatten(), keras.layers.Dense(10)]
     return keras.Sequential([keras.Input((8, 8, 3)), *layers, *ends])
 
 
 def bert(keras: Keras, sizes: Sizes) -> Any:
-    """Token embeddings and the encoder's blocks: attention, a GELU network, layer normalisations."""
+    """Return token embeddings and the encoder's blocks: attention, a GELU network, layer normalisations."""
     given = keras.Input((sizes.tokens,), dtype="int32")
     hidden = keras.layers.Embedding(sizes.vocabulary, sizes.width)(given)
     for _ in range(sizes.layers):
@@ -87,7 +92,7 @@ def bert(keras: Keras, sizes: Sizes) -> Any:
 
 
 def in_a_session(model: Model, training: bool) -> Step:
-    """A step of tf_keras' model in a session; with gradients and plain descent if it trains."""
+    """Return a step of tf_keras' model in a session; with gradients and plain descent if it trains."""
     import tf_keras
 
     with tf.Graph().as_default() as graph:
@@ -103,7 +108,7 @@ def in_a_session(model: Model, training: bool) -> Step:
 
 
 def in_a_function(model: Model, training: bool) -> Step:
-    """The same of Keras' model in a tf.function."""
+    """Return the same of Keras' model in a tf.function."""
     import keras
 
     network, given = model.make(keras), tf.constant(model.example)
@@ -126,7 +131,7 @@ def in_a_function(model: Model, training: bool) -> Step:
 
 
 def chain_in_a_session(length: int) -> Step:
-    """So many additions, one after the other."""
+    """Return a step of a chain of operators."""
     with tf.Graph().as_default() as graph:
         given = tf.compat.v1.placeholder(tf.float32, [4])
         output = chained(given, length)
@@ -136,14 +141,14 @@ def chain_in_a_session(length: int) -> Step:
 
 
 def chain_in_a_function(length: int) -> Step:
-    """The same in a tf.function."""
+    """Return the same in a tf.function."""
     function = tf.function(lambda given: chained(given, length))
     given = tf.ones([4])
     return lambda: function(given).numpy()
 
 
 def chained(value: Any, length: int) -> Any:
-    """Every other operator is an addition to itself, every other a tanh: none is folded."""
+    """Return a chain: every other operator is an addition to itself, every other a tanh: none is folded."""
     for number in range(length):
         value = tf.tanh(value) if number % 2 else value + value
     return value

@@ -1,23 +1,34 @@
-"""What every benchmark shares: interleaved timing of variants of one program, and its command line."""
+"""Interleaved timing of variants of one program, and the process in which a benchmark runs.
 
-import argparse
+python _measure.py SCRIPT FILE [ARGUMENT ...] writes the results of a script as JSON, as `in_own_process`
+reads them.  They are those of its function `benchmark`; a SCRIPT overhead_eager.py stands for the function
+`eager` of overhead.py.
+"""
+
 import gc
+import importlib
 import json
 import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 Variant = Callable[[], AbstractContextManager[Any]]
+Times = dict[str, list[float]]
 BARE, AGAIN = "bare", "bare again"
+QUICK = bool(os.environ.get("AMANDA_BENCH_QUICK"))
+"""True for a run of few rounds and small models, which shows that all runs."""
 
 
 def controls() -> dict[str, Variant]:
-    """The bare program, and the same once more: what differs between these two is noise."""
+    """Return the bare program, and the same once more: a difference between these two is noise."""
     return {BARE: nullcontext, AGAIN: nullcontext}
 
 
@@ -27,13 +38,15 @@ def interleaved(
     seconds: float,
     least: int = 7,
     most: int = 200,
-) -> dict[str, list[float]]:
-    """What `measure` gives in each variant: one value of each a round, until the seconds are over.
+) -> Times:
+    """Return what `measure` gives in each variant: one value of each a round, until the seconds are over.
 
-    The order changes from round to round, so that what drifts does so for all.
+    The order changes from round to round, so that what drifts does so for all.  A quick run goes one round.
     """
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+    taken: Times = {name: [] for name in variants}
     order, chance = list(variants), random.Random(0)
+    if QUICK:
+        seconds, least = 0, 1
 
     def go_round() -> None:
         chance.shuffle(order)
@@ -52,9 +65,26 @@ def interleaved(
     return taken
 
 
+def steps_in_turns(
+    step: Callable[[], object],
+    variants: Mapping[str, Variant],
+    seconds: float = 0.0,
+    least: int = 5,
+    most: int = 40,
+    clock: Callable[[], float] = time.thread_time,
+) -> Times:
+    """Return the processor seconds of a step in each variant, which other programs do not disturb."""
+    return interleaved(variants, lambda _: seconds_of(step, clock), seconds, least, most)
+
+
+def seconds_of(program: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+    """Return the seconds of one run of a program by a clock; by default processor time of this thread."""
+    return timeit(program, number=1, timer=clock)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the garbage collector; what is there already is not looked at by `gc.collect` either."""
+    """Switch the garbage collector off; `gc.collect` does not look at present objects either."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -65,52 +95,43 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def processor_seconds(program: Callable[[], object]) -> float:
-    """Processor time of one run of a program in this thread, which other programs do not disturb."""
-    start = time.thread_time()
-    program()
-    return time.thread_time() - start
-
-
-def wall_seconds(program: Callable[[], object]) -> float:
-    """What one run of a program takes."""
-    start = time.perf_counter()
-    program()
-    return time.perf_counter() - start
-
-
 def pin_to_one_core() -> None:
-    """Keep this process on the last of its cores and torch on one thread."""
-    import torch
-
+    """Keep this process on the last of its cores, and torch, if it is imported, on one thread."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def in_own_process(script: Path, *arguments: str, **environment: str) -> Any:
+    """Return the results of a script in a process of its own.
+
+    Raises CalledProcessError where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
+        file = Path(scratch, "results.json")
+        command = [sys.executable, __file__, str(script), str(file), *arguments]
+        subprocess.run(command, env={**os.environ, **environment}, check=True)
+        return json.loads(file.read_text())
 
 
 def progress(words: str) -> None:
-    """Say on stderr what goes on."""
+    """Write to stderr what goes on."""
     print(words, file=sys.stderr, flush=True)
 
 
-def script(benchmark: Callable[[bool], dict[str, Any]], description: str | None) -> None:
-    """The command line of a benchmark: `--quick` for one short run, `--json FILE` for its raw results."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="few rounds and small models: does it run?")
-    parser.add_argument("--json", type=Path, help="write the raw results here instead of to stdout")
-    options = parser.parse_args()
-    results = benchmark(options.quick)
-    text = json.dumps(rounded(results))
-    if options.json:
-        options.json.write_text(text)
-    else:
-        print(text)
-
-
 def rounded(value: Any) -> Any:
-    """Numbers with six digits that count."""
+    """Return numbers with six digits that count."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+if __name__ == "__main__":
+    script, file = map(Path, sys.argv[1:3])
+    sys.path.insert(0, str(script.parent))
+    module, _, function = script.stem.partition("_")
+    found = getattr(importlib.import_module(module), function or "benchmark")(*sys.argv[3:])
+    file.write_text(json.dumps(rounded(found)))

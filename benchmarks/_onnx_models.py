@@ -28,7 +28,7 @@ class Residual:
         self._node("Gemm", [x, self._weight(1000, channels), self._weight(1000)], transB=1)
 
     def model(self) -> bytes:
-        """The model, serialised."""
+        """Return the model, serialised."""
         graph = helper.make_graph(
             self.nodes,
             "residual",

@@ -1,10 +1,11 @@
-"""What people use today to be called at every operation, each calling nothing but the operation."""
+"""Means that people use today to be called at every operation, each calling nothing but the operation."""
 
-import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -53,25 +54,22 @@ class DispatchMode(TorchDispatchMode):
 
 
 def nothing(*values: Any) -> None:
-    """The routine of a hook or patch that does nothing."""
+    """Do nothing, as the routine of a hook or patch."""
 
 
 @contextmanager
 def module_hooks(model: nn.Module, routine: Callable[..., None] = nothing) -> Iterator[None]:
-    """A hook before and one after the forward of every module that has no modules in it."""
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles = [module.register_forward_pre_hook(routine) for module in leaves]
-    handles += [module.register_forward_hook(routine) for module in leaves]
-    try:
+    """Put a hook before and one after the forward of every module that has no modules in it."""
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if not any(True for _ in module.children()):
+                hooks.enter_context(module.register_forward_pre_hook(routine))
+                hooks.enter_context(module.register_forward_hook(routine))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-@contextmanager
-def hooks_by_hand(leaves: bool = True) -> Iterator[None]:
-    """A hook before and one after each node of a graph, put there within `Tensor.backward`."""
+def hooks_by_hand(leaves: bool = True) -> AbstractContextManager[Any]:
+    """Put a hook before and one after each node of a graph, within `Tensor.backward`."""
     original = torch.Tensor.backward
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,15 +79,11 @@ def hooks_by_hand(leaves: bool = True) -> Iterator[None]:
                 node.register_hook(nothing)
         original(loss, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    torch.Tensor.backward = backward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.backward = original  # type: ignore[method-assign]
+    return patch.object(torch.Tensor, "backward", backward)
 
 
 def graph(loss: torch.Tensor) -> list[Any]:
-    """Every node of the graph that a result hangs in."""
+    """Return every node of the graph that a result hangs in."""
     waiting: list[Any] = [loss.grad_fn]
     found = set(waiting)
     while waiting:
@@ -103,8 +97,9 @@ def graph(loss: torch.Tensor) -> list[Any]:
 class MonkeyPatch:
     """Replaces torch's native functions and methods by Python ones that call a routine before and after.
 
-    Those that compute: what torch lets others override and what works in place, less what reads metadata.
-    A function that is Python itself, such as F.relu, is left, because what it calls is replaced.
+    Those that compute: functions that torch lets others override or that work in place, less those that
+    read metadata.  A function that is Python itself, such as F.relu, is left, because the functions that it
+    calls are replaced.
     """
 
     def __init__(self, before: Callable[..., None] = nothing, after: Callable[..., None] = nothing) -> None:
@@ -140,26 +135,18 @@ def _patched(original: Any, before: Callable[..., None], after: Callable[..., No
 
 @contextmanager
 def scope_elsewhere(tool: amanda.Tool) -> Iterator[None]:
-    """A scope that is open in another thread, which waits."""
-    opened, done = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        with amanda.apply(tool):
-            opened.set()
-            done.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    opened.wait()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    """Open a scope in another thread, which waits."""
+    scope = amanda.apply(tool)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(scope.start).result()
+        try:
+            yield
+        finally:
+            thread.submit(scope.stop).result()
 
 
 @contextmanager
 def switched_off(tool: amanda.Tool) -> Iterator[None]:
-    """`amanda.disabled()` in a scope."""
+    """Open `amanda.disabled()` in a scope."""
     with amanda.apply(tool), amanda.disabled():
         yield

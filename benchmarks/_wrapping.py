@@ -16,7 +16,7 @@ def wrap(tool: amanda.Tool, instead: Callable[[Routine], Routine]) -> None:
 
 
 def in_place_of(routine: Routine, call: Routine) -> Routine:
-    """`call` with all that drivers read off a routine: its name, marks, and whether it wants its run."""
+    """Return `call` with everything that drivers read off a routine: name, marks, wish for its run."""
 
     def with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
         return call(*values, run=run, **kwargs)
@@ -29,6 +29,6 @@ def in_place_of(routine: Routine, call: Routine) -> Routine:
 
 
 def hollow(tool: amanda.Tool) -> amanda.Tool:
-    """The tool, at the same ops with routines that do nothing: what is left is the framework's own."""
+    """Return the tool with routines that do nothing: the rest of its cost is the framework's."""
     wrap(tool, lambda routine: lambda *values, **kwargs: None)
     return tool

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import interleaved, pin_to_one_core, progress, quiet, script
-from _tools import AllPoints, Empty, Routines
+from _measure import QUICK, interleaved, pin_to_one_core, progress, quiet, seconds_of
+from _tools import FORWARD, POINTS, Inserting, Make
 from torch import nn
 
 import amanda
@@ -21,12 +21,12 @@ KINDS = (
     "lgamma log10 log1p log2 logit negative rad2deg reciprocal round rsqrt sgn sigmoid sign sin sinc sinh "
     "sqrt square tan tanh trunc"
 ).split()
-TOOLS: dict[str, Callable[[], amanda.Tool]] = {
+TOOLS: dict[str, Make] = {
     "no routine": amanda.Tool,
-    "an empty routine": Empty,
-    "inserts before + after": Routines,
-    "empty, backward too": lambda: Empty(backward=True),
-    "inserts at all four points": AllPoints,
+    "an empty routine": Inserting,
+    "inserts before + after": lambda: Inserting(*FORWARD),
+    "empty, backward too": lambda: Inserting(backward=True),
+    "inserts at all four points": lambda: Inserting(*POINTS),
 }
 PARTS = {
     "identity: place and user's line": "_source _opid _modules",
@@ -36,21 +36,17 @@ PARTS = {
     "backward: nodes found, hooks": "_backward _autograd",
     "calling analysis routines": "_notes _tools",
 }
-"""What files of Amanda's are for; those of pluggy tell plugins, others are said as "the rest"."""
+"""Files of Amanda by their parts; files of pluggy tell plugins, others are named "the rest"."""
 PART_OF = {file: part for part, files in PARTS.items() for file in files.split()}
 
 
-def network() -> nn.Module:
-    """Linear and tanh in turn: each op is at a place of its own."""
-    return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(4, 4), nn.Tanh())))
-
-
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Nanoseconds: of kinds met for the first time, of new places, of scopes; and a profile."""
+def benchmark() -> dict[str, Any]:
+    """Return nanoseconds: of kinds met for the first time, of new places, of scopes; and a profile."""
     pin_to_one_core()
     progress("  kinds of ops")
     kinds = first_of_a_kind()
-    model, x = network(), torch.randn(4, 4)
+    layers = [part for _ in range(LAYERS) for part in (nn.Linear(4, 4), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(4, 4)  # each op is at a place of its own
 
     def step() -> None:
         model(x).sum().backward()
@@ -60,12 +56,11 @@ def benchmark(quick: bool) -> dict[str, Any]:
 
     def measure(name: str) -> float:
         with amanda.apply(TOOLS[name]()):
-            first, *others = (processor_time(step) for _ in range(5))
+            first, *others = (nanoseconds(step) for _ in range(5))
         later[name].append(sorted(others)[len(others) // 2])
         return first
 
-    under = dict.fromkeys(TOOLS, nullcontext)
-    first = interleaved(under, measure, 0.0 if quick else 15.0, 2 if quick else 7, 60)
+    first = interleaved(dict.fromkeys(TOOLS, nullcontext), measure, 15, most=60)
     later = {name: values[1:] for name, values in later.items()}  # less the round that warmed up
     progress("  scopes")
     return {
@@ -73,35 +68,33 @@ def benchmark(quick: bool) -> dict[str, Any]:
         "first": first,
         "later": later,
         "ops": 2 * LAYERS + 1,
-        "shares": profile(step, 3 if quick else 30),
-        "scopes": scopes(10 if quick else 500),
+        "shares": profile(step, 3 if QUICK else 30),
+        "scopes": scopes(10 if QUICK else 500),
     }
 
 
 def first_of_a_kind() -> dict[str, tuple[float, float]]:
-    """Nanoseconds of a function's first call and of one at a new place later, in a scope."""
+    """Return nanoseconds of a function's first call and of one at a new place later, in a scope."""
     x, found = torch.rand(4, 4), {}
-    with quiet(), amanda.apply(Empty()):
+    with quiet(), amanda.apply(Inserting()):
         torch.add(x, x)
         for name in KINDS:
             function = getattr(torch, name)
-            first, *others = (processor_time(lambda function=function: function(x)) for _ in range(6))
+            first, *others = (nanoseconds(lambda function=function: function(x)) for _ in range(6))
             found[name] = first, sorted(others)[2]
     return found
 
 
-def processor_time(program: Callable[[], object]) -> float:
-    """Nanoseconds of processor time of one run in this thread."""
-    start = time.thread_time_ns()
-    program()
-    return time.thread_time_ns() - start
+def nanoseconds(program: Callable[[], object]) -> float:
+    """Return the processor time of one run in this thread."""
+    return seconds_of(program, time.thread_time_ns)
 
 
 def profile(step: Callable[[], None], times: int) -> dict[str, float]:
-    """Share of the time in Amanda's Python that each question takes in first executions."""
+    """Return the share of the time in Amanda's Python that each part takes in first executions."""
     profiler = cProfile.Profile()
     for _ in range(times):
-        with amanda.apply(Empty()):
+        with amanda.apply(Inserting()):
             profiler.runcall(step)
     shares: dict[str, float] = {}
     for (file, _, _), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
@@ -118,33 +111,20 @@ def profile(step: Callable[[], None], times: int) -> dict[str, float]:
 
 
 def scopes(times: int) -> dict[str, list[float]]:
-    """Nanoseconds to open and close a scope where none is open, within another, and to switch off."""
-    tool, outer = Empty(), Empty()
+    """Return nanoseconds to open and close a scope where none is open, within another, and to switch off."""
 
-    def scope() -> None:
-        with amanda.apply(tool):
-            pass
+    def opened(make: Callable[[], Any]) -> list[float]:
+        def program() -> None:
+            with make():
+                pass
 
-    def off() -> None:
-        with amanda.disabled():
-            pass
+        taken = [nanoseconds(program) for _ in range(times)][1:]
+        return taken[:: max(1, len(taken) // 60)]
 
-    def bare() -> None:
-        with torch.no_grad():
-            pass
-
-    found = {"scope": [processor_time(scope) for _ in range(times)][1:]}
-    with amanda.apply(outer):
-        found["nested scope"] = [processor_time(scope) for _ in range(times)][1:]
-        found["amanda.disabled()"] = [processor_time(off) for _ in range(times)][1:]
-    found["torch.no_grad(), for comparison"] = [processor_time(bare) for _ in range(times)][1:]
-    return {name: sample(values) for name, values in found.items()}
-
-
-def sample(values: list[float], most: int = 60) -> list[float]:
-    """Values evenly picked."""
-    return values[:: max(1, len(values) // most)]
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)
+    tool = Inserting()
+    found = {"scope": opened(lambda: amanda.apply(tool))}
+    with amanda.apply(Inserting()):
+        found["nested scope"] = opened(lambda: amanda.apply(tool))
+        found["amanda.disabled()"] = opened(amanda.disabled)
+    found["torch.no_grad(), for comparison"] = opened(torch.no_grad)
+    return found

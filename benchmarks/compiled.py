@@ -6,21 +6,13 @@ before anything is measured.
 
 import copy
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from _measure import (
-    Variant,
-    controls,
-    interleaved,
-    pin_to_one_core,
-    processor_seconds,
-    progress,
-    script,
-)
+from _measure import QUICK, controls, interleaved, pin_to_one_core, progress, seconds_of
 from _models import PASSES, models
+from _tools import Inserting, Make, scopes
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -29,30 +21,25 @@ from amanda.tools.prune import PruneTool
 
 MODELS = ("ResNet-50", "BERT-base")
 PRODUCTS = ("conv2d", "linear")
+BY_HAND = "the same masks by hand, without Amanda"
 
 
-class Observing(amanda.Tool):
-    """Looks at what each convolution and each product with a weight gives."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.add_inst_for_op(self._analyse)
-
-    def _analyse(self, context: amanda.OpContext) -> None:
-        if context.get_op_type() in PRODUCTS:
-            context.insert_after_op(self._look)
+def observing() -> amanda.Tool:
+    """Return a tool that looks at the output of each convolution and each product with a weight."""
+    calls: list[int] = [0]
 
     @amanda.observer
-    def _look(self, _: Tensor) -> None:
-        self.calls += 1
+    def look(_: Tensor) -> None:
+        calls[0] += 1
+
+    return Inserting("after", routine=look, where=lambda context: context.get_op_type() in PRODUCTS)
 
 
-TOOLS: dict[str, Callable[[], amanda.Tool]] = {
+TOOLS: dict[str, Make] = {
     "empty tool": amanda.Tool,
-    "observer at convolutions and products": Observing,
+    "observer at convolutions and products": observing,
     "prune, masks in the graph": lambda: PruneTool(sparsity=0.5),
 }
-BY_HAND = "the same masks by hand, without Amanda"
 
 
 class Masked(nn.Module):
@@ -66,12 +53,12 @@ class Masked(nn.Module):
         self.register_buffer("mask", kept.to(weight.dtype))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight with zeros."""
+        """Return the weight with zeros."""
         return weight * self.mask
 
 
 def masked(model: nn.Module) -> nn.Module:
-    """A copy of a model whose convolutions and linear layers have masks, as users of PyTorch write them."""
+    """Return a copy of a model whose layers have masks, as users of PyTorch write them."""
     model = copy.deepcopy(model)
     for layer in list(model.modules()):
         if isinstance(layer, nn.Conv2d | nn.Linear):
@@ -79,35 +66,21 @@ def masked(model: nn.Module) -> nn.Module:
     return model
 
 
-def variants() -> dict[str, Variant]:
-    """What the steps run under."""
-    found = controls()
-    for name, make in TOOLS.items():
-        found[name] = functools.partial(amanda.apply, make(), compiled="instrument")  # type: ignore[arg-type]
-    return {**found, BY_HAND: nullcontext}
-
-
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Seconds of compiled steps on one core: model -> pass -> variant -> one value a round."""
+def benchmark() -> dict[str, Any]:
+    """Return seconds of compiled steps on one core: model -> pass -> variant -> one value a round."""
     pin_to_one_core()
+    compiled = functools.partial(torch.compile, backend="eager" if QUICK else "inductor")
     found: dict[str, Any] = {}
-    for name, pair in models().items():
-        if name not in MODELS[: 1 if quick else None]:
-            continue
+    for name in MODELS[: 1 if QUICK else None]:
+        pair = models()[name]
         found[name] = {"example": pair.example, "passes": {}}
-        for title, passes in list(PASSES.items())[: 1 if quick else None]:
+        for title, passes in list(PASSES.items())[: 1 if QUICK else None]:
             progress(f"  {name}, {title}")
             torch._dynamo.reset()
-            model, example = pair.twin() if quick else pair.wide()
-            compiled = functools.partial(torch.compile, backend="eager" if quick else "inductor")
-            step, by_hand = passes(compiled(model), example), passes(compiled(masked(model)), example)
-            found[name]["passes"][title] = interleaved(
-                variants(), lambda variant, step=step, by_hand=by_hand: processor_seconds(
-                    by_hand if variant == BY_HAND else step
-                ), 0.0 if quick else 60.0, least=1 if quick else 7, most=60,
-            )  # fmt: skip
+            model, example = pair.usual()
+            under = {**controls(), **scopes(TOOLS, compiled="instrument"), BY_HAND: nullcontext}
+            steps = dict.fromkeys(under, passes(compiled(model), example))
+            steps[BY_HAND] = passes(compiled(masked(model)), example)
+            taken = interleaved(under, lambda variant, steps=steps: seconds_of(steps[variant]), 60, most=60)
+            found[name]["passes"][title] = taken
     return {"models": found}
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)

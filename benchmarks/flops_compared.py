@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from _pages import DOCS, render
+from _tables import table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,12 +26,12 @@ from models import bert, gpt2, resnet50, vision
 import amanda
 from amanda.tools.flops import FlopsTool
 
-PAGE = Path(__file__).parents[1] / "docs/flops-compared.md"
+PAGE = DOCS / "flops-compared.md"
 IMAGE, TOKENS = torch.rand(1, 3, 224, 224), torch.ones(1, 128, dtype=torch.long)
 
 
 def encoder(tokens: int, width: int, layers: int) -> int:
-    """Projections, two layers of four times the width, and the two products of attention."""
+    """Sum projections, two layers of four times the width, and the two products of attention."""
     return layers * (12 * tokens * width**2 + 2 * tokens**2 * width)
 
 
@@ -51,7 +53,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, int]] = {
 
 
 def by_amanda(model: nn.Module, x: torch.Tensor) -> float:
-    """Of the ops that run."""
+    """Count the ops that run."""
     tool = FlopsTool()
     with amanda.apply(tool):
         model(x)
@@ -66,7 +68,7 @@ def by_torch(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def by_fvcore(model: nn.Module, x: torch.Tensor) -> float:
-    """Of a trace, without autograd."""
+    """Count the ops of a trace, without autograd."""
     from fvcore.nn import FlopCountAnalysis
 
     analysis = FlopCountAnalysis(model, x)
@@ -74,7 +76,7 @@ def by_fvcore(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def by_ptflops(model: nn.Module, x: torch.Tensor) -> float:
-    """Of the functions that are called."""
+    """Count the functions that are called."""
     from ptflops import get_model_complexity_info
 
     argument = "input_ids" if x.dtype == torch.long else "x"
@@ -87,14 +89,14 @@ def by_ptflops(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def by_thop(model: nn.Module, x: torch.Tensor) -> float:
-    """Of modules."""
+    """Count modules."""
     from thop import profile
 
     return profile(model, inputs=(x,), verbose=False)[0]
 
 
 def by_calflops(model: nn.Module, x: torch.Tensor) -> float:
-    """Of functions that it patches."""
+    """Count functions that it patches."""
     from calflops import calculate_flops
 
     _, macs, _ = calculate_flops(
@@ -104,7 +106,7 @@ def by_calflops(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def by_torchinfo(model: nn.Module, x: torch.Tensor) -> float:
-    """Of modules: products of parameters and outputs."""
+    """Count modules: products of parameters and outputs."""
     from torchinfo import summary
 
     return summary(model, input_data=x, verbose=0).total_mult_adds
@@ -117,7 +119,7 @@ COUNTERS: dict[str, Callable[[nn.Module, torch.Tensor], float]] = {
 
 
 def counted(counter: Callable[..., float], name: str, why: dict[str, str]) -> str:
-    """GMACs of a forward pass in evaluation mode without gradients, or a dash with the reason in `why`."""
+    """Return the GMACs of a forward pass without gradients, or a dash with the reason in `why`."""
     make, x, _ = MODELS[name]
     try:
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -129,14 +131,14 @@ def counted(counter: Callable[..., float], name: str, why: dict[str, str]) -> st
         return "-"
 
 
-def row(name: str, why: dict[str, str]) -> str:
-    """A line of the table."""
-    cells = [counted(counter, name, why) for counter in COUNTERS.values()]
-    return f"| {name} | {MODELS[name][2] / 1e9:.4f} | {' | '.join(cells)} |"
+def row(name: str, why: dict[str, str]) -> list[str]:
+    """Return a line of the table."""
+    counts = [counted(counter, name, why) for counter in COUNTERS.values()]
+    return [name, f"{MODELS[name][2] / 1e9:.4f}", *counts]
 
 
 def training(counter: Callable[[nn.Module, torch.Tensor], float]) -> str:
-    """GMACs of MobileNetV2's forward and backward pass."""
+    """Return the GMACs of MobileNetV2's forward and backward pass."""
 
     class Step(nn.Module):
         def __init__(self) -> None:
@@ -149,37 +151,18 @@ def training(counter: Callable[[nn.Module, torch.Tensor], float]) -> str:
     return f"{counter(Step(), IMAGE) / 1e9:.4f}"
 
 
-PAGE_TEXT = """\
-# FLOPs, counted by others
-
-Multiply-accumulates in billions of one forward pass at batch 1, in evaluation mode without gradients:
-images of 224 by 224, 128 tokens. Every counter had a model of its own in the same process.
-
-{table}
-
-The formula has the convolutions, products with weights, and both products of attention, over all pairs
-of tokens also where a mask hides half of them. `torch` is `FlopCounterMode`, halved.
-
-MobileNetV2 forward and backward: Amanda {own}, `FlopCounterMode` {torchs}, whose formula for the gradient
-of a convolution leaves its groups out.
-
-{reasons}Versions: {versions}.
-`python benchmarks/flops_compared.py --write` counts again.
-"""
-
-
 def page() -> str:
-    """docs/flops-compared.md."""
+    """Return docs/flops-compared.md."""
     why: dict[str, str] = {}
-    head = [f"| model | formula | {' | '.join(COUNTERS)} |", "|---" * (len(COUNTERS) + 2) + "|"]
-    table = [*head, *(row(name, why) for name in MODELS)]
     others = ("torch", "fvcore", "ptflops", "thop", "calflops", "torchinfo")
-    listed = [f"- {what}: {reason}" for what, reason in why.items()]
-    return PAGE_TEXT.format(
-        table="\n".join(table), own=training(by_amanda), torchs=training(by_torch),
-        reasons="\n".join(["Where there is a dash:", "", *listed, "", ""]) if why else "",
+    return render(
+        "flops-compared",
+        table=table(["model", "formula", *COUNTERS], (row(name, why) for name in MODELS), words=True),
+        own=training(by_amanda),
+        torchs=training(by_torch),
+        why=why,
         versions=", ".join(f"{name} {metadata.version(name)}" for name in others),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":
@@ -188,6 +171,6 @@ if __name__ == "__main__":
     else:
         reasons: dict[str, str] = {}
         for model in sys.argv[1:] or MODELS:
-            print(row(model, reasons))
+            print(*row(model, reasons))
         for what, reason in reasons.items():
             print(f"{what}: {reason}")

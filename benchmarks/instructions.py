@@ -1,4 +1,4 @@
-"""Instructions per op, counted by callgrind: what "no cost outside a scope" means, exactly."""
+"""Instructions per op, counted by callgrind: the exact meaning of "no cost outside a scope"."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _measure import progress, script
+from _measure import progress
 
 HERE = Path(__file__).parent
 REQUESTS = """
@@ -22,17 +22,17 @@ ALLOCATOR = re.compile(
     r"malloc|calloc|realloc|memalign|aligned_alloc|_int_free|unlink_chunk|sysmalloc|systrim|^c?free\b"
     r"|PyObject_(?:Free|Malloc|Calloc|Realloc)|address_in_range|arena"
 )
-"""What a heap of another history makes shorter or longer, though the same is asked of it."""
+"""Functions that take longer or shorter with a heap of another history."""
 OWNERS = {
     "the interceptor": ("_native.",),
     "the interpreter": ("libpython", "python"),
     "torch": ("libtorch", "libc10"),
 }
-"""Whose code it is, told by how the name of the library begins; the interpreter's may be in its program."""
+"""Beginnings of the names of libraries, by owner; the interpreter's code may be in its program."""
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Instructions of one call: program -> state -> count; or why they were not counted."""
+def benchmark() -> dict[str, Any]:
+    """Return instructions of one call: program -> state -> count; or why they were not counted."""
     if shutil.which("valgrind") is None:
         return {"missing": "valgrind is not installed"}
     with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
@@ -42,8 +42,9 @@ def benchmark(quick: bool) -> dict[str, Any]:
         except Exception as failure:
             return {"missing": f"valgrind's headers cannot be compiled against ({type(failure).__name__})"}
         progress("  python under callgrind")
-        run_counted(folder, quick)
-        return {"programs": per_call(folder), "owners": list(OWNERS), "tool": version()}
+        run_counted(folder)
+        version = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True).stdout
+        return {"programs": per_call(folder), "owners": list(OWNERS), "tool": version.strip()}
 
 
 def compile_requests(folder: Path) -> None:
@@ -56,18 +57,19 @@ def compile_requests(folder: Path) -> None:
     builder.compile(tmpdir=str(folder))
 
 
-def run_counted(folder: Path, quick: bool) -> None:
+def run_counted(folder: Path) -> None:
     """Run the program of _counted.py under callgrind, which leaves its counts in the folder."""
     command = [
         "valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out", "-q",
-        sys.executable, str(HERE / "_counted.py"), *(["--quick"] if quick else []),
+        sys.executable, str(HERE / "_counted.py"),
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def per_call(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Instructions of one call, and those of each of the OWNERS: program -> state -> counts."""
+    """Return instructions of one call, and those of each of the OWNERS: program -> state -> counts."""
     counts: dict[tuple[str, str], dict[int, list[int]]] = {}
     for file in folder.glob("out.*"):
         text = file.read_text(errors="replace")
@@ -83,7 +85,7 @@ def per_call(folder: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def without_allocator(text: str) -> list[int]:
-    """Instructions in a file of callgrind's, less those of functions that allocate; and those of OWNERS."""
+    """Return instructions in a file of callgrind's, less those of allocators; and those of OWNERS."""
     total, counted, owner, inclusive = 0, True, "", False
     owned = dict.fromkeys(OWNERS, 0)
     names: dict[tuple[str, str], str] = {}
@@ -106,14 +108,3 @@ def without_allocator(text: str) -> list[int]:
                     owned[owner] += instructions
             inclusive = False
     return [total, *owned.values()]
-
-
-def version() -> str:
-    """Valgrind's own name and number."""
-    return subprocess.run(
-        ["valgrind", "--version"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)

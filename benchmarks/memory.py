@@ -1,37 +1,94 @@
-"""Memory that Amanda holds during a training step, and over thousands of them."""
+"""Memory that Amanda holds during a training step, and over thousands of them, by glibc's account."""
 
 import platform
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-from _allocated import in_own_process
-from _measure import progress, script
+import torch
+from _allocated import MALLOC, forget_peak, in_use, resident
+from _measure import QUICK, in_own_process, progress
+from torch import nn
 
-SHARE_OF = ("ResNet-50", "BERT-base")
-TOOLS = {
-    "empty tool, backward too": "Empty",
-    "before + after": "Routines",
-    "routines at all four points": "AllPoints",
-}
+MODELS = ("ResNet-50", "BERT-base")
+SHARE, GROWTH = Path(__file__).with_name("memory_share.py"), Path(__file__).with_name("memory_growth.py")
+AT_ALL = "routines at all four points"
+TOOLS = ("empty tool, backward too", "before + after", AT_ALL)
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Bytes; of a step: model -> tool -> moment, of training: tool -> (iteration, in use, resident)."""
+def benchmark() -> dict[str, Any]:
+    """Return bytes: model -> tool -> moment, and in training tool -> (iteration, in use, resident)."""
     if platform.libc_ver()[0] != "glibc":
         return {"missing": "what is in use is read from glibc"}
     shares: dict[str, dict[str, Any]] = {}
-    for model in SHARE_OF[: 1 if quick else None]:
+    for model in MODELS[: 1 if QUICK else None]:
         progress(f"  {model}")
-        tools = list(TOOLS.items())[-1 if quick else 0 :]
-        shares[model] = {
-            title: in_own_process("_held.py", "share", model, tool, quick=quick) for title, tool in tools
-        }
+        tools = TOOLS[-1 if QUICK else 0 :]
+        shares[model] = {tool: in_own_process(SHARE, model, tool, **MALLOC) for tool in tools}
     growth = {}
-    iterations = 100 if quick else 10_000
-    for title, tool in {"bare": "bare", "routines at all four points": "AllPoints"}.items():
-        progress(f"  {iterations} iterations, {title}")
-        growth[title] = in_own_process("_held.py", "growth", str(iterations), tool, quick=quick)
+    iterations = "100" if QUICK else "10000"
+    for tool in ("bare", AT_ALL):
+        progress(f"  {iterations} iterations, {tool}")
+        growth[tool] = in_own_process(GROWTH, iterations, tool, **MALLOC)
     return {"shares": shares, "growth": growth}
 
 
-if __name__ == "__main__":
-    script(benchmark, __doc__)
+def share(name: str, tool: str) -> dict[str, int]:
+    """Return the bytes in the middle of a training step, between its forward and its backward pass."""
+    from _models import models
+
+    torch.set_num_threads(1)
+    start = resident()
+    model, example = models()[name].usual()
+    model.train()
+    bare, after = step(model, example), 0
+    for _ in range(2):
+        forget_peak()
+        bare = step(model, example)
+    found = {"peak": resident("VmHWM"), "start": start, "after a bare step": in_use()}
+
+    import amanda
+
+    found["import"] = in_use()
+    from _tools import TOOLS, Inserting
+
+    with amanda.apply(Inserting()):
+        torch.ones(1)
+    found["first scope"] = in_use()
+    with amanda.apply(TOOLS[tool]()):
+        for _ in range(3):
+            during, after = step(model, example), in_use()
+    return {**found, "bare": bare, "during": during, "after": after}
+
+
+def step(model: Any, example: Any) -> int:
+    """Run a training step; return the bytes in use between its forward and its backward pass."""
+    from _models import total
+
+    model.zero_grad()
+    loss = total(model(example))
+    held = in_use()
+    loss.backward()
+    model.zero_grad()
+    return held
+
+
+def growth(iterations: str, tool: str) -> list[tuple[int, int, int]]:
+    """Return iteration, bytes in use and resident bytes, at twenty moments of a small model's training."""
+    from _tools import TOOLS
+
+    import amanda
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.set_num_threads(1)
+    found, every = [], int(iterations) // 20
+    under: Any = nullcontext() if tool == "bare" else amanda.apply(TOOLS[tool]())
+    with under:
+        for iteration in range(int(iterations) + 1):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            if iteration % every == 0:
+                found.append((iteration, in_use(), resident()))
+    return found

@@ -1,27 +1,37 @@
-"""Added cost per op, forward, beside what people use today."""
+"""Added cost per op, forward, beside the means that people use today."""
 
-import itertools
 import time
 from collections.abc import Callable
+from timeit import timeit
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import BARE, Variant, controls, interleaved, pin_to_one_core, progress, script
+from _measure import QUICK, Times, Variant, controls, interleaved, pin_to_one_core, progress
 from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks, scope_elsewhere, switched_off
-from _tools import After, BackwardRoutines, Before, Changing, Empty, Handing, Routines
+from _tools import FORWARD, Inserting, chosen, scopes
 from torch import Tensor, nn
-
-import amanda
 
 BLOCK = 0.004
 """Seconds of one timing: long beside the clock, short beside what disturbs."""
 SETTLING = 100
 """Calls before a timing; an op in a loop has its last id after 64."""
+VALUE = torch.randn(4, 4)
+TOOLS = {
+    **chosen("empty tool", "empty tool, backward too", "before", "after", "before + after"),
+    "before + after, hand values back": lambda: Inserting(
+        *FORWARD, routine=lambda value: value, select=[0]
+    ),
+    "before, another value": lambda: Inserting(
+        "before", routine=lambda _: VALUE, select=[0],
+        where=lambda context: getattr(context.get_inputs()[0], "shape", None) == VALUE.shape,
+    ),
+    **chosen("backward before + after"),
+}  # fmt: skip
 
 
 def programs() -> dict[str, tuple[Callable[[], Tensor], int, nn.Module | None]]:
-    """Programs by name, how many ops each is, and the module that it calls."""
+    """Return programs by name, the number of their ops, and the module that each calls."""
     x, weight, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
     trained, shift = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
     relu, linear = nn.ReLU(), nn.Linear(4, 4)
@@ -39,30 +49,18 @@ def programs() -> dict[str, tuple[Callable[[], Tensor], int, nn.Module | None]]:
 
 
 def variants(module: nn.Module | None, patch: MonkeyPatch) -> dict[str, Variant]:
-    """What the programs run under."""
-    tools = {
-        "empty tool": Empty(),
-        "empty tool, backward too": Empty(backward=True),
-        "before": Before(),
-        "after": After(),
-        "before + after": Routines(),
-        "before + after, hand values back": Handing(),
-        "before, another value": Changing(torch.randn(4, 4)),
-        "backward before + after": BackwardRoutines(),
-    }
-    empty = Empty()
+    """Return the tools and their peers that programs run under."""
+    empty = Inserting()
     found: dict[str, Variant] = {
         **controls(),
         "scope in another thread": lambda: scope_elsewhere(empty),
         "disabled in a scope": lambda: switched_off(empty),
+        **scopes(TOOLS),
+        "TorchFunctionMode": FunctionMode,
+        "TorchDispatchMode": DispatchMode,
+        "monkey-patch": lambda: patch,
     }
-    for name, tool in tools.items():
-        found[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
-    found |= {"TorchFunctionMode": FunctionMode, "TorchDispatchMode": DispatchMode}
-    found["monkey-patch"] = lambda: patch
-    if module is not None:
-        found["module hooks"] = lambda: module_hooks(module)
-    return found
+    return found if module is None else {**found, "module hooks": lambda: module_hooks(module)}
 
 
 def settle(call: Callable[[], Tensor]) -> None:
@@ -74,41 +72,30 @@ def settle(call: Callable[[], Tensor]) -> None:
 
 
 def nanoseconds(call: Callable[[], object], calls: int) -> float:
-    """Processor time of one call, on average over `calls`."""
-    turns = itertools.repeat(None, calls)
-    start = time.thread_time_ns()
-    for _ in turns:
-        call()
-    return (time.thread_time_ns() - start) / calls
+    """Return the processor time of one call, on average over `calls`."""
+    return timeit(call, number=calls, timer=time.thread_time_ns) / calls
 
 
-def added(
-    program: Callable[[], Tensor], ops: int, under: dict[str, Variant], quick: bool, seconds: float
-) -> dict[str, list[float]]:
-    """Nanoseconds per op of a program under each variant, once a round."""
+def per_op(program: Callable[[], Tensor], ops: int, under: dict[str, Variant]) -> Times:
+    """Return the nanoseconds per op of a program under each variant, once a round."""
     calls: dict[str, int] = {}
 
     def measure(name: str) -> float:
         if name not in calls:
             settle(program)
-            calls[name] = 50 if quick else max(200, int(BLOCK * 1e9 / nanoseconds(program, SETTLING)))
+            calls[name] = 50 if QUICK else max(200, int(BLOCK * 1e9 / nanoseconds(program, SETTLING)))
         nanoseconds(program, SETTLING)
         return nanoseconds(program, calls[name]) / ops
 
-    return interleaved(under, measure, 0 if quick else seconds, least=2 if quick else 7, most=60)
+    return interleaved(under, measure, 8, most=60)
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Nanoseconds per op: program -> variant -> one value a round."""
+def benchmark() -> dict[str, Any]:
+    """Return nanoseconds per op: program -> variant -> one value a round."""
     pin_to_one_core()
     patch = MonkeyPatch()
     found = {}
     for name, (program, ops, module) in programs().items():
         progress(f"  {name}")
-        under = variants(module, patch)
-        found[name] = {"ns": added(program, ops, under, quick, seconds=8), "ops": ops}
-    return {"programs": found, "base": BARE}
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)
+        found[name] = {"ns": per_op(program, ops, variants(module, patch)), "ops": ops}
+    return {"programs": found}

@@ -1,12 +1,13 @@
 """The profile tool beside torch.profiler: what they say of a training step of BERT-base, and their cost."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from _measure import controls, interleaved, pin_to_one_core, processor_seconds, progress, script
+from _measure import QUICK, Variant, controls, interleaved, pin_to_one_core, progress, seconds_of
 from _models import models, training
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
@@ -16,26 +17,26 @@ from amanda.tools.profile import ProfileResult, ProfileTool
 
 LONG = 100.0
 """Microseconds from which on times are to agree."""
-OTHER = "torch.profiler"
+torch_profiler = functools.partial(torch.profiler.profile, activities=[ProfilerActivity.CPU], acc_events=True)
 Spans = dict[str, list[float]]
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Microseconds: of the same executions, of runs apart; and seconds of a step under each."""
+def benchmark() -> dict[str, Any]:
+    """Return microseconds: of the same executions, of runs apart; and seconds of a step under each."""
     pin_to_one_core()
     torch.manual_seed(0)
     pair = models()["BERT-base"]
-    model, example = (pair.twin if quick else pair.wide)()
+    model, example = pair.usual()
     step = training(model, example)
-    rounds = 2 if quick else 7
+    rounds = 2 if QUICK else 7
     tool = ProfileTool(memory=False)
     with amanda.apply(tool):
         step()
         step()
     progress("  both at once")
-    at_once = [together(tool, step) for _ in range(rounds)]
+    at_once = [of_step(tool, lambda: of_torch(traced(step))) for _ in range(rounds)]
     progress("  one after the other")
-    apart = [(alone(tool, step), of_torch(traced(step))) for _ in range(rounds)]
+    apart = [(of_step(tool, step)[0], of_torch(traced(step))) for _ in range(rounds)]
     progress("  cost")
     both = [pair for mine, his in at_once for pair in paired(mine, his)]
     common = [name for name in apart[0][0] if name in apart[0][1]]
@@ -44,28 +45,19 @@ def benchmark(quick: bool) -> dict[str, Any]:
         "ops": sum(map(len, apart[0][0].values())),
         "at once": agreement(both),
         "apart": {name: [middle(runs, name) for runs in zip(*apart, strict=True)] for name in common},
-        "seconds": cost(step, quick),
+        "seconds": cost(step),
     }
 
 
-def together(tool: ProfileTool, step: Callable[[], None]) -> tuple[Spans, Spans]:
-    """Times of one step by both."""
-    tool.clear()
-    with amanda.apply(tool):
-        events = traced(step)
-    return of_amanda(tool.result), of_torch(events)
-
-
-def alone(tool: ProfileTool, step: Callable[[], None]) -> Spans:
-    """Times of one step by Amanda."""
-    tool.clear()
-    with amanda.apply(tool):
-        step()
-    return of_amanda(tool.result)
+def of_step(tool: ProfileTool, program: Callable[[], Any]) -> tuple[Spans, Any]:
+    """Return Amanda's times of a program, and what the program gives."""
+    with in_scope(tool):
+        found = program()
+    return of_amanda(tool.result), found
 
 
 def of_amanda(result: ProfileResult) -> Spans:
-    """Times by the framework's name of the op."""
+    """Return times by the framework's name of the op."""
     spans: Spans = {}
     for event in result.timeline.events:
         spans.setdefault(event.place.name, []).append(event.took / 1000)
@@ -73,7 +65,7 @@ def of_amanda(result: ProfileResult) -> Spans:
 
 
 def of_torch(events: list[FunctionEvent]) -> Spans:
-    """The same of what Python called and of backward ops, with what the engine makes of their gradients."""
+    """Return the same of calls from Python and of backward ops, with the engine's work on their gradients."""
     spans: Spans = {}
     for event in sorted(events, key=lambda one: one.time_range.start):
         name, end = event.name.split("::")[-1], event.time_range.end
@@ -92,28 +84,28 @@ def of_torch(events: list[FunctionEvent]) -> Spans:
 
 
 def around(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    """The events that an event lies in."""
+    """Yield the events that an event lies in."""
     while event.cpu_parent is not None:
         event = event.cpu_parent
         yield event
 
 
 def traced(step: Callable[[], None]) -> list[FunctionEvent]:
-    """What torch.profiler sees of a step."""
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+    """Return the events that torch.profiler sees of a step."""
+    with torch_profiler() as profiler:
         step()
     return list(profiler.events() or ())
 
 
 def paired(mine: Spans, his: Spans) -> Iterator[tuple[float, float]]:
-    """Times of the same executions."""
+    """Yield times of the same executions."""
     for name, spans in mine.items():
         if len(spans) == len(his.get(name, ())):
             yield from zip(spans, his[name], strict=True)
 
 
 def agreement(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """How many are long, what share of those agrees within a tenth, and how the ratio spreads."""
+    """Return how many are long, the share of those that agree within a tenth, and quantiles of the ratio."""
     ratios = np.asarray([one / other for one, other in pairs if other > LONG] or [np.nan])
     return {
         "pairs": len(pairs), "long": len(ratios), "within": float(np.mean(np.abs(ratios - 1) <= 0.1)),
@@ -122,36 +114,28 @@ def agreement(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def middle(runs: tuple[Spans, ...], name: str) -> float:
-    """The median of what several runs took in ops of one name."""
+    """Return the median of what several runs took in ops of one name."""
     return float(np.median([sum(spans[name]) for spans in runs]))
 
 
-def cost(step: Callable[[], None], quick: bool) -> dict[str, list[float]]:
-    """Processor seconds of a step, once a round."""
+def cost(step: Callable[[], None]) -> dict[str, list[float]]:
+    """Return processor seconds of a step, once a round."""
     tools = {
         "ProfileTool, times alone": ProfileTool(memory=False, limit=0),
         "ProfileTool": ProfileTool(limit=0),
+        "ProfileTool, with a timeline": ProfileTool(),
     }
-    tools["ProfileTool, with a timeline"] = ProfileTool()
-    under: dict[str, Any] = {
+    under: dict[str, Variant] = {
         **controls(),
-        **{name: (lambda tool=tool: in_scope(tool)) for name, tool in tools.items()},
-        OTHER: lambda: torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True),
+        **{name: functools.partial(in_scope, tool) for name, tool in tools.items()},
+        "torch.profiler": torch_profiler,
     }
-
-    def measure(name: str) -> float:
-        return min(processor_seconds(step) for _ in range(2))
-
-    return interleaved(under, measure, 0 if quick else 60, least=2 if quick else 7, most=15)
+    return interleaved(under, lambda _: min(seconds_of(step) for _ in range(2)), 60, most=15)
 
 
 @contextmanager
 def in_scope(tool: ProfileTool) -> Iterator[None]:
-    """A scope with a tool that has nothing recorded yet."""
+    """Open a scope with a tool that has nothing recorded yet."""
     tool.clear()
     with amanda.apply(tool):
         yield
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)

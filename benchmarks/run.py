@@ -10,28 +10,15 @@ goes to build/bench unless told otherwise; with --update the named ones take the
 import argparse
 from pathlib import Path
 
-import page
 from _measure import progress
-from _running import measured, one_line_a_list
+from _running import measured
+from page import PAGE
 
 HERE = Path(__file__).parent
 NAMES = (
-    "ops",
-    "steps",
-    "backward",
-    "analysis",
-    "cache",
-    "graphs",
-    "compiled",
-    "sessions",
-    "startup",
-    "memory",
-    "instructions",
-    "profiling",
-    "tools",
-    "remat",
-    "distributed",
-)
+    "ops", "steps", "backward", "analysis", "cache", "graphs", "compiled", "sessions", "startup", "memory",
+    "instructions", "profiling", "tools", "remat", "distributed",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -42,22 +29,19 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="keep the other benchmarks of the page")
     parser.add_argument("--out", type=Path, help="folder of the page and its results")
     options = parser.parse_args()
-    unknown = set(options.names) - set(NAMES)
-    if unknown:
+    if unknown := set(options.names) - set(NAMES):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     if options.update and options.quick:
         parser.error("figures of a quick run do not belong on the page: --update or --quick")
     to_page = options.update or not (options.names or options.quick)
     folder = options.out or HERE.parent / ("docs" if to_page else "build/bench")
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "benchmarks.json"
-    kept = page.read(file)["benchmarks"] if options.update else {}
-    names = options.names or NAMES
-    found = {**kept, **{name: measured(HERE / f"{name}.py", options.quick) for name in names}}
+    found = PAGE.read(folder / "benchmarks.json")["benchmarks"] if options.update else {}
+    for name in options.names or NAMES:
+        found[name] = measured(HERE / f"{name}.py", options.quick)
     ordered = {name: found[name] for name in NAMES if name in found}
-    results = {"schema": page.SCHEMA, "quick": options.quick, "benchmarks": ordered}
-    file.write_text(one_line_a_list(results))
-    progress(f"{file}, {page.write(results, folder)}")
+    results = {"schema": PAGE.schema, "quick": options.quick, "benchmarks": ordered}
+    progress(f"{folder}/benchmarks.json, {PAGE.write(results, folder)}")
 
 
 if __name__ == "__main__":

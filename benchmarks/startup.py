@@ -1,16 +1,16 @@
-"""What importing Amanda, opening the first scope and building the interceptor take, each afresh."""
+"""Cost of importing Amanda, opening the first scope and building the interceptor, each afresh."""
 
 import json
-import random
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from _measure import progress, script, wall_seconds
+from _measure import QUICK, interleaved, progress, seconds_of
 
 import amanda
 
@@ -44,43 +44,31 @@ print(json.dumps(found))
 MOMENTS = ("import amanda", "first scope opens", "first op", "first scope closes", "second scope")
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Seconds: of processes, of moments within one that has imported torch, of builds."""
-    rounds = 1 if quick else 9
-    processes: dict[str, list[float]] = {name: [] for name in PROGRAMS}
-    moments: dict[str, list[float]] = {name: [] for name in MOMENTS}
-    order, chance = list(PROGRAMS), random.Random(0)
+def benchmark() -> dict[str, Any]:
+    """Return seconds: of processes, of moments within one that has imported torch, of builds."""
+    rounds = 1 if QUICK else 9
     progress("  fresh processes")
-    for turn in range(-1, rounds):  # the first fills the caches of the disk
-        chance.shuffle(order)
-        for name in order:
-            seconds = wall_seconds(lambda name=name: python(PROGRAMS[name]))
-            if turn >= 0:
-                processes[name].append(seconds)
-        found = json.loads(python(WITHIN))
-        for name, seconds in zip(MOMENTS, found, strict=True):
-            if turn >= 0:
-                moments[name].append(seconds)
+    under = dict.fromkeys(PROGRAMS, nullcontext)
+    processes = interleaved(
+        under, lambda name: seconds_of(lambda: python(PROGRAMS[name]), time.perf_counter), 0, rounds
+    )
+    moments = zip(*(json.loads(python(WITHIN)) for _ in range(rounds)), strict=True)
     progress("  builds of the interceptor")
-    builds = [build() for _ in range(1 if quick else 3)]
-    return {"processes": processes, "moments": moments, "builds": builds}
+    builds = [build() for _ in range(1 if QUICK else 3)]
+    return {
+        "processes": processes, "moments": dict(zip(MOMENTS, moments, strict=True)), "builds": builds,
+    }  # fmt: skip
 
 
 def python(program: str) -> str:
-    """What a program prints in a fresh process."""
+    """Return what a program prints in a fresh process."""
     done = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 
 
 def build() -> float:
-    """Seconds of compiling the native interceptor as an install does where nothing is cached."""
+    """Return the seconds of compiling the native interceptor as an install does without a cached build."""
     source = Path(amanda.interceptor.__file__).with_name("_build.py")
     with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
         builder = runpy.run_path(str(source))["ffibuilder"]
-        start = time.perf_counter()
-        builder.compile(tmpdir=scratch)
-        return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)
+        return seconds_of(lambda: builder.compile(tmpdir=scratch), time.perf_counter)

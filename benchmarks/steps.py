@@ -6,47 +6,36 @@ added, which divided by the step of the model itself is the share without that n
 """
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import (
-    Variant,
-    controls,
-    interleaved,
-    pin_to_one_core,
-    processor_seconds,
-    progress,
-    script,
-    wall_seconds,
-)
+from _measure import QUICK, Variant, controls, pin_to_one_core, progress, seconds_of, steps_in_turns
 from _models import PASSES, models
 from _others import BY_HAND, DispatchMode, FunctionMode, MonkeyPatch, hooks_by_hand, module_hooks
-from _tools import AllPoints, Counting, Empty, Routines
+from _tools import Inserting, chosen, scopes
 from torch import nn
 
 import amanda
 
-BACKWARD_TOO = {
-    "empty tool, backward too": Empty(backward=True),
-    "routines at all four points, leaves apart": AllPoints(leaves=False),
-    "routines at all four points": AllPoints(),
-}
+TOOLS = chosen("empty tool", "before + after")
+BACKWARD_TOO = chosen(
+    "empty tool, backward too", "routines at all four points, leaves apart", "routines at all four points"
+)
 SECONDS = {
     ("wide", "forward"): 25.0,
     ("wide", "forward + backward"): 70.0,
     ("twin", "forward"): 10.0,
     ("twin", "forward + backward"): 15.0,
 }
-FORWARD = {"empty tool": Empty(), "before + after": Routines()}
 
 
 def variants(model: nn.Module, backward: bool, patch: MonkeyPatch) -> dict[str, Variant]:
-    """What the steps run under."""
-    found = controls()
-    for name, tool in {**FORWARD, **(BACKWARD_TOO if backward else {})}.items():
-        found[name] = lambda tool=tool: amanda.apply(tool)  # type: ignore[misc]
+    """Return the tools and their peers that steps run under."""
+    found = controls() | scopes(TOOLS)
     if backward:
+        found |= scopes(BACKWARD_TOO)
         found[f"{BY_HAND} at every backward op"] = hooks_by_hand
         found[f"{BY_HAND}, leaves apart"] = lambda: hooks_by_hand(leaves=False)
     return {
@@ -59,10 +48,10 @@ def variants(model: nn.Module, backward: bool, patch: MonkeyPatch) -> dict[str, 
 
 
 def seen(model: nn.Module, step: Callable[[], None]) -> dict[str, int]:
-    """How many calls of a step each of them sees."""
+    """Return the number of calls of a step that each of them sees."""
     counted: dict[str, int] = {}
 
-    def one(name: str) -> Callable[..., None]:
+    def counts(name: str) -> Callable[..., None]:
         counted[name] = 0
 
         def count(*_: Any) -> None:
@@ -70,66 +59,56 @@ def seen(model: nn.Module, step: Callable[[], None]) -> dict[str, int]:
 
         return count
 
-    class Functions(FunctionMode):
-        def __torch_function__(self, function: Any, *rest: Any, **named: Any) -> Any:
-            counted["TorchFunctionMode"] += 1
-            return super().__torch_function__(function, *rest, **named)
+    def mode(base: type, method: str, name: str) -> Any:
+        count = counts(name)
 
-    class Dispatches(DispatchMode):
-        def __torch_dispatch__(self, function: Any, *rest: Any, **named: Any) -> Any:
-            counted["TorchDispatchMode"] += 1
-            return super().__torch_dispatch__(function, *rest, **named)
+        def call(self: Any, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            count()
+            return function(*args, **(kwargs or {}))
 
-    one("TorchFunctionMode"), one("TorchDispatchMode")
-    tool = Counting()
+        return type("Counting", (base,), {method: call})()
+
     for around in (
-        Functions(), Dispatches(), MonkeyPatch(before=one("monkey-patch")),
-        module_hooks(model, one("module hooks")), amanda.apply(tool),
-    ):  # fmt: skip
+        mode(FunctionMode, "__torch_function__", "TorchFunctionMode"),
+        mode(DispatchMode, "__torch_dispatch__", "TorchDispatchMode"),
+        MonkeyPatch(before=counts("monkey-patch")),
+        module_hooks(model, counts("module hooks")),
+        amanda.apply(
+            Inserting("before", routine=counts("Amanda"), select=[]),
+            Inserting("before backward", routine=counts("Amanda, backward"), select=[]),
+        ),
+    ):
         with around:
             step()
-    counted["module hooks"] //= 2
-    return {**counted, "Amanda": tool.forward, "Amanda, backward": tool.backward}
+    return {**counted, "module hooks": counted["module hooks"] // 2}
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Seconds of steps: model -> pass -> "wide" and "twin" -> variant -> one value a round.
+def benchmark() -> dict[str, Any]:
+    """Return seconds of steps: model -> pass -> "wide" and "twin" -> variant -> one value a round.
 
     Both on one core; "all cores": of bare steps of the wide model on all of them.
     """
     torch.set_num_threads(os.cpu_count() or 1)
     found: dict[str, Any] = {}
     for name, pair in models().items():
-        model, example = pair.twin() if quick else pair.wide()
+        model, example = pair.twin() if QUICK else pair.wide()
         found[name] = {"example": pair.example, "passes": {title: {} for title in PASSES}}
         for title, passes in PASSES.items():
             progress(f"  {name}, {title}, on all cores")
             step = passes(model, example)
-            found[name]["passes"][title]["all cores"] = [wall_seconds(step) for _ in range(1 if quick else 8)]
+            taken = [seconds_of(step, time.perf_counter) for _ in range(1 if QUICK else 8)]
+            found[name]["passes"][title]["all cores"] = taken
     pin_to_one_core()
     patch = MonkeyPatch()
     for name, pair in models().items():
-        for kind in ("twin",) if quick else ("wide", "twin"):
-            model, example = getattr(pair, kind)()
+        for kind, (model, example) in pair.both():
             for title, passes in PASSES.items():
-                progress(f"  {name}, {title}{', narrow twin' if kind == 'twin' else ''}")
+                progress(f"  {name}, {title}, {kind}")
                 step, results = passes(model, example), found[name]["passes"][title]
-                seconds = 0.0 if quick else SECONDS[kind, title]
                 under = variants(model, "backward" in title, patch)
-                results[kind] = timed(under, step, seconds, least=1 if quick else 5)
+                results[kind] = steps_in_turns(step, under, SECONDS[kind, title], most=100)
                 if kind == "twin":
                     results["seen"] = seen(model, step)
-                if quick:
+                if QUICK:
                     results["wide"] = results["twin"]
     return {"models": found}
-
-
-def timed(
-    under: dict[str, Variant], step: Callable[[], None], seconds: float, least: int
-) -> dict[str, list[float]]:
-    """Seconds of a step in every variant."""
-    return interleaved(under, lambda name: processor_seconds(step), seconds, least, most=100)
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)

@@ -1,119 +1,36 @@
-"""What the text of the paper says of its figures, beside what was measured."""
+"""Statements of the paper's text about its figures, beside the measurements."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from _evaluated import EAGER, GRAPH, Results, cases, framework, part, shares, whole, worth
-from _figures import span, verdict
-
-
-class Beside(NamedTuple):
-    """A statement of the paper, the same here, and how they compare."""
-
-    figure: str
-    what: str
-    paper: str
-    here: str
-    so: str
-
-
-def beside(figures: dict[str, Any]) -> Iterator[Beside]:
-    """Of every figure that was measured."""
-    for figure, compare in COMPARED.items():
-        if figure in figures:
-            for what, paper, here, so in compare(figures[figure]):
-                yield Beside(figure, what, paper, here, so)
-
+from _evaluated import EAGER, GRAPH, Results, by_case, framework, part, shares, whole, worth
+from _figures import verdict
 
 Row = tuple[str, str, str, str]
+"""A statement: its subject, the paper's value, the value here, and how they compare."""
 
 
-def coverage(modes: Results) -> Iterator[Row]:
-    """Hooks miss."""
-    results = modes[EAGER]
-    paper = {"VGG19": "none", "BERT-base": "over 100 of 327"}
-    for model, phases in results["models"].items():
-        counts = phases["forward"]
-        missed = counts["all"] - counts["hooks"]
-        wanted = paper.get(model, "some")
-        so = "as there" if bool(missed) != (wanted == "none") else "more"
-        yield f"{model}: forward operators that hooks miss", wanted, f"{missed} of {counts['all']}", so
-    for model, phases in results["models"].items():
-        counts = phases["backward"]
-        if model == "BERT-base":
-            missed = counts["all"] - counts["hooks"]
-            so = "as there" if missed > 400 else "fewer"
-            here = f"{missed} of {counts['all']}"
-            yield f"{model}: backward operators that hooks miss", "over 400", here, so
-    kept = sum(phases["backward"]["accumulation"] for phases in results["models"].values())
-    here = f"all {kept:,}, and Amanda sees them"
-    yield "accumulations of gradients that hooks miss", "all", here, "as there"
+def beside(figures: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the statements of every figure that was measured, with the number of the figure."""
+    for figure, compare in COMPARED.items():
+        if figure in figures:
+            for row in compare(figures[figure]):
+                yield figure, *row
 
 
-def overhead(results: Results) -> Iterator[Row]:
-    """Amanda's own part, then all of it."""
-    for mode, found in results.items():
-        bound = 1.0 if mode == EAGER else 7.0
-        pairs = [(name, case) for name in found["models"] for case in cases(mode, found)]
-        own = [(framework(mode, found["models"][name], case), f"{case}, {name}") for name, case in pairs]
-        worst, where = max(own)
-        middle = float(np.median([one.middle for one, _ in own]))
-        here = f"{worst.middle:.1f} % {span(worst, '.1f')} at most ({where}), median {middle:.2f} %"
-        yield f"Amanda's own overhead, {mode}", f"< {bound:.0f} %", here, verdict(worst, bound)
-        every = [whole(mode, found["models"][name], case).middle for name, case in pairs]
-        here = f"median {np.median(every):.1f} %, {max(every):.0f} % at most"
-        yield f"all that is added, {mode}", "not said", here, ""
+def same(is_same: Any, otherwise: str) -> str:
+    """Say how values compare."""
+    return "as there" if is_same else otherwise
 
 
-def breakdown(results: Results) -> Iterator[Row]:
-    """Where the use case is heavy Amanda is little of it."""
-    for mode, found in results.items():
-        for case in ("QAT", "effective path"):
-            if case in cases(mode, found):
-                parts = [100 * part(mode, model, case) for model in found["models"].values()]
-                here = f"{min(parts):.0f} to {max(parts):.0f} %"
-                so = "as there" if max(parts) < 10 else "more"
-                yield f"Amanda's part of {case}, {mode}", "negligible", here, so
-
-
-def cache(results: Results) -> Iterator[Row]:
-    """What the cache is worth."""
-    if EAGER in results:
-        low = min(worth(model, "pruning") for model in results[EAGER]["models"].values())
-        so = "as there" if low.low > 2 else "less" if low.high < 2 else "within the noise"
-        here = f"{low.middle:.1f} x {span(low, '.1f')} at least"
-        yield f"pruning, {EAGER}", "> 2 x", here, so
-    every = {
-        mode: [worth(one, case).middle for one in found["models"].values() for case in one["cases"]]
-        for mode, found in results.items()
-    }
-    both = [value for values in every.values() for value in values]
-    so = "as there" if np.mean(both) >= 17.1 else "**less**"
-    means = ", ".join(f"{mode} {np.mean(values):.1f} x" for mode, values in every.items())
-    yield "all, mean", "17.1 x", f"{np.mean(both):.1f} x ({means})", so
-    so = "as there" if max(both) >= 72.6 else "**less**"
-    yield "all, at most", "72.6 x", f"{max(both):.1f} x", so
-
-
-def memory(results: Results) -> Iterator[Row]:
-    """Shares of the peak under the tracing tool."""
-    for mode, found in results.items():
-        rows = [row for row in shares(found) if row[2] == "tracing"]
-        for column, what in ((3, "Amanda's own"), (4, "with the tracing tool's")):
-            under = sum(row[column] < 5 for row in rows)
-            so = "as there" if under > len(rows) / 2 else "**more**"
-            here = f"< 5 % in {under} of {len(rows)}, {max(row[column] for row in rows):.1f} % at most"
-            yield f"share of the peak, {mode}, {what}", "< 5 % in most cases", here, so
-        small = [row[4] for row in rows if row[0].startswith("BERT") and row[1] < 3]
-        if mode == GRAPH and small:
-            here = ", ".join(f"{value:.1f} %" for value in small)
-            so = "less" if max(small) < 10 else "as there"
-            yield "a transformer in TensorFlow, batches of 1 and 2", "about 10 % or more", here, so
+def flat(columns: dict[str, Results]) -> list[tuple[Any, str]]:
+    """Return the values of all models and use cases, with their names."""
+    return [(value, f"{case}, {model}") for model, cases in columns.items() for case, value in cases.items()]
 
 
 def kernels(modes: Results) -> Iterator[Row]:
-    """What convolutions are."""
+    """Compare the share of convolutions."""
     ops = modes[EAGER]["ops"]
     mine = [op for op in ops if op["type"].startswith("conv2d")]
     names = {
@@ -122,11 +39,90 @@ def kernels(modes: Results) -> Iterator[Row]:
         for name in op["kernels"]
         if name.startswith("convolution")
     }
-    part_of_it = sum(op["ms"] for op in mine) / sum(op["ms"] for op in ops)
-    so = "as there" if part_of_it > 0.5 else "less"
-    yield "ResNet-50: convolutions", "dominant", f"{100 * part_of_it:.0f} % of the step", so
+    share = sum(op["ms"] for op in mine) / sum(op["ms"] for op in ops)
+    here = f"{100 * share:.0f} % of the step"
+    yield "ResNet-50: convolutions", "dominant", here, same(share > 0.5, "less")
     here = f"direct and products: {', '.join(sorted(names))}"
     yield "algorithms of their kernels", "im2col mostly, FFT and Winograd", here, "others"
+
+
+def coverage(modes: Results) -> Iterator[Row]:
+    """Compare operators that hooks miss."""
+    models = modes[EAGER]["models"]
+    paper = {"VGG19": "none", "BERT-base": "over 100 of 327"}
+    missed = {
+        (model, phase): counts["all"] - counts["hooks"]
+        for model, phases in models.items()
+        for phase, counts in phases.items()
+    }
+    for model, phases in models.items():
+        wanted, mine = paper.get(model, "some"), missed[model, "forward"]
+        so = same(bool(mine) != (wanted == "none"), "more")
+        here = f"{mine} of {phases['forward']['all']}"
+        yield f"{model}: forward operators that hooks miss", wanted, here, so
+    if "BERT-base" in models:
+        mine = missed["BERT-base", "backward"]
+        here = f"{mine} of {models['BERT-base']['backward']['all']}"
+        yield "BERT-base: backward operators that hooks miss", "over 400", here, same(mine > 400, "fewer")
+    kept = sum(phases["backward"]["accumulation"] for phases in models.values())
+    here = f"all {kept:,}, and Amanda sees them"
+    yield "accumulations of gradients that hooks miss", "all", here, "as there"
+
+
+def overhead(modes: Results) -> Iterator[Row]:
+    """Compare Amanda's own part, then all of it."""
+    for mode, found in modes.items():
+        bound = 1.0 if mode == EAGER else 7.0
+        own = flat(by_case(mode, found, framework))
+        worst, where = max(own)
+        middle = np.median([one.middle for one, _ in own])
+        here = f"{worst.text('.1f', '%')} at most ({where}), median {middle:.2f} %"
+        yield f"Amanda's own overhead, {mode}", f"< {bound:.0f} %", here, verdict(worst, bound)
+        every = [one.middle for one, _ in flat(by_case(mode, found, whole))]
+        here = f"median {np.median(every):.1f} %, {max(every):.0f} % at most"
+        yield f"all that is added, {mode}", "not said", here, ""
+
+
+def breakdown(modes: Results) -> Iterator[Row]:
+    """Compare Amanda's part of the heavy use cases."""
+    for mode, found in modes.items():
+        parts = by_case(mode, found, part).values()
+        for case in ("QAT", "effective path"):
+            if mine := [100 * cases[case] for cases in parts if case in cases]:
+                here = f"{min(mine):.0f} to {max(mine):.0f} %"
+                yield f"Amanda's part of {case}, {mode}", "negligible", here, same(max(mine) < 10, "more")
+
+
+def cache(modes: Results) -> Iterator[Row]:
+    """Compare the cache's worth."""
+    every = {mode: flat(by_case(mode, found, worth)) for mode, found in modes.items()}
+    if EAGER in every:
+        low = min(gain for gain, name in every[EAGER] if name.startswith("pruning"))
+        so = "as there" if low.low > 2 else "less" if low.high < 2 else "within the noise"
+        here = f"{low.text('.1f', 'x')} at least"
+        yield f"pruning, {EAGER}", "> 2 x", here, so
+    middles = {mode: [gain.middle for gain, _ in gains] for mode, gains in every.items()}
+    both = np.concatenate(list(middles.values()))
+    means = ", ".join(f"{mode} {np.mean(gains):.1f} x" for mode, gains in middles.items())
+    here = f"{both.mean():.1f} x ({means})"
+    yield "all, mean", "17.1 x", here, same(both.mean() >= 17.1, "**less**")
+    yield "all, at most", "72.6 x", f"{both.max():.1f} x", same(both.max() >= 72.6, "**less**")
+
+
+def memory(modes: Results) -> Iterator[Row]:
+    """Compare shares of the peak under the tracing tool."""
+    for mode, found in modes.items():
+        rows = [row for row in shares(found) if row[2] == "tracing"]
+        for column, what in ((3, "Amanda's own"), (4, "with the tracing tool's")):
+            under = sum(row[column] < 5 for row in rows)
+            here = f"< 5 % in {under} of {len(rows)}, {max(row[column] for row in rows):.1f} % at most"
+            so = same(under > len(rows) / 2, "**more**")
+            yield f"share of the peak, {mode}, {what}", "< 5 % in most cases", here, so
+        small = [row[4] for row in rows if row[0].startswith("BERT") and row[1] < 3]
+        if mode == GRAPH and small:
+            here = ", ".join(f"{value:.1f} %" for value in small)
+            so = same(max(small) >= 10, "less")
+            yield "a transformer in TensorFlow, batches of 1 and 2", "about 10 % or more", here, so
 
 
 COMPARED = {"8": kernels, "9": coverage, "10": overhead, "11": breakdown, "12": cache, "13": memory}

@@ -1,96 +1,87 @@
 """The plots: as those of the other benchmarks, in colours that are told apart on white and on black."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import matplotlib as mpl
-from _evaluated import EAGER, Results, by_primitive, cases, framework, part, shares, whole, worth
-from _plots import AMANDA, INK, OTHERS, Plot
+from _estimates import Estimate
+from _evaluated import EAGER, Results, by_case, by_primitive, framework, part, shares, whole, worth
+from _plots import AMANDA, INK, OTHERS, Plot, marks, rows
 
 MARKS = dict(zip(("VGG19", "ResNet-50", "Inception-v3", "BERT-base"), "sov^", strict=True))
 
 
 def kernels(modes: Results, axes: Any) -> None:
-    """A bar for each type of operator: the time of its kernels, and what is left."""
-    results = modes[EAGER]
-    ops = results["ops"][:8][::-1]
-    for row, op in enumerate(ops):
-        inside = sum(by_primitive(op).values())
-        axes.barh(row, inside, color=AMANDA, label=None if row else "kernels of oneDNN")
-        axes.barh(row, max(0.0, op["ms"] - inside), left=inside, color=OTHERS, label=None if row else "other")
+    """Draw a bar for each type of operator: the time of its kernels, and the rest."""
+    ops = modes[EAGER]["ops"][:8][::-1]
+    inside = [sum(by_primitive(op).values()) for op in ops]
+    rest = [max(0.0, op["ms"] - own) for op, own in zip(ops, inside, strict=True)]
+    _bars(axes, (inside, AMANDA, "kernels of oneDNN"), (rest, OTHERS, "other"))
     axes.set_yticks(range(len(ops)), [op["type"] for op in ops])
     axes.set_xlabel("milliseconds of a training step")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def coverage(modes: Results, axes: Any) -> None:
-    """A bar for each model and phase: what hooks see, and what Amanda sees beside."""
-    results = modes[EAGER]
-    rows = list(product(results["models"], ("backward", "forward")))[::-1]
-    for row, (model, phase) in enumerate(rows):
-        counts = results["models"][model][phase]
-        axes.barh(row, counts["hooks"], color=OTHERS, label="module hooks" if not row else None)
-        rest = counts["all"] - counts["hooks"]
-        axes.barh(row, rest, left=counts["hooks"], color=AMANDA, label=None if row else "Amanda alone")
-    axes.set_yticks(range(len(rows)), [f"{model}, {phase}" for model, phase in rows])
+    """Draw a bar for each model and phase: operators that hooks see, and those that Amanda sees beside."""
+    names = list(product(modes[EAGER]["models"], ("backward", "forward")))[::-1]
+    counts = [modes[EAGER]["models"][model][phase] for model, phase in names]
+    hooks, rest = [one["hooks"] for one in counts], [one["all"] - one["hooks"] for one in counts]
+    _bars(axes, (hooks, OTHERS, "module hooks"), (rest, AMANDA, "Amanda alone"))
+    axes.set_yticks(range(len(names)), [f"{model}, {phase}" for model, phase in names])
     axes.set_xlabel("executed operators that are instrumentation points")
     axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
+def _bars(axes: Any, first: tuple[list[float], str, str], second: tuple[list[float], str, str]) -> None:
+    """Draw bars of two parts, from the bottom: values, colour and label of each."""
+    for (values, colour, label), left in ((first, None), (second, first[0])):
+        axes.barh(range(len(values)), values, left=left, color=colour, label=label)
+
+
 def overhead(results: Results, axes: Any) -> None:
-    """A mark for each model: what a use case adds, and what of it is Amanda's own."""
+    """Draw a mark for each model: percent that a use case adds, and Amanda's own."""
     for panel, (mode, found) in _panels(axes, results):
-        names = cases(mode, found)
-        for row, case in enumerate(reversed(names)):
-            for model, one in found["models"].items():
-                for value, colour, shift in (
-                    (whole(mode, one, case).middle, OTHERS, -0.15),
-                    (framework(mode, one, case).middle, AMANDA, 0.15),
-                ):
-                    mark = MARKS.get(model, "o")
-                    panel.plot(max(0.0, value), row + shift, mark, color=colour, alpha=0.8, mew=0)
+        for value, colour, shift in ((whole, OTHERS, -0.15), (framework, AMANDA, 0.15)):
+            columns = _middles(mode, found, value)
+            names = marks(panel, columns, MARKS, lambda _, colour=colour: colour, shift)
         panel.axvline(1 if mode == EAGER else 7, color=INK, linestyle="--", linewidth=1)
-        panel.set_xscale("symlog", linthresh=1, linscale=0.6)
-        panel.set_xlim(left=0)
-        _rows(panel, names, mode, "percent of the bare step")
-    _legend(axes[0], next(iter(results.values())), ("Amanda's own", AMANDA), ("all that is added", OTHERS))
+        rows(panel, names, "percent of the bare step", linear_until=1)
+    _legend(axes[0], results, ("Amanda's own", AMANDA), ("all that is added", OTHERS))
 
 
 def breakdown(results: Results, axes: Any) -> None:
-    """A bar for each use case and model: Amanda's part, and the use case's."""
+    """Draw a bar for each use case and model: Amanda's part, and the use case's."""
     for panel, (mode, found) in _panels(axes, results):
-        names, models = cases(mode, found), found["models"]
+        models = by_case(mode, found, part)
+        names = list(next(iter(models.values())))
         height = 0.8 / len(models)
-        for row, case in enumerate(reversed(names)):
-            for i, model in enumerate(reversed(models.values())):
-                own, at = part(mode, model, case), row + (i - (len(models) - 1) / 2) * height
-                panel.barh(at, own, height * 0.85, color=AMANDA)
-                panel.barh(at, 1 - own, height * 0.85, left=own, color=OTHERS)
-        _rows(panel, names, mode, f"of the added time; from the top {', '.join(models)}")
+        for i, cases in enumerate(reversed(models.values())):
+            at = [row + (i - (len(models) - 1) / 2) * height for row in range(len(names))]
+            own = [cases[case] for case in reversed(names)]
+            panel.barh(at, own, height * 0.85, color=AMANDA)
+            panel.barh(at, [1 - one for one in own], height * 0.85, left=own, color=OTHERS)
+        rows(panel, names, f"of the added time; from the top {', '.join(models)}")
         panel.xaxis.label.set_fontsize(7)
 
 
 def cache(results: Results, axes: Any) -> None:
-    """A mark for each model: a step without the cache over one with it."""
+    """Draw a mark for each model: a step without the cache over one with it."""
     for panel, (mode, found) in _panels(axes, results):
-        names = cases(mode, found)
-        for row, case in enumerate(reversed(names)):
-            for model, one in found["models"].items():
-                panel.plot(
-                    worth(one, case).middle, row, MARKS.get(model, "o"), color=AMANDA, alpha=0.8, mew=0
-                )
+        names = marks(panel, _middles(mode, found, worth), MARKS, lambda _: AMANDA)
         panel.axvline(2 if mode == EAGER else 17.1, color=INK, linestyle="--", linewidth=1)
         panel.set_xscale("log")
         panel.set_xticks((1, 2, 5, 10, 20, 50, 100, 200))
         panel.set_xlim(left=1)
-        _rows(panel, names, mode, "cache off over on")
-    _legend(axes[0], next(iter(results.values())))
+        rows(panel, names, "cache off over on")
+        panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+    _legend(axes[0], results)
 
 
 def memory(results: Results, axes: Any) -> None:
-    """Lines over the batch: of the tracing tool's bytes and Amanda's own, in percent of the step's peak."""
-    for panel, (mode, found) in _panels(axes, results):
+    """Draw lines over the batch: percent of the step's peak, of the tracing tool and Amanda's own."""
+    for panel, (_, found) in _panels(axes, results):
         for model in found["models"]:
             mine = [row for row in shares(found) if (row[0], row[2]) == (model, "tracing")]
             batches = [row[1] for row in mine]
@@ -102,30 +93,26 @@ def memory(results: Results, axes: Any) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xticks(batches, list(map(str, batches)), minor=False)
         panel.set_xlabel("batch")
-        panel.set_title(mode, color=INK, fontsize=9)
         panel.set_ylim(bottom=0)
     axes[0].set_ylabel("percent of the step's peak")
     axes[0].legend(frameon=False, fontsize=7)
 
 
 def _panels(axes: Any, results: Results) -> Iterator[tuple[Any, tuple[str, Results]]]:
-    """An axes for each mode; those that are left over are not shown."""
+    """Yield an axes with its title for each mode; hide those that are left over."""
     for panel in axes[len(results) :]:
         panel.set_visible(False)
-    yield from zip(axes, results.items(), strict=False)
+    for panel, (mode, found) in zip(axes, results.items(), strict=False):
+        panel.set_title(mode, color=INK, fontsize=9)
+        yield panel, (mode, found)
 
 
-def _rows(panel: Any, names: list[str], title: str, label: str) -> None:
-    panel.set_yticks(range(len(names)), list(reversed(names)))
-    panel.tick_params(axis="y", length=0)
-    panel.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-    panel.set_title(title, color=INK, fontsize=9)
-    panel.set_xlabel(label)
+def _middles(mode: str, found: Results, value: Callable[..., Estimate]) -> dict[str, Results]:
+    return by_case(mode, found, lambda *case: value(*case).middle)
 
 
-def _legend(panel: Any, found: Results, *colours: tuple[str, str]) -> None:
-    for model in found["models"]:
+def _legend(panel: Any, results: Results, *colours: tuple[str, str]) -> None:
+    for model in next(iter(results.values()))["models"]:
         panel.plot([], [], MARKS.get(model, "o"), color=INK, label=model, mew=0)
     for label, colour in colours:
         panel.plot([], [], "D", color=colour, label=label, mew=0)

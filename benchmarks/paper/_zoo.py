@@ -1,21 +1,38 @@
-"""The models of the paper's figures with random weights, and narrow twins with the same operators.
+"""The models and use cases of the paper's figures; random weights, and narrow twins with the same operators.
 
-Of torchvision and transformers for PyTorch; of Keras, with a BERT of its layers, for TensorFlow.
+Models are those of torchvision and transformers for PyTorch, and of Keras for TensorFlow.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from _measure import QUICK
+
+import amanda
+
 VGG, RESNET, INCEPTION, BERT = "VGG19", "ResNet-50", "Inception-v3", "BERT-base"
 NARROWER = 16
 """A twin's layers have a sixteenth of the channels."""
+USE_CASES: dict[str, Callable[[], amanda.Tool]] = {
+    "tracing": functools.partial(amanda.load_tool, "trace"),
+    "FLOPs": functools.partial(amanda.load_tool, "flops"),
+    "effective path": functools.partial(amanda.load_tool, "effective_path"),
+    "pruning": functools.partial(amanda.load_tool, "prune", sparsity=0.5),
+    "QAT": functools.partial(amanda.load_tool, "quantize", method="qat"),
+}
+
+
+def use_cases() -> dict[str, Callable[[], amanda.Tool]]:
+    """Return the five use cases of the paper's evaluation; of a quick run two."""
+    return {name: make for name, make in USE_CASES.items() if not QUICK or name in ("tracing", "pruning")}
 
 
 @contextmanager
 def narrow(*layers: type) -> Iterator[None]:
-    """Layers of these classes that are made meanwhile have a sixteenth of their channels."""
+    """Give layers of these classes that are made meanwhile a sixteenth of their channels."""
 
     def of(make: Callable[..., None]) -> Callable[..., None]:
         def made(layer: Any, *sizes: Any, **options: Any) -> None:
@@ -30,65 +47,58 @@ def narrow(*layers: type) -> Iterator[None]:
 
 
 def _fewer(size: Any) -> Any:
-    """Of channels; sizes of kernels and the colours of an image are smaller than these."""
+    """Divide channels; sizes of kernels and the colours of an image are smaller than these."""
     return size // NARROWER if isinstance(size, int) and size >= NARROWER else size
 
 
-def in_pytorch(quick: bool = False) -> dict[str, Any]:
-    """Models of `_models.Pair`, as they are used in PyTorch; of a quick run one, as narrow as its twin."""
+def in_pytorch() -> dict[str, Any]:
+    """Return models of `_models.Pair` in PyTorch; of a quick run one, as narrow as its twin."""
     import torch
-    from _models import Pair, bert, narrow_resnet, resnet50
+    from _models import Pair, models, narrow_resnet
     from models import vision  # of examples, where _models found those
     from torch import nn
 
-    def image(size: int) -> torch.Tensor:
-        return torch.rand(1, 3, size, size)
+    def application(name: str, size: int, narrowed: int, **options: Any) -> Pair:
+        def make() -> nn.Module:
+            return vision(name, init_weights=False, **options)
 
-    def twin(make: Callable[[], nn.Module], size: int) -> tuple[nn.Module, torch.Tensor]:
-        with narrow(nn.Conv2d, nn.Linear, nn.BatchNorm2d):
-            return make(), torch.rand(2, 3, size, size)
+        def twin() -> tuple[nn.Module, torch.Tensor]:
+            with narrow(nn.Conv2d, nn.Linear, nn.BatchNorm2d):
+                return make(), torch.rand(2, 3, narrowed, narrowed)
 
-    def small_bert() -> tuple[nn.Module, torch.Tensor]:
-        model = bert(vocab_size=100, hidden_size=24, intermediate_size=48)
-        return model, torch.randint(0, 100, (1, 8))
+        return Pair(lambda: (make(), torch.rand(1, 3, size, size)), twin, f"1 image of {size} x {size}")
 
-    def vgg() -> nn.Module:
-        return vision("vgg19", init_weights=False)
-
-    def inception() -> nn.Module:
-        return vision("inception_v3", init_weights=False, aux_logits=False)
-
-    if quick:
+    if QUICK:
         return {RESNET: Pair(narrow_resnet, narrow_resnet, "2 images of 32 x 32")}
     return {
-        VGG: Pair(lambda: (vgg(), image(224)), lambda: twin(vgg, 32), "1 image of 224 x 224"),
-        RESNET: Pair(lambda: (resnet50(), image(224)), narrow_resnet, "1 image of 224 x 224"),
-        INCEPTION: Pair(
-            lambda: (inception(), image(299)), lambda: twin(inception, 75), "1 image of 299 x 299"
-        ),
-        BERT: Pair(lambda: (bert(), torch.randint(0, 30_000, (1, 128))), small_bert, "128 tokens"),
-    }  # fmt: skip
+        VGG: application("vgg19", 224, 32),
+        RESNET: models()[RESNET],
+        INCEPTION: application("inception_v3", 299, 75, aux_logits=False),
+        BERT: models()[BERT],
+    }
 
 
-def in_tensorflow(quick: bool = False, narrowed: bool = False) -> dict[str, Any]:
-    """Models of `_graph_models.Model`, or their twins; of a quick run one small one."""
-    from _graph_models import Model, Sizes, bert_model, image, models
+def in_tensorflow(narrowed: bool = False) -> dict[str, Any]:
+    """Return models of `_graph_models.Model`, or their twins; of a quick run one small one."""
+    from _graph_models import Sizes, application, bert_model, models
 
-    def application(name: str, size: int, words: str) -> Any:
+    if QUICK:
+        return dict(list(models().items())[:1])
+
+    def image_model(name: str, size: int, small: int) -> Any:
+        if not narrowed:
+            return application(name, size)
+        wide = application(name, small)
+
         def make(keras: Any) -> Any:
-            layers = (keras.layers.Conv2D, keras.layers.Dense) if narrowed else ()
-            with narrow(*layers):
-                shape = (size, size, 3)
-                return getattr(keras.applications, name)(weights=None, input_shape=shape)
+            with narrow(keras.layers.Conv2D, keras.layers.Dense):
+                return wide.make(keras)
 
-        return Model(make, image(size), words)
+        return wide._replace(make=make)
 
-    if quick:
-        return dict(list(models(True).items())[:1])
-    sizes = Sizes(width=24, vocabulary=100, tokens=8) if narrowed else Sizes()
     return {
-        VGG: application("VGG19", 32 if narrowed else 224, "1 image of 224 x 224"),
-        RESNET: application("ResNet50", 32 if narrowed else 224, "1 image of 224 x 224"),
-        INCEPTION: application("InceptionV3", 75 if narrowed else 299, "1 image of 299 x 299"),
-        BERT: bert_model(sizes),
+        VGG: image_model("VGG19", 224, 32),
+        RESNET: image_model("ResNet50", 224, 32),
+        INCEPTION: image_model("InceptionV3", 299, 75),
+        BERT: bert_model(Sizes(width=24, vocabulary=100, tokens=8) if narrowed else Sizes()),
     }

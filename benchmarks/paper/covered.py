@@ -4,21 +4,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _measure import QUICK, progress
 from _zoo import BERT, INCEPTION, RESNET, VGG
 
-sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from _measure import progress, script
 from hook_coverage import coverage
 
 MODELS = {VGG: "VGG19", RESNET: "ResNet-50", INCEPTION: "Inception-v3", BERT: "BERT-base, eager attention"}
 PHASES = ("forward", "backward")
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Executions: model -> phase -> of all ops, of those that hooks see, of those that add gradients up."""
+def benchmark() -> dict[str, Any]:
+    """Return executions: model -> phase -> of all ops, of those that hooks see, of accumulations."""
     found: dict[str, Any] = {}
-    for name in [RESNET] if quick else MODELS:
+    for name in [RESNET] if QUICK else MODELS:
         progress(f"  {name}")
         result = coverage(MODELS[name])
         found[name] = {
@@ -29,7 +28,3 @@ def benchmark(quick: bool) -> dict[str, Any]:
             place.calls for place in result.places if place.type == "accumulate_grad"
         )
     return {"models": found}
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)

@@ -5,7 +5,6 @@ operator.  It goes to the process's standard output, which is a file meanwhile.
 """
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _zoo import RESNET, in_pytorch
-
-sys.path.append(str(Path(__file__).parents[1]))
-from _measure import pin_to_one_core, progress, script
+from _measure import QUICK, pin_to_one_core, progress
 from _models import training
+from _zoo import RESNET, in_pytorch
 from torch.backends import mkldnn
 
 import amanda
@@ -28,7 +25,7 @@ STEPS = 10
 
 
 class KernelTool(amanda.Tool):
-    """Times operators by their types, and reads what kernels a file tells of that were run within each.
+    """Times operators by their types, and reads in a file which kernels were run within each.
 
     types: (phase, type) -> "calls", "ms", and "kernels": name -> [runs, ms].
     """
@@ -39,6 +36,12 @@ class KernelTool(amanda.Tool):
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
         self.add_inst_for_op(self._backward, backward=True)
+
+    def of_step(self, step: Callable[[], None]) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return the types of a step."""
+        self.types = {}
+        step()
+        return self.types
 
     def _forward(self, context: amanda.OpContext) -> None:
         context.insert_before_op(self._begin, inputs=[])
@@ -65,7 +68,7 @@ class KernelTool(amanda.Tool):
 
 
 def kernels(account: str) -> Iterator[tuple[str, float]]:
-    """Kernel and milliseconds of each line of oneDNN's account that is of a kernel's run."""
+    """Yield kernel and milliseconds of each line of oneDNN's account that is of a kernel's run."""
     for line in account.splitlines():
         cells = line.split(",")
         if cells[0] == "onednn_verbose" and cells[2:4] == ["primitive", "exec"]:
@@ -86,10 +89,10 @@ def output_into(file: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def benchmark(quick: bool) -> dict[str, Any]:
-    """Of a training step: types of ops with calls, milliseconds, and runs and milliseconds of each kernel."""
+def benchmark() -> dict[str, Any]:
+    """Return the types of ops of a training step: calls, milliseconds, runs and times of each kernel."""
     pin_to_one_core()
-    pair = in_pytorch(quick)[RESNET]
+    pair = in_pytorch()[RESNET]
     step = training(*pair.wide())
     progress(f"  {RESNET}")
     step()
@@ -99,19 +102,12 @@ def benchmark(quick: bool) -> dict[str, Any]:
             tool = KernelTool(account)
             with amanda.apply(tool):
                 step()
-                found = [one_step(tool, step) for _ in range(1 if quick else STEPS)]
+                found = [tool.of_step(step) for _ in range(1 if QUICK else STEPS)]
     return {"example": pair.example, "ops": medians(found)}
 
 
-def one_step(tool: KernelTool, step: Callable[[], None]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The types of a step."""
-    tool.types = {}
-    step()
-    return tool.types
-
-
 def medians(steps: list[dict[tuple[str, str], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Calls of a step, and medians of times over steps; what takes longest comes first."""
+    """Return calls of a step, and medians of times over steps; what takes longest comes first."""
     ops = [
         {
             "phase": phase, "type": kind, "calls": one["calls"],
@@ -124,7 +120,3 @@ def medians(steps: list[dict[tuple[str, str], dict[str, Any]]]) -> list[dict[str
         for (phase, kind), one in steps[0].items()
     ]  # fmt: skip
     return sorted(ops, key=lambda one: -one["ms"])
-
-
-if __name__ == "__main__":
-    script(benchmark, __doc__)
