@@ -1,7 +1,7 @@
 """Architecture search on scikit-learn's digits, from one source in PyTorch and Keras.
 
-The starting CNN has 3x3 convolutions and tanh. Found models have its FLOPs at most, and are trained from
-nothing as it is.  python examples/search_digits.py [torch|keras] [SEEDS]
+The starting CNN has two 3x3 convolutions and sigmoids, as LeNet has. Found models have its FLOPs
+at most, and are trained from nothing as it is.  python examples/search_digits.py [torch|keras] [SEEDS]
 """
 
 import sys
@@ -13,10 +13,10 @@ from sklearn.datasets import load_digits
 import amanda
 from amanda.tools.search import Choice, Search, SearchTool
 
-EPOCHS, BATCH, RATE = 8, 32, 0.005
+EPOCHS, SEARCHED, BATCH, RATE = 20, 6, 32, 0.01
 CHOICES = [
     Choice(["keep", "conv1", "conv5", "conv3g2", "conv5g4"], type="conv2d"),
-    Choice(["keep", "relu", "gelu"], type="tanh"),
+    Choice(["keep", "relu", "tanh", "gelu"], type="sigmoid"),
 ]
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by the number of seeds
 
@@ -31,8 +31,8 @@ class Torch:
         self.torch, conv = torch, {"kernel_size": 3, "padding": 1}
         torch.manual_seed(seed)
         self.model = nn.Sequential(
-            nn.Conv2d(1, 8, **conv), nn.Tanh(), nn.Conv2d(8, 16, **conv), nn.Tanh(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 16, **conv), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+            nn.Conv2d(1, 8, **conv), nn.Sigmoid(), nn.MaxPool2d(2), nn.Conv2d(8, 16, **conv), nn.Sigmoid(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10),
         )  # fmt: skip
 
     def tensor(self, images):
@@ -74,12 +74,11 @@ class Keras:
 
         self.keras, self.tf, layers = keras, tensorflow, keras.layers
         keras.utils.set_random_seed(seed)
-        conv = {"kernel_size": 3, "padding": "same", "activation": "tanh"}
+        conv = {"kernel_size": 3, "padding": "same", "activation": "sigmoid"}
         self.model = keras.Sequential(
             [
-                layers.Input((8, 8, 1)), layers.Conv2D(8, **conv), layers.Conv2D(16, **conv),
-                layers.MaxPooling2D(2), layers.Conv2D(16, **conv), layers.MaxPooling2D(2), layers.Flatten(),
-                layers.Dense(10),
+                layers.Input((8, 8, 1)), layers.Conv2D(8, **conv), layers.MaxPooling2D(2),
+                layers.Conv2D(16, **conv), layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10),
             ]
         )  # fmt: skip
 
@@ -173,7 +172,7 @@ def first(tool):
 METHODS = {"darts": darts, "evolution": sampled("evolution"), "random": sampled("random")}
 
 
-def compare(kind, seed, methods=METHODS, epochs=EPOCHS, trials=40):
+def compare(kind, seed, methods=METHODS, epochs=SEARCHED, trials=30):
     """Return the accuracy on the test set, and FLOPs, of the starting CNN and what each method finds."""
     train, held_out, test = split(seed)
     found = {}

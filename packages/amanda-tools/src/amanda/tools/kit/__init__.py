@@ -33,10 +33,11 @@ from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held",
-    "HeldError", "Holders", "OpPlace", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
-    "Present", "Progress", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
-    "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
-    "Weights", "Window", "bits_of", "canonical", "canonical_extents", "check_number", "check_one_of", "from_bytes", "holders_of", "leaves",
-    "makes_a_weight", "numpy_type", "op_tensors", "origin", "packed_inputs", "parameter_inputs",
-    "parameters", "restored", "source", "spatial_axes", "tensors_of", "to_bytes", "weight_input", "windows_of",
+    "HeldError", "Holders", "OpPlace", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller", "Present",
+    "Progress", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
+    "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool", "Weights",
+    "Window", "bits_of", "canonical", "canonical_extents", "check_number", "check_one_of", "from_bytes",
+    "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin", "packed_inputs",
+    "parameter_inputs", "parameters", "restored", "source", "spatial_axes", "tensors_of", "to_bytes",
+    "weight_input", "windows_of",
 ]  # fmt: skip

@@ -295,7 +295,7 @@ def candidate(given: str | Callable[..., Any], where: str) -> Candidate:
 
 
 def _regrouped(weight: Any, groups: int, wanted: int) -> Any:
-    """Return a weight (O, I, ...) of some groups as one of others: zeros between groups, or blocks cut out."""
+    """Return a weight (O, I, ...) of some groups as one of others: with zeros, or of the blocks alone."""
     outputs, inputs, *window = weight.shape
     dense = np.zeros((outputs, inputs * groups, *window), weight.dtype)
     for i, row in enumerate(weight):

@@ -34,14 +34,14 @@ class Random:
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return a random architecture."""
-        return {name: labels[numbers.integers(len(labels))] for name, labels in space.items()}
+        return {name: labels[int(numbers.integers(len(labels)))] for name, labels in space.items()}
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
         """Learn nothing."""
 
 
 class Evolution(Random):
-    """Regularised evolution (Real et al. 2019, algorithm 1): the oldest dies, the best of a sample has a child.
+    """Regularised evolution (Real et al. 2019, algorithm 1): the oldest dies, the best of some has a child.
 
     population: how many live.  sample: how many of these compete to be the parent.  A child differs from its
     parent at one op.  With costs, the parent is one of the sample that fewest of it dominate.
@@ -100,7 +100,9 @@ class PolicyGradient:
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return an architecture drawn from the policy."""
         chances = self.probabilities(space)
-        return {name: labels[numbers.choice(len(labels), p=chances[name])] for name, labels in space.items()}
+        return {
+            name: labels[int(numbers.choice(len(labels), p=chances[name]))] for name, labels in space.items()
+        }
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
         """Make what was better than the baseline more probable, and what was worse less."""

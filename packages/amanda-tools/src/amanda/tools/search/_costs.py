@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 
 import amanda
 from amanda.tools.flops import Cost, FlopsTool
-from amanda.tools.kit import parameter_inputs
+from amanda.tools.kit import holders_of, parameter_inputs
 from amanda.tools.mapping import itemsize
 from amanda.tools.search._candidates import SearchError
 from amanda.tools.search._site import Site
@@ -19,8 +19,8 @@ class Costs(amanda.Tool):
     def __init__(self) -> None:
         super().__init__()
         self._flops: dict[int, Cost] = {}
-        self._sizes: dict[int, dict[int, int]] = {}
-        self._weights: dict[int, int] = {}
+        self._sizes: dict[int, dict[Hashable, int]] = {}
+        self._weights: dict[int, Hashable] = {}
         self.depends_on(FlopsTool())
         self.add_inst_for_op(self._look, require_outputs=True, guard="shape")
 
@@ -32,7 +32,8 @@ class Costs(amanda.Tool):
         for position in parameter_inputs(context):
             extents = context["shape"](inputs[position])
             size = prod(extents) * (itemsize(context["dtype"](inputs[position])) or 4)
-            holder = self.identity_of(context.get_variable(position))
+            variable = context.get_variable(position)
+            holder = holders_of(variable).identity(variable)
             self._sizes.setdefault(op_id, {})[holder] = size
             if position == context["weight_index"]:
                 self._weights[op_id] = holder
@@ -49,7 +50,7 @@ class Costs(amanda.Tool):
     def size(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
         """Return bytes of parameters; one that several ops read counts once, by the largest share."""
         shares, skipped = self._shares(sites, architecture)
-        found: dict[int, float] = {}
+        found: dict[Hashable, float] = {}
         for op, sizes in self._sizes.items():
             flops, weight = shares.get(op, (1.0, 1.0))
             for holder, size in sizes.items():

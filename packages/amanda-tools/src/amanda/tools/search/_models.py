@@ -63,8 +63,8 @@ def _module(site: Site, chosen: Candidate, module: Any) -> Any:
             padding = tuple(pad + more * step // 2 for pad, step, more in steps)
         own = module
         module = type(own)(
-            own.in_channels, own.out_channels, chosen.kernel, own.stride, padding, own.dilation, chosen.groups,
-            own.bias is not None, own.padding_mode, own.weight.device, own.weight.dtype,
+            own.in_channels, own.out_channels, chosen.kernel, own.stride, padding, own.dilation,
+            chosen.groups, own.bias is not None, own.padding_mode, own.weight.device, own.weight.dtype,
         ).train(own.training)  # fmt: skip
         module.bias = own.bias
     module.weight.copy_(weight)
@@ -86,8 +86,8 @@ def finalized_keras(model: Any, sites: Iterable[Site]) -> Any:
     settings: dict[str, dict[str, Any]] = {}
     weights: dict[str, tuple[Site, WeightCandidate]] = {}
     for site, chosen in _changed(sites):
-        layer = next((layers[part] for path in site.scopes for part in reversed(path.replace(".", "/").split("/"))
-                      if part in layers), None)  # fmt: skip
+        parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
+        layer = next((layers[part] for part in reversed(parts) if part in layers), None)
         if layer is None:
             raise _lost(site, chosen, f"the model has no layer {site.module!r}")
         if isinstance(chosen, Activation) and "activation" in layer.get_config():

@@ -128,7 +128,12 @@ class SearchResult(PlottedResult):
         if self.costs:
             line = [(_across(one, 0), one.metric or 0.0) for one in reversed(self.front)]
             axes.plot(
-                [x for x, _ in line], [y for _, y in line], color="black", marker="o", markersize=4, label="front"
+                [x for x, _ in line],
+                [y for _, y in line],
+                color="black",
+                marker="o",
+                markersize=4,
+                label="front",
             )
         axes.set_xlabel(self.costs[0] if self.costs else "trial")
         axes.set_ylabel(self.metric)

@@ -153,9 +153,7 @@ class TensorFlowLibrary(Library):
 
 def _padding(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
     """Return the padding that leaves the output its shape with a window of another size."""
-    pads, steps = (
-        list(one) if isinstance(one, (list, tuple)) else [one] for one in (padding, dilation)
-    )
+    pads, steps = (list(one) if isinstance(one, (list, tuple)) else [one] for one in (padding, dilation))
     rank = len(change)
     pads, steps = pads * (rank // len(pads)), steps * (rank // len(steps))
     return [pad + more * step // 2 for pad, step, more in zip(pads, steps, change, strict=True)]
@@ -163,7 +161,9 @@ def _padding(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
 
 def frameworks() -> MappingTool:
     """Return the rules, which put the library of an op's framework under "search"."""
-    graph = "no tape leads to the parameters of candidates in functions and sessions of TensorFlow: train eagerly"
+    graph = (
+        "no tape leads to the parameters of candidates in functions and sessions of TensorFlow: train eagerly"
+    )
     rules: list[list[Any]] = [
         ["*", _put(Library())], ["pytorch", _put(TorchLibrary())],
         ["tensorflow", _put(TensorFlowLibrary(graph))], ["tensorflow/*/eager", _put(TensorFlowLibrary())],

@@ -33,15 +33,15 @@ class Search:
     """Tries architectures of a tool, and keeps what a metric and costs are of each.
 
     tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
-        higher the better, with the architecture in force; what it trains, it trains for those that follow too.
+        higher the better, with the architecture in force; what it trains is trained for those that follow.
     controller: "random", "evolution", "policy", or a `Controller`.
     train: called ahead of each evaluation with the architecture in force, to train what architectures share.
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
     limits: the most of "flops" or "size"; architectures above it are not evaluated.
     file: where trials are written, and from where `run` goes on.
-    metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far it is.
-    compiled: as of `amanda.apply`.
+    metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far
+    it is.  compiled: as of `amanda.apply`.
 
     No architecture is evaluated twice, except where `train` is given.  Raises SearchError for what cannot be.
     """
@@ -63,7 +63,9 @@ class Search:
         if not callable(evaluate):
             raise SearchError(f"Search: evaluate is {evaluate!r}; give a function that gives a number")
         if not tool.space:
-            raise SearchError("Search: the tool has met no op with a choice; call tool.prepare(model, x) first")
+            raise SearchError(
+                "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
+            )
         if isinstance(controller, str):
             check_one_of("Search: controller", controller, tuple(_CONTROLLERS), SearchError)
             controller = _CONTROLLERS[controller]()
@@ -72,7 +74,7 @@ class Search:
         self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
         self._calculated = {"flops": tool.flops, "size": tool.size}
         self._costs = {one if isinstance(one, str) else one.__name__: one for one in costs}
-        self._limits, self._file, self._metric = dict(limits or {}), file and Path(file), metric
+        self._limits, self._file, self._metric = dict(limits or {}), Path(file) if file else None, metric
         self._seed, self._progress = seed, progress
         self._compiled: Literal["eager", "instrument"] = compiled
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
@@ -89,15 +91,17 @@ class Search:
     def run(self, trials: int | None = None, seconds: float | None = None) -> SearchResult:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
-        Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that trial's
-        error, and logged, and so is a metric of NaN or infinity; one of Amanda and KeyboardInterrupt reach the
-        caller, with `result` as far as it is, and another `run` goes on from there.
+        Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
+        trial's error, and logged, and so is a metric of NaN or infinity; one of Amanda and KeyboardInterrupt
+        reach the caller, with `result` as far as it is, and another `run` goes on from there.
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
         begun, self._stopped = perf_counter(), ""
         if self._tool.mixture:
-            raise SearchError("Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False")
+            raise SearchError(
+                "Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False"
+            )
         with Progress(self._progress) as progress:
             while not self._stopped:
                 if trials is not None and len(self._trials) >= trials:

@@ -25,8 +25,9 @@ class Site:
 
     name: the module's path and the op, by which architectures know it.  weight, bias: their positions among
     the inputs; None where the op has none.  layout, weight_shape: of the weight; the shape in the order of
-    outputs, inputs, window.  channels: axis of the channels of the first input.  shortcut, branch: of an addition that ends a residual block, the position of the
-    block's input and the ids of the ops of the branch.  left: by label, why a candidate was left out.
+    outputs, inputs, window.  channels: axis of the channels of the first input.
+    shortcut, branch: of an addition that ends a residual block, the position of the block's input and the ids
+    of the ops of the branch.  left: by label, why a candidate was left out.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class Site:
         self.source, self.scopes = context.get_source(), tuple(context.get_scopes())
         self.library: Library = context["search"]
         self.in_place: bool = context["in_place"]
-        self.shortcut, self.branch = residual or (None, frozenset[int]())
+        self.shortcut: int | None = None if residual is None else residual[0]
+        self.branch = frozenset[int]() if residual is None else residual[1]
         self._like = context.get_inputs()[0]
         self._xp = tensors_of(self._like)
         self._states: dict[str, Any] = {}

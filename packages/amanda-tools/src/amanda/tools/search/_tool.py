@@ -47,7 +47,9 @@ class Choice:
         self.selection = Selection(type, module)
         where = f"the choice at {self.selection}"
         if isinstance(candidates, str) or len(candidates) < 2:
-            raise SearchError(f"SearchTool: {where} has candidates {candidates!r}; give a list of two or more")
+            raise SearchError(
+                f"SearchTool: {where} has candidates {candidates!r}; give a list of two or more"
+            )
         self.candidates = [candidate(one, where) for one in candidates]
         labels = [one.label for one in self.candidates]
         twice = {label for label in labels if labels.count(label) > 1}
@@ -121,8 +123,8 @@ class SearchTool(amanda.Tool):
     def architecture(self) -> dict[str, str]:
         """The label of the candidate that is chosen at each op.
 
-        Assign one, of all ops or some.  Raises SearchError for an op or a candidate that there is not; what is
-        assigned before any op was met is checked when the op is.
+        Assign one, of all ops or some.  Raises SearchError for an op or a candidate that there is not; what
+        is assigned before any op was met is checked when the op is.
         """
         return {site.name: site.chosen for site in self._sites.values()}
 
@@ -185,15 +187,18 @@ class SearchTool(amanda.Tool):
         return self.costs.size(self.sites, self.architecture | dict(architecture or {}))
 
     def finalize(self, model: Any) -> Any:
-        """Return a copy of a model with the chosen candidates as modules or layers of its framework's classes.
+        """Return a copy of a model with the chosen candidates as modules or layers of its framework.
 
-        PyTorch: modules of torch.nn take the places of Conv2d, Linear and activations; Keras: layers of a clone.
+        PyTorch: modules of torch.nn take the places of convolutions, Linear and activations; Keras: layers of
+        a clone.
         Raises SearchError, which names the op, where a choice is no module, such as a skipped addition.
         """
         if self.mixture:
             raise SearchError("SearchTool.finalize: the candidates are mixed; call settle() first")
         if not self._sites:
-            raise SearchError("SearchTool.finalize: no op with a choice was met; call prepare(model, x) first")
+            raise SearchError(
+                "SearchTool.finalize: no op with a choice was met; call prepare(model, x) first"
+            )
         return self.sites[0].library.finalized(model, self.sites)
 
     def save(self, path: str | Path) -> Path:
@@ -210,7 +215,9 @@ class SearchTool(amanda.Tool):
         except (OSError, ValueError, AttributeError) as error:
             if isinstance(error, SearchError):
                 raise
-            raise SearchError(f"SearchTool: {path} holds no architecture, which `save` writes: {error}") from error
+            raise SearchError(
+                f"SearchTool: {path} holds no architecture, which `save` writes: {error}"
+            ) from error
 
     @property
     def result(self) -> ChoicesResult:
@@ -220,7 +227,9 @@ class SearchTool(amanda.Tool):
             f"there is no {label} at {name}: {reason}"
             for name, reasons in self._unfit.items() for label, reason in reasons.items()
         ]  # fmt: skip
-        result.remarks = as_remarks([*self.unmatched(), *left, *([self._untrained] if self._untrained else [])])
+        result.remarks = as_remarks(
+            [*self.unmatched(), *left, *([self._untrained] if self._untrained else [])]
+        )
         return result
 
     def clear(self) -> None:
@@ -312,7 +321,7 @@ def _residual(flow: Dataflow, node: DataflowNode) -> tuple[int, frozenset[int]] 
 
 
 def _behind(flow: Dataflow, number: int | None, until: int | None = None) -> tuple[set[int | None], set[int]]:
-    """Return the tensors that a tensor was made of, back to another, and the ids of the ops that made them."""
+    """Return the tensors that one was made of, back to another, and the ids of the ops that made them."""
     waiting, seen, ops = [number], set[int | None](), set[int]()
     while waiting and len(seen) < _AROUND:
         one = waiting.pop()
