@@ -129,9 +129,9 @@ def accuracy(net, data):
     return float((net.scores(data[0]).argmax(1) == data[1]).mean())
 
 
-def trained(net, data, seed, epochs=EPOCHS):
+def trained(net, data, seed):
     step = net.trainer(net.weights())
-    for batch in batches(data, epochs, seed):
+    for batch in batches(data, EPOCHS, seed):
         step(*batch)
     return net
 

@@ -28,6 +28,7 @@ from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.remat import RematTool
 from amanda.tools.rewrite import RewriteTool
+from amanda.tools.search import SearchTool
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
@@ -43,6 +44,7 @@ TOOLS: dict[str, Callable[[Path], amanda.Tool]] = {
     "effective_path": lambda folder: EffectivePathTool(),
     "remat": lambda folder: RematTool(),
     "rewrite": lambda folder: RewriteTool([]),
+    "search": lambda folder: SearchTool(["conv2d=keep|conv5", "linear=keep|bits4"]),
     "prune": lambda folder: PruneTool(sparsity=0.5),
     "quantize": lambda folder: QuantizeTool("dynamic"),
     "inject": lambda folder: InjectTool("zero"),
@@ -50,7 +52,7 @@ TOOLS: dict[str, Callable[[Path], amanda.Tool]] = {
     "activations": lambda folder: ActivationPruneTool(),
     "attention": lambda folder: AttentionPruneTool(),
 }
-CHANGE_NOTHING = list(TOOLS)[:11]
+CHANGE_NOTHING = list(TOOLS)[:12]
 
 
 def trained() -> nn.Module:
