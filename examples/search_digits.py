@@ -38,8 +38,11 @@ class Torch:
     def tensor(self, images):
         return self.torch.as_tensor(images[:, None])
 
-    def trainer(self, parameters):
-        """Return a function that makes a step on a batch with an optimizer of its own."""
+    def trainer(self, parameters, alone=False):
+        """Return a function that makes a step on a batch with an optimizer of its own.
+
+        alone: no tool is applied, so that a step may run as a graph.
+        """
         optimizer = self.torch.optim.Adam(parameters, RATE)
 
         def step(images, labels):
@@ -83,9 +86,9 @@ class Keras:
         )  # fmt: skip
 
     def tensor(self, images):
-        return self.tf.constant(images[..., None])
+        return self.tf.convert_to_tensor(images[..., None])
 
-    def trainer(self, parameters):
+    def trainer(self, parameters, alone=False):
         optimizer = self.keras.optimizers.Adam(RATE)
         objective = self.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -95,7 +98,11 @@ class Keras:
             gradients = tape.gradient(loss, parameters, unconnected_gradients="zero")
             optimizer.apply_gradients(zip(gradients, parameters, strict=True))
 
-        return step
+        if not alone:
+            return step
+        optimizer.build(parameters)
+        graph = self.tf.function(step)
+        return lambda *batch: graph(*map(self.tf.constant, batch))
 
     def weights(self):
         return list(self.model.trainable_variables)
@@ -130,7 +137,7 @@ def accuracy(net, data):
 
 
 def trained(net, data, seed):
-    step = net.trainer(net.weights())
+    step = net.trainer(net.weights(), alone=True)
     for batch in batches(data, EPOCHS, seed):
         step(*batch)
     return net

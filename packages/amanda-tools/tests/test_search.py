@@ -109,9 +109,16 @@ def test_a_residual_block_is_skipped(in_place: bool, images: Tensor) -> None:
     (name,) = tool.space
     whole = tool.flops()
     tool.architecture = {name: "skip"}
+    x, own = images.clone().requires_grad_(), images.clone().requires_grad_()
     with amanda.apply(tool):
-        found = model(images)
-    assert torch.equal(found, model[2](model[0](images)))
+        found = model(x)
+        found.sum().backward()
+    wanted = model[2](model[0](own))
+    wanted.sum().backward()
+    assert torch.equal(found, wanted)
+    assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
+    with amanda.apply(tool), torch.inference_mode():
+        assert torch.equal(model(images), wanted)
     rest = prepared(nn.Sequential(model[0], model[2]), images, [])
     assert tool.flops() == rest.flops() < whole
     assert tool.size() == rest.size()

@@ -32,8 +32,10 @@ def model() -> Any:
     layers = keras.layers
     return keras.Sequential(
         [
-            layers.Input((4, 4, 4)), layers.Conv2D(4, 3, padding="same", activation="sigmoid"),
-            layers.Conv2D(8, 3, padding="same"), layers.ReLU(), layers.Flatten(), layers.Dense(10),
+            layers.Input((4, 4, 4)),
+            layers.Conv2D(4, 3, padding="same", activation="sigmoid", name="first"),
+            layers.Conv2D(8, 3, padding="same"), layers.ReLU(), layers.Flatten(),
+            layers.Dense(10, name="last"),
         ]
     )  # fmt: skip
 
@@ -56,6 +58,38 @@ def test_clones_and_functions_compute_what_architectures_do(model: Any, images: 
         clone = tool.finalize(model)
         assert np.array_equal(clone(images), wanted), architecture
     assert len(tool.space) == 5
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"first/Sigmoid": "relu"},
+        {"first/Conv2D": "skip"},
+        {"last/MatMul": "bits4"},
+        {"first/Conv2D": "conv5"},
+    ],
+)
+def test_gradients_in_functions_are_those_of_eager_mode(model: Any, images: Any, chosen: Any) -> None:
+    def gradients(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        variables = [one.value for one in model.trainable_variables]
+        return tape.gradient(loss, variables, unconnected_gradients="zero")
+
+    tool = prepared(model, images, [Choice(["keep", "conv5", "skip"], type="conv2d"), *LAYERS[1:]])
+    tool.architecture = chosen
+    with amanda.apply(tool):
+        wanted, found = gradients(images), tf.function(gradients)(images)
+    assert all(np.array_equal(one, other) for one, other in zip(wanted, found, strict=True))
+    if "skip" not in chosen.values():
+        clone = tool.finalize(model)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(clone(images) ** 2)
+        own = tape.gradient(loss, [one.value for one in clone.trainable_variables])
+        assert (
+            all(np.array_equal(one, other) for one, other in zip(wanted, own, strict=True) if np.any(one))
+            or "bits4" in chosen.values()
+        )
 
 
 def test_flops_are_those_of_the_clone(model: Any, images: Any) -> None:

@@ -55,6 +55,10 @@ class Library:
         """Return a tensor in the element type of another, within autodiff."""
         return tensors_of(like).cast(value, like)
 
+    def fresh(self, x: Any) -> Any:
+        """Return an input as the output of an op."""
+        return x
+
     def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Return why a convolution cannot have another window or groups; change: of its sizes."""
         return "the padding and groups of the graph are fixed"
@@ -132,6 +136,12 @@ class TensorFlowLibrary(Library):
         import tensorflow
 
         return tensorflow.nn.softmax(x)
+
+    def fresh(self, x: Any) -> Any:
+        """Return an equal tensor, since a tape takes no op whose output is its input."""
+        import tensorflow
+
+        return tensorflow.identity(x)
 
     def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse other padding than "same", and groups in the model's own convolution."""
@@ -275,7 +285,9 @@ def _changed(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
     for site, chosen in found:
         other = seen.setdefault((site.module, site.type), site)
         if other.chosen != site.chosen:
-            raise _lost(site, chosen, f"{other.name} of the same module has {other.chosen}")
+            raise _lost(
+                site, chosen, f"{other.name} at the same path has {other.chosen}, of this or of another model"
+            )
     return [(site, chosen) for site, chosen in found if not isinstance(chosen, Keep)]
 
 

@@ -129,7 +129,8 @@ class Site:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
         self.calls += 1
         if not mixed or self.alpha is None:
-            return self.candidates[self.chosen].compute(inputs, self, original)
+            output = self.candidates[self.chosen].compute(inputs, self, original)
+            return self.library.fresh(output) if any(output is one for one in inputs) else output
         outputs = [one.compute(inputs, self, original) for one in self.candidates.values()]
         shares = self.library.softmax(self.read("alpha", outputs[0]))
         return sum(shares[i] * one for i, one in enumerate(outputs))
