@@ -64,7 +64,7 @@ def test_clones_and_functions_compute_what_architectures_do(model: Any, images: 
     "chosen",
     [
         {"first/Sigmoid": "relu"},
-        {"first/Conv2D": "skip"},
+        {"first/Sigmoid": "skip"},
         {"last/MatMul": "bits4"},
         {"first/Conv2D": "conv5"},
     ],
@@ -76,7 +76,8 @@ def test_gradients_in_functions_are_those_of_eager_mode(model: Any, images: Any,
         variables = [one.value for one in model.trainable_variables]
         return tape.gradient(loss, variables, unconnected_gradients="zero")
 
-    tool = prepared(model, images, [Choice(["keep", "conv5", "skip"], type="conv2d"), *LAYERS[1:]])
+    activations = Choice(["keep", "relu", "skip"], type="sigmoid")
+    tool = prepared(model, images, [LAYERS[0], activations, LAYERS[2]])
     tool.architecture = chosen
     with amanda.apply(tool):
         wanted, found = gradients(images), tf.function(gradients)(images)
@@ -102,9 +103,9 @@ def test_gradients_of_a_mixture_are_those_of_one_by_hand(images: Any) -> None:
     keras.utils.set_random_seed(0)
     conv = keras.layers.Conv2D(4, 3, padding="same")
     model = keras.Sequential([keras.layers.Input((4, 4, 4)), conv, keras.layers.Activation("sigmoid")])
-    tool = prepared(model, images, ["conv2d=keep|conv5|skip", "sigmoid=keep|relu"], mixture=True)
-    (wide,), (first, second) = tool.weights(), tool.alphas()
-    variables = [*(one.value for one in model.trainable_variables), wide, first, second]
+    tool = prepared(model, images, ["conv2d=keep|conv5|conv1", "sigmoid=keep|relu"], mixture=True)
+    (wide, point), (first, second) = tool.weights(), tool.alphas()
+    variables = [*(one.value for one in model.trainable_variables), wide, point, first, second]
     with amanda.apply(tool), tf.GradientTape() as tape:
         outputs = model(images)
         loss = tf.reduce_sum(outputs**2)
@@ -117,7 +118,7 @@ def test_gradients_of_a_mixture_are_those_of_one_by_hand(images: Any) -> None:
             share * one
             for share, one in zip(
                 tf.unstack(shares),
-                [tf.nn.conv2d(images, kernel, 1, "SAME"), tf.nn.conv2d(images, wide, 1, "SAME"), images],
+                [tf.nn.conv2d(images, one, 1, "SAME") for one in (kernel, wide, point)],
                 strict=True,
             )
         )
@@ -125,7 +126,7 @@ def test_gradients_of_a_mixture_are_those_of_one_by_hand(images: Any) -> None:
         shares = tf.nn.softmax(second)
         outputs_by_hand = shares[0] * tf.sigmoid(x) + shares[1] * tf.nn.relu(x)
         loss = tf.reduce_sum(outputs_by_hand**2)
-    wanted = tape.gradient(loss, [kernel, bias, wide, first, second])
+    wanted = tape.gradient(loss, [kernel, bias, wide, point, first, second])
     assert np.array_equal(outputs, outputs_by_hand)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
@@ -146,8 +147,11 @@ def test_a_choice_that_is_no_layer_is_an_error(images: Any) -> None:
     tool = prepared(model, images, ["add=keep|skip"])
     (name,) = tool.space
     tool.architecture = {name: "skip"}
-    with amanda.apply(tool):
-        assert np.array_equal(model(images), images)
+    with amanda.apply(tool), tf.GradientTape() as tape:
+        tape.watch(images)
+        outputs = model(images)
+    assert np.array_equal(outputs, images)
+    assert np.array_equal(tape.gradient(outputs, images), np.ones_like(images))
     with pytest.raises(
         SearchError, match=r"'skip' of .* is no module: add is a Add; run the model in a scope"
     ):
