@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.filterwarnings("ignore")  # what Keras warns of is not ours
 def test_found_models_beat_the_start_with_its_flops(name: str, example: Callable[[str], ModuleType]) -> None:
     searching = example("search_digits")
-    searching.EPOCHS = 12
+    monkeypatch.setattr(searching, "EPOCHS", 12)
     found = searching.compare(getattr(searching, name), seed=0, epochs=4, trials=12)
     accuracy, flops, _ = found.pop("start")
     assert set(found) == {"darts", "evolution", "random"}
