@@ -95,8 +95,10 @@ class Keras:
         def step(images, labels):
             with self.tf.GradientTape() as tape:
                 loss = objective(labels, self.model(self.tensor(images)))
-            gradients = tape.gradient(loss, parameters, unconnected_gradients="zero")
-            optimizer.apply_gradients(zip(gradients, parameters, strict=True))
+            pairs = zip(tape.gradient(loss, parameters), parameters, strict=True)  # None: it was not chosen
+            optimizer.apply_gradients(
+                [(self.tf.zeros_like(one) if gradient is None else gradient, one) for gradient, one in pairs]
+            )
 
         if not alone:
             return step

@@ -9,7 +9,9 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Torch", "Keras"])
 @pytest.mark.filterwarnings("ignore")  # what Keras warns of is not ours
-def test_found_models_beat_the_start_with_its_flops(name: str, example: Callable[[str], ModuleType]) -> None:
+def test_found_models_beat_the_start_with_its_flops(
+    name: str, example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     searching = example("search_digits")
     monkeypatch.setattr(searching, "EPOCHS", 12)
     found = searching.compare(getattr(searching, name), seed=0, epochs=4, trials=12)

@@ -186,7 +186,7 @@ class TensorFlowTensors(Tensors):
         with tf.init_scope():
             if isinstance(value, tf.Variable) and not tf.executing_eagerly():
                 return value
-            return tf.Variable(np.asarray(value, dtype), trainable=trained, dtype=tf.as_dtype(dtype))
+            return tf.Variable(np.asarray(value, dtype), trainable=trained, dtype=dtype)
 
     def update(self, former: Any, value: Any) -> Any:
         """Return a variable with other values; these where they do not fit."""
