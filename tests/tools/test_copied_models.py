@@ -29,6 +29,7 @@ from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.remat import RematTool
 from amanda.tools.rewrite import RewriteTool
+from amanda.tools.search import SearchTool
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
@@ -45,6 +46,7 @@ TOOLS: dict[str, Callable[[Path], amanda.Tool]] = {
     "effective_path": lambda folder: EffectivePathTool(),
     "remat": lambda folder: RematTool(),
     "rewrite": lambda folder: RewriteTool([]),
+    "search": lambda folder: SearchTool(["conv2d=keep|conv5", "linear=keep|bits4"]),
     "prune": lambda folder: PruneTool(sparsity=0.5),
     "quantize": lambda folder: QuantizeTool("dynamic"),
     "inject": lambda folder: InjectTool("zero"),

@@ -143,7 +143,9 @@ class TorchTensors:
         recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
         if _has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
             return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-        return PlainStraightThrough.apply(original, value) if recorded else value
+        if recorded:
+            return PlainStraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
+        return value
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""

@@ -1,17 +1,19 @@
 """Bases for tools that change weights or observe tensors, arithmetic of tensors, and which op made which."""
 
 from amanda.tools.kit._callers import PerCaller
-from amanda.tools.kit._checks import check_one_of
+from amanda.tools.kit._checks import check_number, check_one_of
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode, TensorMap
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
 from amanda.tools.kit._holders import HeldError, Holders, holders_of
+from amanda.tools.kit._layout import canonical, canonical_extents, restored
 from amanda.tools.kit._leaves import leaves
 from amanda.tools.kit._memory import FoundMemory
 from amanda.tools.kit._origins import Origin
 from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._parts import Parts, makes_a_weight
+from amanda.tools.kit._progress import Progress
 from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, TensorTool, op_tensors
 from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
@@ -32,9 +34,10 @@ from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 __all__ = [
     "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held",
     "HeldError", "Holders", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
-    "Present", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
+    "Present", "Progress", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
     "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
-    "Weights", "Window", "bits_of", "check_one_of", "from_bytes", "holders_of", "leaves",
-    "makes_a_weight", "numpy_type", "op_tensors", "origin", "packed_inputs", "parameter_inputs",
-    "parameters", "source", "spatial_axes", "tensors_of", "to_bytes", "weight_input", "windows_of",
+    "Weights", "Window", "bits_of", "canonical", "canonical_extents", "check_number", "check_one_of",
+    "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
+    "packed_inputs", "parameter_inputs", "parameters", "restored", "source", "spatial_axes", "tensors_of",
+    "to_bytes", "weight_input", "windows_of",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda.tools.flops import FlopsResult, Place
+from amanda.tools.flops import FlopsResult, OpCost
 from amanda.tools.profile import ProfileResult
 from amanda.tools.trace import Graph, Op, Tensor
 
@@ -179,7 +179,7 @@ def of_time(graph: Graph, profile: ProfileResult, steps: int) -> Work:
     return Work(graph, costs, "s", remarks)
 
 
-def _names(one: Op | Place) -> Hashable:
+def _names(one: Op | OpCost) -> Hashable:
     return one.phase, one.type, one.module, one.source
 
 

@@ -10,8 +10,8 @@ from typing import Any, Generic, Literal, TypeVar
 import amanda
 from amanda.action import ActionType, Routine
 from amanda.errors import AmandaError
+from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.sweep._progress import Progress
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
 
 Level = TypeVar("Level", int, float)
@@ -83,7 +83,7 @@ class Sweep(Generic[Level]):
         with Progress(self._progress) as progress:
             if self._dense is None:
                 progress.begin(1 + len(self._levels), "without a tool")
-                dense = self._number(self._evaluate())
+                dense = check_number(self._evaluate(), self._evaluate, SweepError)
                 if not isfinite(dense):
                     raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
                 self._dense = dense
@@ -112,7 +112,7 @@ class Sweep(Generic[Level]):
         progress.begin(total, told, 1 + len(self._points))
         tool, metric, error = self._tool(site, level), None, ""
         try:
-            found = self._number(self._evaluated(tool))
+            found = check_number(self._evaluated(tool), self._evaluate, SweepError)
             if not isfinite(found):
                 raise ValueError(f"{self._names[1]} is {found}")
             metric = found
@@ -146,10 +146,3 @@ class Sweep(Generic[Level]):
         if name not in self._sites:
             self._sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
         return routine
-
-    def _number(self, value: Any) -> float:
-        try:
-            return float(value.item() if hasattr(value, "item") else value)
-        except (RuntimeError, TypeError, ValueError) as error:  # torch's own, for several numbers
-            name = getattr(self._evaluate, "__qualname__", self._evaluate)
-            raise SweepError(f"{name} gave {value!r}; give a number, such as an accuracy") from error

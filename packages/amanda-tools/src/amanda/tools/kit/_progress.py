@@ -1,4 +1,4 @@
-"""Progress of a sweep, on stderr."""
+"""Progress of measurements, on stderr."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""Architecture search on scikit-learn's digits, from one source in PyTorch and Keras.
+
+The starting CNN has two 3x3 convolutions and sigmoids, as LeNet has. Found models have its FLOPs
+at most, and are trained from nothing as it is.  python examples/search_digits.py [torch|keras] [SEEDS]
+"""
+
+import sys
+from statistics import mean, stdev
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import amanda
+from amanda.tools.search import Choice, Search, SearchTool
+
+EPOCHS, SEARCHED, BATCH, RATE = 20, 6, 32, 0.01
+CHOICES = [
+    Choice(["keep", "conv1", "conv5", "conv3g2", "conv5g4"], type="conv2d"),
+    Choice(["keep", "relu", "tanh", "gelu"], type="sigmoid"),
+]
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by the number of seeds
+
+
+class Torch:
+    """The starting CNN, and a step of training, in PyTorch."""
+
+    def __init__(self, seed):
+        import torch
+        from torch import nn
+
+        self.torch, conv = torch, {"kernel_size": 3, "padding": 1}
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 8, **conv), nn.Sigmoid(), nn.MaxPool2d(2), nn.Conv2d(8, 16, **conv), nn.Sigmoid(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def tensor(self, images):
+        return self.torch.as_tensor(images[:, None])
+
+    def trainer(self, parameters, alone=False):
+        """Return a function that makes a step on a batch with an optimizer of its own.
+
+        alone: no tool is applied, so that a step may run as a graph.
+        """
+        optimizer = self.torch.optim.Adam(parameters, RATE)
+
+        def step(images, labels):
+            optimizer.zero_grad()
+            scores = self.model(self.tensor(images))
+            self.torch.nn.functional.cross_entropy(scores, self.torch.as_tensor(labels)).backward()
+            optimizer.step()
+
+        return step
+
+    def weights(self):
+        return list(self.model.parameters())
+
+    def scores(self, images):
+        with self.torch.no_grad():
+            return self.model(self.tensor(images)).numpy()
+
+    def renewed(self, seed):
+        """Draw the weights anew."""
+        self.torch.manual_seed(seed)
+        for module in self.model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+
+class Keras:
+    """The same in Keras."""
+
+    def __init__(self, seed):
+        import keras
+        import tensorflow
+
+        self.keras, self.tf, layers = keras, tensorflow, keras.layers
+        keras.utils.set_random_seed(seed)
+        conv = {"kernel_size": 3, "padding": "same", "activation": "sigmoid"}
+        self.model = keras.Sequential(
+            [
+                layers.Input((8, 8, 1)), layers.Conv2D(8, **conv), layers.MaxPooling2D(2),
+                layers.Conv2D(16, **conv), layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10),
+            ]
+        )  # fmt: skip
+
+    def tensor(self, images):
+        return self.tf.convert_to_tensor(images[..., None])
+
+    def trainer(self, parameters, alone=False):
+        optimizer = self.keras.optimizers.Adam(RATE)
+        objective = self.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        def step(images, labels):
+            with self.tf.GradientTape() as tape:
+                loss = objective(labels, self.model(self.tensor(images)))
+            pairs = zip(tape.gradient(loss, parameters), parameters, strict=True)  # None: it was not chosen
+            optimizer.apply_gradients(
+                [(self.tf.zeros_like(one) if gradient is None else gradient, one) for gradient, one in pairs]
+            )
+
+        if not alone:
+            return step
+        optimizer.build(parameters)
+        graph = self.tf.function(step)
+        return lambda *batch: graph(*map(self.tf.constant, batch))
+
+    def weights(self):
+        return list(self.model.trainable_variables)
+
+    def scores(self, images):
+        return self.model(self.tensor(images)).numpy()
+
+    def renewed(self, seed):
+        self.keras.utils.set_random_seed(seed)
+        self.model = self.keras.models.clone_model(self.model)
+
+
+def split(seed):
+    """Return images and labels to train on, to choose an architecture by, and to test on."""
+    found = load_digits()
+    order = np.random.default_rng(seed).permutation(len(found.target))
+    images, labels = (found.images[order] / 16).astype(np.float32), found.target[order]
+    return [(images[part], labels[part]) for part in (slice(900), slice(900, 1300), slice(1300, None))]
+
+
+def batches(data, epochs, seed):
+    images, labels = data
+    numbers = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = numbers.permutation(len(labels))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            yield images[order[start : start + BATCH]], labels[order[start : start + BATCH]]
+
+
+def accuracy(net, data):
+    return float((net.scores(data[0]).argmax(1) == data[1]).mean())
+
+
+def trained(net, data, seed):
+    step = net.trainer(net.weights(), alone=True)
+    for batch in batches(data, EPOCHS, seed):
+        step(*batch)
+    return net
+
+
+def darts(net, tool, train, held_out, seed, epochs, trials):
+    """Learn mixture weights on batches that are held out, and the other weights on those to train on."""
+    weights, alphas = net.trainer(net.weights() + list(tool.weights())), net.trainer(list(tool.alphas()))
+    with amanda.apply(tool):
+        pairs = zip(batches(train, epochs, seed), batches(held_out, 3 * epochs, seed), strict=False)
+        for batch, other in pairs:
+            weights(*batch)
+            alphas(*other)
+    tool.settle(limits={"flops": tool.flops(first(tool))})
+
+
+def sampled(controller):
+    """Train architectures drawn at random on shared weights, then search with these."""
+
+    def search(net, tool, train, held_out, seed, epochs, trials):
+        step, numbers = net.trainer(net.weights() + list(tool.weights())), np.random.default_rng(seed)
+        with amanda.apply(tool):
+            for batch in batches(train, epochs, seed):
+                tool.architecture = {name: str(numbers.choice(labels)) for name, labels in tool.space.items()}
+                step(*batch)
+        limits = {"flops": tool.flops(first(tool))}
+        found = Search(
+            tool, lambda: accuracy(net, held_out), controller, limits=limits, seed=seed, progress=False
+        )
+        found.run(trials=trials)
+
+    return search
+
+
+def first(tool):
+    return {name: labels[0] for name, labels in tool.space.items()}
+
+
+METHODS = {"darts": darts, "evolution": sampled("evolution"), "random": sampled("random")}
+
+
+def compare(kind, seed, methods=METHODS, epochs=SEARCHED, trials=30):
+    """Return the accuracy on the test set, and FLOPs, of the starting CNN and what each method finds."""
+    train, held_out, test = split(seed)
+    found = {}
+    for method, search in methods.items():
+        net = kind(seed)
+        tool = SearchTool(CHOICES, mixture=method == "darts", seed=seed)
+        tool.prepare(net.model, net.tensor(test[0][:1]))
+        if not found:
+            start = trained(kind(seed), train, seed)
+            found["start"] = accuracy(start, test), tool.flops(first(tool)), first(tool)
+        search(net, tool, train, held_out, seed, epochs, trials)
+        net.model = tool.finalize(net.model)
+        net.renewed(seed)
+        found[method] = accuracy(trained(net, train, seed), test), tool.flops(), tool.architecture
+    return found
+
+
+def main(name="torch", seeds="3"):
+    runs = [compare({"torch": Torch, "keras": Keras}[name], seed) for seed in range(int(seeds))]
+    print(f"{name}: accuracy on 497 images, over {seeds} seeds; gain over the start with its 95% interval")
+    for method in runs[0]:
+        values = [run[method][0] for run in runs]
+        gains = [100 * (run[method][0] - run["start"][0]) for run in runs]
+        margin = STUDENT[len(runs)] * stdev(gains) / len(runs) ** 0.5 if len(runs) in STUDENT else 0.0
+        flops = max(run[method][1] for run in runs)
+        print(f"{method:10} {100 * mean(values):6.2f}%  {mean(gains):+6.2f} +- {margin:.2f} points"
+              f"  at most {flops:,.0f} FLOPs")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

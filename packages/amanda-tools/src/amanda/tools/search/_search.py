@@ -1,0 +1,182 @@
+"""The search: a controller proposes architectures, the user's function evaluates them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite, prod
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.tools.kit import Progress, check_number, check_one_of
+from amanda.tools.search._candidates import SearchError
+from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._result import SearchResult, Trial
+from amanda.tools.search._tool import SearchTool
+
+_CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
+    "random": Random, "evolution": Evolution, "policy": PolicyGradient
+}  # fmt: skip
+_COSTS = ("flops", "size")
+_DRAWS = 1000
+
+logger = logging.getLogger("amanda")
+
+
+class Search:
+    """Tries architectures of a tool, and keeps what a metric and costs are of each.
+
+    tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
+        higher the better, with the architecture in force; what it trains is trained for those that follow.
+    controller: "random", "evolution", "policy", or a `Controller`.
+    train: called ahead of each evaluation with the architecture in force, to train what architectures share.
+    costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
+        with the architecture in force, and the lower the better.
+    limits: the most of "flops" or "size"; architectures above it are not evaluated.
+    file: where trials are written, and from where `run` goes on.
+    metric: what the number is called.  seed: of the controller.  progress: whether stderr tells how far
+    it is.  compiled: as of `amanda.apply`.
+
+    No architecture is evaluated twice, except where `train` is given.  Raises SearchError for what cannot be.
+    """
+
+    def __init__(
+        self,
+        tool: SearchTool,
+        evaluate: Callable[[], Any],
+        controller: Literal["random", "evolution", "policy"] | Controller = "evolution",
+        train: Callable[[], Any] | None = None,
+        costs: Sequence[str | Callable[[], Any]] = (),
+        limits: Mapping[str, float] | None = None,
+        file: str | Path | None = None,
+        metric: str = "metric",
+        seed: int = 0,
+        progress: bool = True,
+        compiled: Literal["eager", "instrument"] = "eager",
+    ) -> None:
+        if not callable(evaluate):
+            raise SearchError(f"Search: evaluate is {evaluate!r}; give a function that gives a number")
+        if not tool.space:
+            raise SearchError(
+                "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
+            )
+        if isinstance(controller, str):
+            check_one_of("Search: controller", controller, tuple(_CONTROLLERS), SearchError)
+            controller = _CONTROLLERS[controller]()
+        for one in (*(cost for cost in costs if not callable(cost)), *(limits or ())):
+            check_one_of("Search: a cost", one, _COSTS, SearchError)
+        self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
+        self._calculated = {"flops": tool.flops, "size": tool.size}
+        self._costs = {one if isinstance(one, str) else one.__name__: one for one in costs}
+        self._limits, self._file, self._metric = dict(limits or {}), Path(file) if file else None, metric
+        self._seed, self._progress = seed, progress
+        self._compiled: Literal["eager", "instrument"] = compiled
+        self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
+        if self._file is not None and self._file.exists():
+            self._trials = self._read(self._file)
+            for trial in self._trials:
+                controller.tell(self._space, trial.architecture, trial.scores)
+
+    @property
+    def result(self) -> SearchResult:
+        """The trials so far."""
+        return SearchResult(self._trials, self._metric, list(self._costs), self._stopped)
+
+    def run(self, trials: int | None = None, seconds: float | None = None) -> SearchResult:
+        """Evaluate architectures until there are so many trials, or so many seconds have passed.
+
+        Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
+        trial's error, and logged, and so is a metric of NaN or infinity; one of Amanda and KeyboardInterrupt
+        reach the caller, with `result` as far as it is, and another `run` goes on from there.
+        """
+        if trials is None and seconds is None:
+            raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
+        begun, self._stopped = perf_counter(), ""
+        if self._tool.mixture:
+            raise SearchError(
+                "Search.run: the tool mixes its candidates; call tool.settle(), or mixture=False"
+            )
+        with Progress(self._progress) as progress:
+            while not self._stopped:
+                if trials is not None and len(self._trials) >= trials:
+                    self._stopped = f"{trials} trials"
+                elif seconds is not None and perf_counter() - begun >= seconds:
+                    self._stopped = f"{seconds:g} seconds"
+                elif (architecture := self._next()) is None:
+                    self._stopped = "every architecture that was drawn is known, or above the limits"
+                else:
+                    told = " ".join(architecture.values())
+                    progress.begin(trials or len(self._trials) + 1, told, len(self._trials))
+                    trial = self._trial(architecture)
+                    self._trials.append(trial)
+                    self._controller.tell(self._space, architecture, trial.scores)
+                    self._write()
+                    progress.done(trial.error or f"{self._metric} {trial.metric:g}")
+        if self.result.best is not None:
+            self._tool.architecture = self.result.best.architecture
+        return self.result
+
+    def _next(self) -> dict[str, str] | None:
+        """Return an architecture within the limits, a new one if nothing is trained; None without one."""
+        numbers = np.random.default_rng([self._seed, len(self._trials)])
+        known = [] if self._train is not None else [dict(one.architecture) for one in self._trials]
+        if len(known) >= prod(map(len, self._space.values())):
+            return None
+        for draw in range(2 * _DRAWS):
+            source = self._controller if draw < _DRAWS else Random()
+            found = source.ask(self._space, numbers)
+            is_within = all(self._calculated[name](found) <= most for name, most in self._limits.items())
+            if is_within and found not in known:
+                return found
+        return None
+
+    def _trial(self, architecture: Mapping[str, str]) -> Trial:
+        self._tool.architecture = architecture
+        begun, metric, error = perf_counter(), None, ""
+        costs: dict[str, float] = {}
+        try:
+            with amanda.apply(self._tool, compiled=self._compiled):
+                if self._train is not None:
+                    self._train()
+                found = check_number(self._evaluate(), self._evaluate, SearchError)
+                for name, cost in self._costs.items():
+                    value = self._calculated[name]() if isinstance(cost, str) else cost()
+                    costs[name] = check_number(value, cost, SearchError)
+            if not isfinite(found):
+                raise ValueError(f"{self._metric} is {found}")
+            metric = found
+        except AmandaError:
+            raise
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            costs |= dict.fromkeys(self._costs.keys() - costs.keys(), float("nan"))
+            logger.warning("no %s of %s: %s", self._metric, " ".join(architecture.values()), error)
+        ordered = {name: costs[name] for name in self._costs}
+        return Trial(dict(architecture), metric, ordered, perf_counter() - begun, error)
+
+    def _write(self) -> None:
+        if self._file is not None:
+            rows = [vars(one) for one in self._trials]
+            found = {"schema": "amanda.search_trials", "version": 1, "space": self._space, "trials": rows}
+            part = self._file.with_name(f"{self._file.name}.part")
+            part.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            part.replace(self._file)
+
+    def _read(self, path: Path) -> list[Trial]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            space = {name: tuple(labels) for name, labels in found["space"].items()}
+            trials = [Trial(**one) for one in found["trials"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SearchError(f"Search: {path} holds no trials of a search: {error!r}") from error
+        if space != self._space:
+            raise SearchError(f"Search: {path} is of a search over {space}, not over {self._space}")
+        if any(list(one.costs) != list(self._costs) for one in trials):
+            raise SearchError(f"Search: {path} has costs {list(trials[0].costs)}, not {list(self._costs)}")
+        return trials

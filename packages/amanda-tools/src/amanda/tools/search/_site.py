@@ -1,0 +1,136 @@
+"""One op with a choice: its candidates, their state, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+import amanda
+from amanda.tools.kit import canonical_extents, tensors_of
+from amanda.tools.mapping import itemsize
+from amanda.tools.search._candidates import Candidate, Original
+from amanda.tools.search._rules import Library
+
+Keeper = Callable[[str, Callable[[], Any], bool], Any]
+
+_SPREAD = 1e-3
+"""Standard deviation of the mixture weights at the start, as in the code of Liu et al. 2019."""
+
+
+class Site:
+    """An op whose computation is chosen.
+
+    name: the module's path and the op, by which architectures know it.  weight, bias: their positions among
+    the inputs; None where the op has none.  layout, weight_shape: of the weight; the shape in the order of
+    outputs, inputs, window.  channels: axis of the channels of the first input.
+    shortcut, branch: of an addition that ends a residual block, the position of the block's input and the ids
+    of the ops of the branch.  left: by label, why a candidate was left out.
+    """
+
+    def __init__(
+        self, context: amanda.OpContext, name: str, candidates: Sequence[Candidate], seed: int,
+        residual: tuple[int, frozenset[int]] | None, keep: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        self.name, self.type, self.module = name, context["type"], context.get_scope()
+        self.source, self.scopes = context.get_source(), tuple(context.get_scopes())
+        self.library: Library = context["search"]
+        self.in_place: bool = context["in_place"]
+        self.shortcut: int | None = None if residual is None else residual[0]
+        self.branch = frozenset[int]() if residual is None else residual[1]
+        self._like = context.get_inputs()[0]
+        self._xp = tensors_of(self._like)
+        self._states: dict[str, Any] = {}
+        self._trained: list[str] = []
+        self.weight: int | None = context["weight_index"]
+        self.layout: str | None = context["weight_layout"]
+        value = None if self.weight is None else context.get_inputs()[self.weight]
+        extents = () if value is None else tuple(context["shape"](value))
+        self.weight_shape = canonical_extents(extents, self.layout)
+        self.channels: int = (context["layout"] or "C").index("C")
+        self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
+        self.bias = self._bias(context)
+        self.op_ids: set[int] = set()
+        self.calls = 0
+        self.left: dict[str, str] = {}
+        self._keep = keep
+        for one in candidates:
+            reason = one.fit(context, self)
+            if reason:
+                self.left[one.label] = reason
+        self.candidates = {one.label: one for one in candidates if one.label not in self.left}
+        self.chosen = next(iter(self.candidates), "")
+        numbers = np.random.default_rng([seed, crc32(name.encode())])
+        self._start = _SPREAD * numbers.standard_normal(len(self.candidates))
+
+    def _bias(self, context: amanda.OpContext) -> int | None:
+        inputs = context.get_inputs()
+        is_layer = self.type == "linear" or self.type.startswith("conv")
+        is_given = is_layer and self.weight == 1 and len(inputs) > 2
+        return 2 if is_given and context["dtype"](inputs[2]) is not None else None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of its candidates."""
+        return tuple(self.candidates)
+
+    def keep(self, name: str, make: Callable[[], Any], trained: bool) -> None:
+        """Make state, or take that which was loaded."""
+
+        def state(value: Any) -> Any:
+            return self._xp.state(value, self._like, trained)
+
+        if trained:
+            self._trained.append(name)
+        self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
+
+    def keep_mixture(self) -> None:
+        """Make the mixture weights."""
+        if len(self.candidates) > 1:
+            self.keep("alpha", lambda: self._start, True)
+
+    def close(self) -> None:
+        """Let go of the op at which it was met."""
+        del self._like, self._keep
+
+    def read(self, name: str, like: Any) -> Any:
+        """Return state in the element type of a tensor."""
+        return self.library.cast(self._xp.read(self._states[name]), like)
+
+    def array(self, name: str) -> Any:
+        """Return state as an array of NumPy."""
+        state = self._states[name]
+        return tensors_of(state).to_numpy(self._xp.detach(self._xp.read(state)))
+
+    @property
+    def alpha(self) -> Any:
+        """The mixture weights ahead of softmax; None without."""
+        return self._states.get("alpha")
+
+    def weights(self) -> Iterator[Any]:
+        """Yield the parameters of candidates."""
+        yield from (self._states[label] for label in self._trained if label != "alpha")
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        """The names of its state that an optimizer trains."""
+        return self._trained
+
+    def probabilities(self) -> dict[str, float]:
+        """Return softmax of the mixture weights, by label; nothing without them."""
+        if self.alpha is None:
+            return {}
+        exponents = np.exp(self.array("alpha") - self.array("alpha").max())
+        return dict(zip(self.labels, map(float, exponents / exponents.sum()), strict=True))
+
+    def compute(self, inputs: Sequence[Any], original: Original, mixed: bool) -> Any:
+        """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
+        self.calls += 1
+        if not mixed or self.alpha is None:
+            output = self.candidates[self.chosen].compute(inputs, self, original)
+            return self.library.fresh(output) if any(output is one for one in inputs) else output
+        outputs = [one.compute(inputs, self, original) for one in self.candidates.values()]
+        shares = self.library.softmax(self.read("alpha", outputs[0]))
+        return sum(shares[i] * one for i, one in enumerate(outputs))

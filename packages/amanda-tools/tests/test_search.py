@@ -1,0 +1,362 @@
+"""Architecture search in PyTorch: choices, mixtures, searches and the models that come of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amanda
+from amanda.tools.flops import FlopsTool
+from amanda.tools.quantize import QuantizeTool
+from amanda.tools.search import Choice, Evolution, PolicyGradient, Random, Search, SearchError, SearchTool
+from amanda.tools.select import select
+
+CHOICES = [
+    Choice(["keep", "conv5", "conv3g2", "conv1", "skip"], type="conv2d"),
+    Choice(["keep", "relu", "gelu", "skip"], type=["sigmoid", "relu"]),
+    Choice(["keep", "bits4", "width0.5"], type="linear"),
+]
+
+
+@pytest.fixture
+def images() -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand(2, 4, 4, 4)
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1), nn.Sigmoid(), nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(self.first(x)))
+        if self.in_place:
+            out += x
+            return out
+        return x + out
+
+
+def prepared(model: nn.Module, x: Tensor, choices: Any = CHOICES, **options: Any) -> SearchTool:
+    tool = SearchTool(choices, **options)
+    tool.prepare(model, x)
+    return tool
+
+
+def drawn(tool: SearchTool, count: int) -> list[dict[str, str]]:
+    numbers = np.random.default_rng(0)
+    return [Random().ask(tool.space, numbers) for _ in range(count)]
+
+
+def test_the_first_candidates_change_nothing(model: nn.Module, images: Tensor) -> None:
+    tool = prepared(model, images)
+    with amanda.apply(tool):
+        inside = model(images)
+    assert torch.equal(inside, model(images))
+    assert tool.architecture == {
+        "0/conv2d": "keep", "1/sigmoid": "keep", "2/conv2d": "keep", "3/relu_": "keep", "5/linear": "keep"
+    }  # fmt: skip
+
+
+def test_finalized_models_compute_what_architectures_do(model: nn.Module, images: Tensor) -> None:
+    tool = prepared(model, images)
+    for architecture in drawn(tool, 12):
+        tool.architecture = architecture
+        with amanda.apply(tool):
+            wanted = model(images)
+        found = tool.finalize(model)
+        assert torch.equal(found(images), wanted), architecture
+        modules = {type(one).__module__.partition(".")[0] for one in found.modules()}
+        assert modules == {"torch"}
+
+
+def test_flops_are_those_of_the_finalized_model(model: nn.Module, images: Tensor) -> None:
+    tool = prepared(model, images, [Choice(["keep", "conv5", "conv3g2", "conv1"], type="conv2d")])
+    for architecture in drawn(tool, 6):
+        tool.architecture, flops = architecture, FlopsTool()
+        found = tool.finalize(model)
+        with amanda.apply(flops):
+            found(images)
+        assert tool.flops() == sum(one.calls * (one.flops or 0) for one in flops.result.places)
+        assert tool.size() == sum(4 * one.numel() for one in found.parameters())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_residual_block_is_skipped(in_place: bool, images: Tensor) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), Block(in_place), nn.Conv2d(4, 4, 1))
+    tool = prepared(model, images, [Choice(["keep", "skip"], type="add")])
+    (name,) = tool.space
+    whole = tool.flops()
+    tool.architecture = {name: "skip"}
+    x, own = images.clone().requires_grad_(), images.clone().requires_grad_()
+    with amanda.apply(tool):
+        found = model(x)
+        found.sum().backward()
+    wanted = model[2](model[0](own))
+    wanted.sum().backward()
+    assert torch.equal(found, wanted)
+    assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
+    with amanda.apply(tool), torch.inference_mode():
+        assert torch.equal(model(images), wanted)
+    rest = prepared(nn.Sequential(model[0], model[2]), images, [])
+    assert tool.flops() == rest.flops() < whole
+    assert tool.size() == rest.size()
+    with pytest.raises(SearchError, match=r"'skip' of 1/__i?add__ at .*test_search.py:\d+ is no module"):
+        tool.finalize(model)
+
+
+class Cell(nn.Module):
+    """A mixture by hand, as in the code of Liu et al. 2019."""
+
+    def __init__(self, conv: nn.Conv2d, wide: Tensor, alphas: list[Tensor]) -> None:
+        super().__init__()
+        self.conv, self.wide = conv, nn.Parameter(wide.detach().clone())
+        self.alphas = nn.ParameterList(nn.Parameter(one.detach().clone()) for one in alphas)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops: list[list[Callable[[Tensor], Tensor]]] = [
+            [self.conv, lambda x: F.conv2d(x, self.wide, self.conv.bias, padding=2), lambda x: x],
+            [torch.sigmoid, F.relu],
+        ]
+        for alpha, candidates in zip(self.alphas, ops, strict=True):
+            shares = torch.softmax(alpha, -1)
+            x = sum(share * op(x) for share, op in zip(shares, candidates, strict=True))
+        return x
+
+
+@pytest.mark.parametrize("compiled", ["eager", "instrument"])
+def test_gradients_of_a_mixture_are_those_of_a_cell_by_hand(images: Tensor, compiled: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Sigmoid())
+    choices = ["conv2d=keep|conv5|skip", "sigmoid=keep|relu"]
+    tool = prepared(model, images, choices, mixture=True, seed=3)
+    cell = Cell(nn.Conv2d(4, 4, 3, padding=1), next(iter(tool.weights())), list(tool.alphas()))
+    cell.conv.load_state_dict(model[0].state_dict())
+    run = torch.compile(model, backend="aot_eager") if compiled == "instrument" else model
+    x, own = images.clone().requires_grad_(), images.clone().requires_grad_()
+    with amanda.apply(tool, compiled=compiled):
+        outputs = run(x)
+        outputs.square().sum().backward()
+    wanted = cell(own)
+    wanted.square().sum().backward()
+    assert torch.equal(outputs, wanted)
+    mine = [x, *model.parameters(), *tool.weights(), *tool.alphas()]
+    theirs = [own, *cell.conv.parameters(), cell.wide, *cell.alphas]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))
+    assert len(list(tool.parameters())) == 3
+
+
+def test_settling_chooses_the_heaviest_within_limits(model: nn.Module, images: Tensor) -> None:
+    tool = prepared(model, images, mixture=True)
+    start = tool.flops({name: labels[0] for name, labels in tool.space.items()})
+    with torch.no_grad():
+        for alpha in tool.alphas():
+            alpha.copy_(torch.tensor([0.0, 2.0, 1.0, -1.0, -2.0][: len(alpha)]))
+    with pytest.raises(SearchError, match="the candidates are mixed; call settle"):
+        tool.finalize(model)
+    assert set(tool.settle().values()) == {"conv5", "relu", "bits4"}
+    assert tool.flops() > start
+    assert tool.flops(tool.settle(limits={"flops": start})) <= start
+    with pytest.raises(SearchError, match=r"flops are .* at least, above 1"):
+        tool.settle(limits={"flops": 1})
+
+
+def test_a_search_over_bits_finds_the_front_of_an_enumeration(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.rand(400, 8)
+    labels = model(x).argmax(1)
+
+    def accuracy() -> float:
+        with torch.no_grad():
+            return float((model(x).argmax(1) == labels).float().mean())
+
+    tool = prepared(model, x[:1], ["linear=keep|bits8|bits4|bits3|bits2"])
+    search = Search(tool, accuracy, "evolution", costs=["size"], metric="accuracy", progress=False)
+    result = search.run(trials=100)
+    points = []
+    for bits in product((None, 8, 4, 3, 2), repeat=2):
+        tools = [
+            select(QuantizeTool(method="dynamic", weight_bits=one, activation_bits=None), module=module)
+            for module, one in zip("02", bits, strict=True) if one is not None
+        ]  # fmt: skip
+        with amanda.apply(amanda.Tool(), *tools):
+            metric = accuracy()
+        size = sum((one or 32) / 8 * part for one, part in zip(bits, (128, 64), strict=True)) + 4 * 20
+        points.append((metric, size))
+    front = [p for p in points if not any(q != p and q[0] >= p[0] and q[1] <= p[1] for q in points)]
+    assert len(result.trials) == 25
+    assert [(one.metric, one.costs["size"]) for one in result.front] == sorted(set(front), reverse=True)
+    assert len(front) > 3
+    assert tool.architecture == result.front[0].architecture
+    told = json.loads(result.save(tmp_path / "search.json").read_text())
+    assert told["schema"] == "amanda.search"
+    assert len(result.to_pandas()) == 25
+    assert "<svg" in result.save(tmp_path / "search.svg").read_text()
+    assert "The search ended: every architecture that was drawn is known" in str(result)
+
+
+def reward(tool: SearchTool) -> Callable[[], float]:
+    """A metric that knows the best candidate of each op."""
+    wanted = {
+        "0/conv2d": "conv5",
+        "1/sigmoid": "gelu",
+        "2/conv2d": "conv1",
+        "3/relu_": "skip",
+        "5/linear": "bits4",
+    }
+    return lambda: sum(wanted[name] == label for name, label in tool.architecture.items())
+
+
+@pytest.mark.parametrize("name", ["random", "evolution", "policy"])
+def test_a_search_goes_on_from_a_file(name: Any, model: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    tool = prepared(model, images)
+    options: Any = {"costs": ["flops"], "progress": False, "seed": 4}
+    whole = Search(tool, reward(tool), name, **options).run(trials=40)
+    file = tmp_path / "trials.json"
+    Search(tool, reward(tool), name, file=file, **options).run(trials=25)
+    again = Search(tool, reward(tool), name, file=file, **options)
+    assert len(again.result.trials) == 25
+    found = again.run(trials=40)
+    assert [one.architecture for one in found.trials] == [one.architecture for one in whole.trials]
+    other = prepared(model, images, CHOICES[1:])
+    with pytest.raises(SearchError, match=r"trials.json is of a search over .* not over"):
+        Search(other, reward(other), name, file=file, **options)
+    file.write_text("[]")
+    with pytest.raises(SearchError, match="holds no trials of a search"):
+        Search(tool, reward(tool), name, file=file, **options)
+
+
+def test_evolution_and_the_policy_find_more_than_chance(model: nn.Module, images: Tensor) -> None:
+    tool = prepared(model, images)
+    means: dict[str, float] = {}
+    controllers: dict[str, Any] = {
+        "random": Random(), "evolution": Evolution(20, 5), "policy": PolicyGradient(rate=0.5)
+    }  # fmt: skip
+    for name, controller in controllers.items():
+        search = Search(tool, reward(tool), controller, train=lambda: None, progress=False)
+        means[name] = float(np.mean([one.metric or 0 for one in search.run(trials=200).trials[-40:]]))
+    assert means["evolution"] > means["random"] + 1.5
+    assert means["policy"] > means["random"] + 1.5
+
+
+def test_limits_and_failures_and_budgets(
+    model: nn.Module, images: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = prepared(model, images)
+    limit = tool.flops()
+
+    def evaluate() -> float:
+        if tool.architecture["1/sigmoid"] == "gelu":
+            raise ValueError("no gelu here")
+        return float("nan") if tool.architecture["1/sigmoid"] == "relu" else 1.0
+
+    def latency() -> float:
+        return 0.5
+
+    search = Search(tool, evaluate, "random", costs=["flops", latency], limits={"flops": limit})
+    trials = search.run(trials=30).trials
+    assert all(one.costs["flops"] <= limit for one in trials if one.metric is not None)
+    assert {one.error for one in trials} == {"", "ValueError: no gelu here", "ValueError: metric is nan"}
+    assert {one.costs["latency"] for one in trials if one.metric is not None} == {0.5}
+    assert "30/30" in capsys.readouterr().err
+    assert len(search.run(seconds=0.0).trials) == 30
+    nothing = Search(tool, evaluate, limits={"flops": 1}, progress=False).run(trials=3)
+    assert nothing.best is None
+    assert "above the limits" in str(nothing)
+
+
+def test_state_and_architecture_survive_a_restart(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    tool = prepared(model, images, mixture=True)
+    with torch.no_grad():
+        for one in tool.parameters():
+            one.add_(0.5)
+    tool.settle()
+    tool.architecture = {"0/conv2d": "conv5", "5/linear": "width0.5"}
+    again = SearchTool(CHOICES, mixture=True, architecture=tool.save(tmp_path / "architecture.json"))
+    again.load_state_dict(tool.state_dict())
+    again.mixture = False
+    with amanda.apply(tool):
+        wanted = model(images)
+    with amanda.apply(again):
+        assert torch.equal(model(images), wanted)
+    assert again.architecture == tool.architecture
+
+
+def test_candidates_that_an_op_cannot_have_are_told(model: nn.Module, images: Tensor) -> None:
+    choices = [Choice(["keep", "conv2", "conv3g3", "skip", "gelu"], type="conv2d", module="2"),
+               Choice(["keep", "skip"], type="conv3d")]  # fmt: skip
+    tool = prepared(model, images, choices)
+    assert tool.space == {}
+    assert list(tool.result.remarks) == [
+        "No op was selected by type=conv3d; did you mean conv2d?",
+        "There is no conv2 at 2/conv2d: windows of 3 and 2 have no common centre.",
+        "There is no conv3g3 at 2/conv2d: 4 to 8 channels are not 3 groups.",
+        "There is no skip at 2/conv2d: its output may have another shape than its input.",
+        "There is no gelu at 2/conv2d: conv2d is no activation.",
+    ]
+    with amanda.apply(SearchTool(choices[1:])) as scope:
+        model(images)
+    assert "no op was selected by type=conv3d; did you mean conv2d?" in str(scope.report)
+
+
+def test_a_function_is_a_candidate(model: nn.Sequential, images: Tensor) -> None:
+    def halved(x: Tensor) -> Tensor:
+        return x / 2
+
+    tool = prepared(model, images, [Choice(["keep", halved], type="sigmoid")])
+    tool.architecture = {"1/sigmoid": "halved"}
+    with amanda.apply(tool):
+        found = model(images)
+    assert torch.equal(found, model[2:](model[0](images) / 2))
+
+
+WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
+    (lambda tool: Choice(["keep", "convx"], type="conv2d"), "the choice at type=conv2d is 'convx'"),
+    (lambda tool: Choice(["keep", "bits9"], type="conv2d"), "is 'bits9'; it is one of keep, skip, conv5"),
+    (lambda tool: Choice("keep", type="conv2d"), "has candidates 'keep'; give a list of two or more"),
+    (lambda tool: Choice(["keep", "keep"], type="conv2d"), "has keep twice"),
+    (lambda tool: SearchTool(["conv2d"]), "a choice is 'conv2d'; write type@module=candidate"),
+    (lambda tool: setattr(tool, "architecture", {"0/conv": "keep"}),
+     "'0/conv' is no op with a choice; such are 0/conv2d"),
+    (lambda tool: setattr(tool, "architecture", {"0/conv2d": "relu"}),
+     "'relu' is no candidate of 0/conv2d; it has keep"),
+    (lambda tool: SearchTool().flops(), "the costs of ops are not known; call prepare"),
+    (lambda tool: SearchTool().finalize(nn.ReLU()), "no op with a choice was met; call prepare"),
+    (lambda tool: Search(tool, 3), "evaluate is 3; give a function"),  # type: ignore[arg-type]
+    (lambda tool: Search(SearchTool(), lambda: 1), "has met no op with a choice; call tool.prepare"),
+    (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; it is one of"),  # type: ignore[arg-type]
+    (lambda tool: Search(tool, lambda: 1, costs=["time"]), "a cost is 'time'; it is one of 'flops', 'size'"),
+    (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
+    (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
+    (lambda tool: Evolution(population=0), "population is 0; give a number from 1 on"),
+    (lambda tool: SearchTool(architecture=Path("none.json")), "none.json holds no architecture"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "told"), WRONG)
+def test_bad_input_is_an_error(wrong: Any, told: str, model: nn.Module, images: Tensor) -> None:
+    with pytest.raises(SearchError) as caught:
+        wrong(prepared(model, images))
+    assert told in str(caught.value)
