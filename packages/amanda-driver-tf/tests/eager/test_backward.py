@@ -355,3 +355,45 @@ def test_a_python_function_on_a_tape_is_reported(ops: Any) -> None:
             y = tf.py_function(tf.square, [x], tf.float32)
         assert tape.gradient(y, x) == 4.0
     assert [entry.what for entry in scope.report] == ["the backward ops of EagerPyFunc"]
+
+
+class Converted:
+    """A value that TensorFlow's fast path refuses: Python converts it, and calls and records the op itself."""
+
+    def __init__(self, value: tf.Variable) -> None:
+        self.value = value
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.value)
+
+
+@pytest.mark.parametrize("made", [lambda value: value, Converted], ids=["fast path", "slow path"])
+def test_what_replaces_an_op_is_differentiated_alone(acting: Any, made: Any) -> None:
+    weight, x = tf.Variable([[2.0, 0.0], [0.0, 3.0]]), tf.constant([[1.0, 2.0]])
+    given = made(weight)
+    with amanda.apply(acting("replace_op", "MatMul", lambda a, b: tf.nn.relu(a) * 5.0)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.raw_ops.MatMul(a=x, b=given)
+        gradients = tape.gradient(y, [x, weight])
+    assert gradients[0].numpy().tolist() == [[5.0, 5.0]]
+    assert gradients[1] is None
+
+
+@pytest.mark.parametrize("point", ["insert_before_op", "insert_after_op"])
+@pytest.mark.parametrize("made", [lambda value: value, Converted], ids=["fast path", "slow path"])
+def test_ops_of_a_routine_leave_the_record_of_its_op_alone(acting: Any, made: Any, point: str) -> None:
+    weight, x = tf.Variable([[2.0, 0.0], [0.0, 3.0]]), tf.constant([[1.0, 2.0]])
+    given, other = made(weight), Converted(tf.Variable([[1.0, 0.0], [0.0, 1.0]]))
+
+    def routine(*values: Any) -> Any:
+        return tf.raw_ops.MatMul(a=values[0], b=other)
+
+    select = {"inputs": [0]} if point == "insert_before_op" else {"outputs": [0]}
+    with amanda.apply(acting(point, "MatMul", routine, **select)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.raw_ops.MatMul(a=x, b=given)
+        gradients = tape.gradient(y, [x, weight])
+    assert gradients[0].numpy().tolist() == [[2.0, 3.0]]
+    assert gradients[1].numpy().tolist() == [[1.0, 1.0], [2.0, 2.0]]

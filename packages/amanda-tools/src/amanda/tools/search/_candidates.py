@@ -78,8 +78,6 @@ class Skip(Candidate):
         """Refuse ops whose output may have another shape than their input."""
         if site.type == "add":
             return "" if site.shortcut is not None else "it does not add a branch to what the branch reads"
-        if site.weight is not None and not site.library.skips_weights:
-            return f"gradients of a skipped layer with a weight are not known in {site.library.name}"
         shape = context["shape"](context.get_inputs()[0])
         if site.type in _KEEPS_SHAPE or (site.weight is not None and self._keeps(context, site, shape)):
             return ""

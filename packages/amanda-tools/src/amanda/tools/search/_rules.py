@@ -39,7 +39,6 @@ class Library:
     """What candidates need of a framework; this one serves those whose routines get arrays of NumPy."""
 
     name = "the framework"
-    skips_weights = True
     """Whether an op with a weight may give its input, with the gradient of that."""
     trains = ""
     """Why no gradient reaches the parameters of candidates; "" where gradients do."""
@@ -122,7 +121,6 @@ class TensorFlowLibrary(Library):
     """TensorFlow, eager and in functions."""
 
     name = "TensorFlow"
-    skips_weights = False
 
     def __init__(self, trains: str = "") -> None:
         self.trains = trains

@@ -170,6 +170,7 @@ class SlowCall(EagerCall):
 
     def formed(self, result: Any) -> Any:
         """The same as a flat list, which the caller unpacks."""
+        local.recorded = True  # a replacement's ops record themselves
         formed = super().formed(result)
         return [] if formed is None else flattened([formed])
 

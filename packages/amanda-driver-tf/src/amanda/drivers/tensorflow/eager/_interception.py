@@ -178,14 +178,14 @@ class Interception:
                 or (inputs and not all(one.__class__ is EagerTensor for one in inputs))
             ):
                 return self.execute(*args)
-            local.recorded = False
+            outer, local.recorded = local.recorded, False
             if activation is None:
                 call = SlowCall(schema, self.run_slow, args)
                 result = call.invoke(call.inputs)
             else:
                 result = self._executed_op(activation, type, schema, args)
-            if local.recorded:
-                local.recorded = False
+            recorded, local.recorded = local.recorded, outer  # this may be a routine's op, within another
+            if recorded:
                 local.result = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
             return result
 
