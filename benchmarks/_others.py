@@ -46,6 +46,37 @@ class FunctionMode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class StraightThrough(torch.autograd.Function):
+    """A value in the place of another, whose gradient goes to the other as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class ChangingMode(FunctionMode):
+    """Gives another value in the place of a first argument, or of a result, of the value's shape."""
+
+    def __init__(self, value: torch.Tensor, after: bool = False) -> None:
+        super().__init__()
+        self.value, self.after = value, after
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.after:
+            return self.changed(function(*args, **(kwargs or {})))
+        return function(self.changed(args[0]), *args[1:], **(kwargs or {}))
+
+    def changed(self, original: Any) -> Any:
+        """Return what stands in the place of an argument or a result."""
+        if getattr(original, "shape", None) != self.value.shape:
+            return original
+        return StraightThrough.apply(original, self.value) if original.requires_grad else self.value
+
+
 class DispatchMode(TorchDispatchMode):
     """Calls the kernel and nothing else."""
 

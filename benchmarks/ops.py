@@ -8,15 +8,34 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _measure import QUICK, Times, Variant, controls, interleaved, pin_to_one_core, progress
-from _others import DispatchMode, FunctionMode, MonkeyPatch, module_hooks, scope_elsewhere, switched_off
+from _others import (
+    ChangingMode,
+    DispatchMode,
+    FunctionMode,
+    MonkeyPatch,
+    module_hooks,
+    scope_elsewhere,
+    switched_off,
+)
 from _tools import FORWARD, Inserting, chosen, scopes
 from torch import Tensor, nn
+
+import amanda
 
 BLOCK = 0.004
 """Seconds of one timing: long beside the clock, short beside what disturbs."""
 SETTLING = 100
 """Calls before a timing; an op in a loop has its last id after 64."""
 VALUE = torch.randn(4, 4)
+
+
+class Replacing(amanda.Tool):
+    """Gives a value instead of each op."""
+
+    def __init__(self) -> None:
+        self.add_inst_for_op(lambda context: context.replace_op(lambda *values: VALUE))
+
+
 TOOLS = {
     **chosen("empty tool", "empty tool, backward too", "before", "after", "before + after"),
     "before + after, hand values back": lambda: Inserting(
@@ -26,6 +45,8 @@ TOOLS = {
         "before", routine=lambda _: VALUE, select=[0],
         where=lambda context: getattr(context.get_inputs()[0], "shape", None) == VALUE.shape,
     ),
+    "after, another value": lambda: Inserting("after", routine=lambda _: VALUE, select=[0]),
+    "replacement": Replacing,
     **chosen("backward before + after"),
 }  # fmt: skip
 
@@ -57,6 +78,8 @@ def variants(module: nn.Module | None, patch: MonkeyPatch) -> dict[str, Variant]
         "disabled in a scope": lambda: switched_off(empty),
         **scopes(TOOLS),
         "TorchFunctionMode": FunctionMode,
+        "TorchFunctionMode, another value before": lambda: ChangingMode(VALUE),
+        "TorchFunctionMode, another value after": lambda: ChangingMode(VALUE, after=True),
         "TorchDispatchMode": DispatchMode,
         "monkey-patch": lambda: patch,
     }

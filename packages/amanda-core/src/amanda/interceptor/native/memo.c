@@ -402,14 +402,16 @@ static int has_tensor(const Reader *reader, PyObject *value) {
 }
 
 /* Whether a value may take the place of an output: that was computed from tensors, and is none of their views,
-   nor a leaf that needs a gradient. */
-static int is_computed(const Reader *reader, int gradients, const Run *run, PyObject *output, PyObject *value) {
+   nor a leaf that needs a gradient. A value in an input's memory is no view that Python has to tie, unless Python
+   goes on with it as the output. last: no routine comes after. */
+static int is_computed(const Reader *reader, int gradients, const Run *run, PyObject *output, PyObject *value,
+                       int last) {
     const void *memory = reader_memory(reader, output), *own = reader_memory(reader, value);
     int tensors = 0;
     if (!memory || !own) return 0;
     for (Py_ssize_t i = 0; i < run->count; i++) {
         PyObject *input = run->inputs.items[i];
-        if (lies_in(reader, input, memory) || lies_in(reader, input, own)) return 0;
+        if (lies_in(reader, input, memory) || (!last && lies_in(reader, input, own))) return 0;
         tensors |= has_tensor(reader, input);
     }
     if (!tensors) return 0;
@@ -547,12 +549,13 @@ static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *p
     uint32_t replaced = 0;
     for (Py_ssize_t i = 0; i < count; i++) kept.items[i] = Py_NewRef(values[i]); /* a list may lose them */
     PyObject *const output = count == 1 ? kept.items[0] : NULL;
-    for (int i = program->before; !changed && i < program->before + program->after; i++) {
+    int end = program->before + program->after;
+    for (int i = program->before; !changed && i < end; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &result);
         if (outcome == UNCHANGED) continue;
         PyObject *now = alone && count ? kept.items[0] : NULL;
         if (now && outcome == CHANGED && run->count < 0) run->count = gather_inputs(program, call->given, &run->inputs);
-        int put = outcome == CHANGED && now && run->count >= 0 && is_computed(reader, gradients, run, output, result)
+        int put = outcome == CHANGED && now && run->count >= 0 && is_computed(reader, gradients, run, output, result, i + 1 == end)
                       ? put_result(thread, reader, gradients, &program->steps[i], kept.items, count, result, run,
                                    &replaced)
                       : 0;
