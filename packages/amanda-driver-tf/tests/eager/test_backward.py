@@ -358,7 +358,7 @@ def test_a_python_function_on_a_tape_is_reported(ops: Any) -> None:
 
 
 class Converted:
-    """A value that TensorFlow's fast path refuses: Python converts it, and calls and records the op itself."""
+    """A value that TensorFlow's fast path refuses: Python converts it, calls the op and records it."""
 
     def __init__(self, value: tf.Variable) -> None:
         self.value = value
