@@ -279,8 +279,10 @@ def fuzz(session: nox.Session) -> None:
     install(session, "--no-deps", "--force-reinstall", wheel, *editable(*DISTRIBUTIONS[1:]))
     plain = {"PYTHONPATH": f"{CORE}/tests/support", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     checked = {**plain, **sanitized}
-    names = ("driver", "sees", "restored", "reader", "values_in_place_of_others")
-    names += ("lives_with_processes", "lives_with_programs")
+    names = (
+        "driver", "sees", "restored", "reader", "values_in_place_of_others", "lives_with_processes",
+        "lives_with_programs",
+    )  # fmt: skip
     suite = (f"{CORE}/tests", *(f"{TORCH}/tests/test_{name}.py" for name in names))
     session.run("python", "-m", "pytest", *WITH_SLOW, "-k", "not pure_python", *suite, env=checked)
     session.run("python", "-m", "interceptor_fuzz.programs", "1000000", "1000", seconds, env=checked)
