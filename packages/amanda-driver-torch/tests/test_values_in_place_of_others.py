@@ -209,6 +209,28 @@ def test_an_input_may_stand_for_the_output() -> None:
             assert torch.equal(found, torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_routines_within_autograd_may_change_shapes_and_are_differentiated(grad: bool) -> None:
+    x, scale = torch.rand(4), torch.tensor(3.0, requires_grad=True)
+    w = torch.rand(4, requires_grad=grad)
+    half = amanda.differentiable(lambda v: v[:2] * scale)
+    tool = [At("mul", before=half), At("sigmoid", after=half)]
+    programs = [lambda: torch.mul(w, 2.0), lambda: torch.sigmoid(w * x)]
+    expected = [w[:2] * scale * 2.0, torch.sigmoid(w * x)[:2] * scale]
+    leaves = [scale, w] if grad else [scale]
+    for at, program, wanted in zip(tool, programs, expected, strict=True):
+        gradients = torch.autograd.grad(wanted.sum(), leaves, retain_graph=True)
+        for in_python in (False, True):
+            for found in results(at, program, in_python):
+                assert torch.equal(found, wanted)
+                given = torch.autograd.grad(found.sum(), leaves)
+                torch.testing.assert_close(given, gradients, rtol=0, atol=0)
+            with torch.no_grad():
+                for found in results(at, program, in_python):
+                    assert torch.equal(found, wanted)
+                    assert not found.requires_grad
+
+
 def test_results_keep_their_form() -> None:
     x = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
     expected = torch.max(x, dim=0)

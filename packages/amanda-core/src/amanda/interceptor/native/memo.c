@@ -347,7 +347,7 @@ static int put_result(Thread *thread, const Reader *reader, int gradients, const
                       Py_ssize_t count, PyObject *result, Run *run, uint32_t *changed) {
     PyObject *originals[VALUE_LIMIT], *const *items = &result;
     Py_ssize_t picked = step->everything ? count : step->count;
-    if (!step->isolated || run->held + picked > VALUE_LIMIT) return 0;
+    if (run->held + picked > VALUE_LIMIT) return 0;
     if (picked != 1) {
         if ((!PyTuple_CheckExact(result) && !PyList_CheckExact(result)) || PySequence_Fast_GET_SIZE(result) != picked)
             return 0;
@@ -355,13 +355,15 @@ static int put_result(Thread *thread, const Reader *reader, int gradients, const
     }
     for (Py_ssize_t i = 0; i < picked; i++) {
         originals[i] = values[step->everything ? i : step->select[i]];
-        if (items[i] != originals[i] && !reader_fits(reader, originals[i], items[i])) return 0;
+        if (items[i] == originals[i]) continue;
+        if (!(step->isolated ? reader_fits(reader, originals[i], items[i]) : reader_memory(reader, items[i]) != NULL))
+            return 0;
     }
     for (Py_ssize_t i = 0; i < picked; i++) {
         if (items[i] == originals[i]) continue;
         Py_ssize_t position = step->everything ? i : step->select[i];
         thread->off++;
-        PyObject *placed = reader_placed(reader, originals[i], items[i], gradients);
+        PyObject *placed = step->isolated ? reader_placed(reader, originals[i], items[i], gradients) : Py_NewRef(items[i]);
         thread->off--;
         if (!placed) return -1;
         run->holds[run->held++] = values[position] = placed;
