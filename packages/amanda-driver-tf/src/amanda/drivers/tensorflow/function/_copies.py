@@ -27,7 +27,7 @@ from ..graph import (
     function_of,
     rewrite,
 )
-from ..graph._facts import facts_of
+from ..graph._facts import facts_of, grouped_outputs
 from ._identities import Identities, parts
 from ._options import is_torn
 
@@ -196,8 +196,8 @@ class Copies:
         if op_id is None or op_id not in known:
             op_id = next(reversed(known))
         place = known[op_id]
-        facts, outputs = facts_of(op, op_id, self._namespace, lambda tensor: tensor, place=place)
-        facts.outputs = outputs
+        facts = facts_of(op, op_id, self._namespace, None, place=place)
+        facts.outputs = grouped_outputs(op)
         return op_id, facts
 
 

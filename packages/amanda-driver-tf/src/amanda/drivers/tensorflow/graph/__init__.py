@@ -32,13 +32,12 @@ from ._function_body import body_of
 from ._functions import Function, function_named, function_of
 from ._generators import callees, draws
 from ._locations import Location, Locations
+from ._nodes import constant, either, new_node, placeholder
 from ._reads import TensorFlowReads
 from ._rewrite import rewrite
 from ._slots import calling
 from ._syntax import Edge, FunctionSyntax, GraphSyntax
-from ._traced import constant
 from ._values import GraphTensors, variable_of
-from ._waits import either
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -67,6 +66,8 @@ __all__ = [
     "enters",
     "function_named",
     "function_of",
+    "new_node",
+    "placeholder",
     "records",
     "rewrite",
     "variable_of",

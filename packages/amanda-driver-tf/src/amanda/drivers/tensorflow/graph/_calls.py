@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 from amanda.backend import digest
@@ -11,8 +11,11 @@ from amanda.backend import digest
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._edited import copy_of, edited
 from ._function_body import body_of
+from ._nodes import INT64
 from ._rounds import enter
-from ._slots import INT64
+
+if TYPE_CHECKING:
+    from ._rewrite import Rewriter
 
 _STATEFUL = {
     "PartitionedCall": "StatefulPartitionedCall",
@@ -39,16 +42,11 @@ class Called(NamedTuple):
 
 
 Rewrite = Callable[[Body, Rewriting], Rewritten]
-Read = Callable[[tf.Operation, int], str]
 
 
-def rewrite_calls(
-    body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: Rewrite, read: Read, made: list[Any]
-) -> Called | None:
-    """Rewrite what an operation calls; None where nothing was inserted.
-
-    read: what an input of an operation reads now.  made: gets the nodes that are needed besides.
-    """
+def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Called | None:
+    """Rewrite the functions that an operation calls; return None where nothing was inserted."""
+    body, rewriting = rewriter.body, rewriter.rewriting
     name = body.node_name(op)
     node = body.nodes[name]
     kind = _STATEFUL.get(node.op)
@@ -104,9 +102,9 @@ def rewrite_calls(
     if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
            for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
-    number, step = body.number_at(op, True) if body.number_at else body.number, 0
+    number, step = body.number_at(op, True), 0
     if kind == "While":
-        number, step = enter(body, op, number, read, made)
+        number, step = enter(rewriter, op, number)
     for place, reference, function, inner, rewritten in found:
         turn = step if place == "body" else 0
         copy = copy_of(function.definition, rewritten, inner, turn, kind == "While" and place == "cond")

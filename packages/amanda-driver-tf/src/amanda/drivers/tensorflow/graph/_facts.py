@@ -32,14 +32,16 @@ def facts_of(
     op: tf.Operation,
     op_id: int,
     namespace: Namespace,
-    read_value: Callable[[Any], Any],
+    inputs: Sequence[Any] | None,
+    read_value: Callable[[Any], Any] = lambda tensor: tensor,
     node: Any = None,
     graph: Hashable = None,
     variable_of: Callable[[Any], Any] = lambda tensor: None,
     place: Location | None = None,
-) -> tuple[OpFacts, list[Any]]:
-    """Facts of an operation with its symbolic inputs, and its outputs.
+) -> OpFacts:
+    """Facts of an operation.
 
+    inputs: its symbolic inputs, each a tensor or a list; None for those of the operation itself.
     graph: the identity of its body.  variable_of: what holds the variable that an input was read of.
     node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
     functions that it differentiates.
@@ -48,15 +50,16 @@ def facts_of(
     place = place or Location.outside(op)
     node = op.node_def if node is None else node
     layout = input_sizes(node)
-    facts = OpFacts(
-        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
-        grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node),
-        scope=place.scope, source=source(op), read_value=read_value, op_type=op.type, graph=graph,
-        read_variables=partial(variables_of, op, read_value), original=partial(original, op),
+    if inputs is None:
+        inputs = grouped(inputs_of(op, node), [size for _, size in layout])
+    return OpFacts(
+        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout], list(inputs),
+        attributes=Attributes(node), scope=place.scope, source=source(op), read_value=read_value,
+        op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
+        original=partial(original, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
         device_of=lambda value: getattr(value, "device", None) or "", aliases=place.aliases,
     )  # fmt: skip
-    return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
 
 
 def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
@@ -81,6 +84,12 @@ def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
     """The symbolic outputs that a NodeDef of an operation has."""
     total = sum(1 if size is None else size for _, size in output_sizes(node))
     return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
+
+
+def grouped_outputs(op: tf.Operation) -> list[Any]:
+    """The symbolic outputs of an operation, each a tensor or a list."""
+    node = op.node_def
+    return grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
 
 
 def grouped(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
+import tensorflow as tf
 from amanda import interceptor
 from amanda.backend import GraphAnalysis, History, Namespace, Uninstrumented, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
@@ -21,6 +22,7 @@ from ..graph import (
     Rewritten,
     draws,
     function_named,
+    placeholder,
     rewrite,
     variable_of,
 )
@@ -82,9 +84,7 @@ def route(asked: Asked, rewriting: SessionRewriting) -> Route:
     """
     session, request = asked
     rewritten, graph = rewriting.rewritten, session.graph
-    number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
-    number.attr["dtype"].type = types_pb2.DT_INT64
-    number.attr["shape"].shape.SetInParent()
+    number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
     copied = _with_draws(graph, partition(rewriting.own, nodes), rewriting, rewriting.frames)
     feeds = _Feeds(graph, request.feeds)
@@ -133,12 +133,9 @@ def _body(
         read_value=Reading(session),
         variable_of=variable_of,
         functions=lambda name: function_named(name, reference()),
-        number_at=frames.number_at,
-        alone=frames.alone,
         guessed=forward.by_name,
         order_of=lambda op: 2 if op.name in forward.second else 1,
-        depth_at=frames.depth_at,
-        end_of=frames.end_of,
+        frames=frames,
         place_of=Locations(rewriting.layers, graph, variable_of),
         captured=stacks.captured,
         stacked=stacks.read,
@@ -185,11 +182,9 @@ class _Feeds:
         if fed not in self.names:
             name, index = fed
             tensor = self._graph.get_operation_by_name(name).outputs[index]
-            node = node_def_pb2.NodeDef(name=f"amanda/fed/{name}/{index}", op="Placeholder")
-            node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
-            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
-            self.placeholders.append(node)
-            self.names[fed] = node.name
+            kind = tensor.dtype.base_dtype.as_datatype_enum
+            self.names[fed] = f"amanda/fed/{name}/{index}"
+            self.placeholders.append(placeholder(self.names[fed], kind, tensor.shape))
         return self.names[fed]
 
 
