@@ -18,7 +18,7 @@ from amanda.eager.views import Tie, Views
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
 from amanda.graph.analysis import GraphAnalysis
-from amanda.graph.driver import GraphDriver, Uninstrumented
+from amanda.graph.driver import Copy, GraphDriver, Uninstrumented
 from amanda.graph.execution import Execution
 from amanda.graph.guards import GuardedCopies, History
 from amanda.graph.insertion import Insertion, Rounds, Table
@@ -54,6 +54,7 @@ __all__ = [
     "Attributes",
     "BackwardStep",
     "Call",
+    "Copy",
     "Driver",
     "EagerDriver",
     "Execution",

@@ -17,16 +17,9 @@ from ._rounds import enter
 if TYPE_CHECKING:
     from ._rewrite import Rewriter
 
-_STATEFUL = {
-    "PartitionedCall": "StatefulPartitionedCall",
-    "StatefulPartitionedCall": "StatefulPartitionedCall",
-    "StatelessIf": "If",
-    "If": "If",
-    "StatelessWhile": "While",
-    "While": "While",
-    "StatelessCase": "Case",
-    "Case": "Case",
-}
+_STATEFUL = {"PartitionedCall": "StatefulPartitionedCall", "StatelessIf": "If", "StatelessWhile": "While",
+             "StatelessCase": "Case"}  # fmt: skip
+_STATEFUL |= {kind: kind for kind in _STATEFUL.values()}
 _FIRST_ARGUMENT = {"If": 1, "Case": 1}
 
 
@@ -79,12 +72,10 @@ def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Cal
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
         identity = digest(op_id(body, op.name), place)
-        told = None if rewriting.written else rewriting
         inner = body_of(
-            function, identity, read_argument, told, rewriting.differentiated,
-            rewriting.callees.get(forward, {}).get(place), forward,
-            depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
-            outer=body.captured, layers=rewriting.layers, within=body.place_of(op).within,
+            function, identity, rewriting, read_argument, argument_variable, caller=(body, op),
+            within=body.place_of(op).within, apart=rewriting.differentiated,
+            forward=(forward, rewriting.callees.get(forward, {}).get(place)),
             forward_identity=None if forward_id is None else digest(forward_id, place),
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
@@ -110,7 +101,7 @@ def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Cal
         copy = copy_of(function.definition, rewritten, inner, turn, kind == "While" and place == "cond")
         rewriting.library.append(copy)
         reference.name = copy.signature.name
-    _let_take_number(node, kind, body.depth_of(op) + 1)
+    _add_number_argument(node, kind, body.depth_of(op) + 1)
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
     return Called(number, backward)
@@ -129,7 +120,7 @@ def _callees(node: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _let_take_number(node: Any, kind: str, depth: int) -> None:
+def _add_number_argument(node: Any, kind: str, depth: int) -> None:
     """Make a call take the number as its last argument, and be one that TensorFlow leaves in place.
 
     depth: how many loops are around what a loop calls.

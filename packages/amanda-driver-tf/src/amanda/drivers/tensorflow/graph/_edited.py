@@ -40,13 +40,13 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0, co
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
         copy.ret[f"{NUMBER}_out"] = number
     if condition:
-        _let_results_wait(copy, inserted)
+        _delay_results(copy, inserted)
     if inserted:
         copy.signature.is_stateful = True
     return _named(copy, definition)
 
 
-def _let_results_wait(copy: Any, nodes: Iterable[str]) -> None:
+def _delay_results(copy: Any, nodes: Iterable[str]) -> None:
     """Make each result of a function come after these nodes."""
     waits = [f"^{one}" for one in nodes]
     for argument in copy.signature.output_arg if waits else ():

@@ -15,6 +15,7 @@ from tensorflow.python.framework import dtypes, tensor_util
 from .._operation import Operation
 from ._locations import Location
 from ._original import original
+from ._side import OpSide
 from ._syntax import input_sizes, op_def, output_sizes
 from ._values import PASSING, VARIABLES
 
@@ -51,7 +52,7 @@ def facts_of(
     node = op.node_def if node is None else node
     layout = input_sizes(node)
     if inputs is None:
-        inputs = grouped(inputs_of(op, node), [size for _, size in layout])
+        inputs = OpSide(op, True, (), inputs_of(op, node), layout).values
     return OpFacts(
         Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout], list(inputs),
         attributes=Attributes(node), scope=place.scope, source=source(op), read_value=read_value,
@@ -88,16 +89,8 @@ def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
 
 def grouped_outputs(op: tf.Operation) -> list[Any]:
     """The symbolic outputs of an operation, each a tensor or a list."""
-    node = op.node_def
-    return grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
-
-
-def grouped(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
-    """Flat tensors as values: single ones, and lists of the sizes given."""
-    if sum(1 if size is None else size for size in sizes) != len(flat):
-        return list(flat)
-    tensors = iter(flat)
-    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for size in sizes]
+    outputs = outputs_of(op, op.node_def)
+    return OpSide(op, False, (), outputs, output_sizes(op.node_def)).values
 
 
 def source(op: tf.Operation) -> str:

@@ -62,8 +62,8 @@ class Insertions:
         name = next(one for i in numbers if (one := f"amanda/traced{i}") not in self.body.nodes)
         if ahead and not refs:
             waits = self._waits(self.body.node_name(op), refs)
-        routine.written = "" if self.body.syntax.dead_values else ":output:0"
-        self.made += routine.call(name, refs, waits, gives)
+        output = "" if self.body.syntax.dead_values else ":output:0"
+        self.made += routine.call(name, refs, waits, gives, output)
         return name
 
     def observe(

@@ -31,11 +31,10 @@ class Pullbacks:
         self._entered_by_id: dict[int, dict[int, tuple[Any, str]]] = {}
         self._pulled: dict[Any, str] = {}
 
-    def at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> dict[int, str]:
-        """Return what a backward operation reads in place of the gradients of its forward one's outputs."""
+    def at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
+        """Make a backward operation read gradients of its forward one's outputs behind pullbacks."""
         taped, read = self._rewriting.taped.get(forward_id), self._rewriter.read_at
         self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
-        changed: dict[int, str] = {}
         for i in self._edges.from_outside(op) if self._rewriting.taped else ():
             tensor = op.inputs[i]
             position = self._output_of(forward, tensor)
@@ -50,8 +49,7 @@ class Pullbacks:
                 self._pulled[forward, key(tensor)] = ref
             self._entered.setdefault(forward, {})[position] = (tensor, ref)
             if ref != read(op, i):
-                changed[i] = ref
-        return changed
+                self._rewriter.redirect(op, i, ref)
 
     def at_inputs(
         self, op: tf.Operation, forward: tf.Operation, forward_id: int, passed: Sequence[int] = ()

@@ -271,9 +271,7 @@ class Rewriter(Routines):
             )
         entering = self.gradients.entering(op)
         self._recall(op, node, forward_id, entering)
-        pulled = self.pullbacks.at_outputs(op, forward, forward_id)
-        for i, ref in pulled.items():
-            self.edges[node.name, i] = ref
+        self.pullbacks.at_outputs(op, forward, forward_id)
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.taped and self.gradients.last(forward) is op:

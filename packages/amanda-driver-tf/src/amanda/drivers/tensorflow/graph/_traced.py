@@ -56,11 +56,13 @@ class Traced:
             flat = place.apply(place.actions, place.values(given), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(one, dtype)) for one, dtype in zip(flat, place.dtypes, strict=True)]
 
-    def call(self, name: str, inputs: Sequence[str], waits: Sequence[str], gives: Sequence[int]) -> list[Any]:
-        """The node that calls the function, after those of its constants."""
+    def call(
+        self, name: str, inputs: Sequence[str], waits: Sequence[str], gives: Sequence[int], output: str
+    ) -> list[Any]:
+        """The node that calls the function, after those of its constants, whose `output` it reads."""
         nodes = [constant(f"{name}/constant{i}", one.numpy()) for i, one in enumerate(self.held)]
         kind = "StatefulPartitionedCall" if self.stateful else "PartitionedCall"
-        held = (f"{one.name}{self.written}" for one in nodes)
+        held = (f"{one.name}{output}" for one in nodes)
         call = new_node(name, kind, [*inputs, *held, *waits])
         call.attr["f"].func.name = self.definitions[-1].signature.name
         for attribute, types in (("Tin", self.types), ("Tout", gives)):
@@ -68,5 +70,3 @@ class Traced:
         for attribute in ("config", "config_proto", "executor_type"):
             call.attr[attribute].s = b""
         return [*nodes, call]
-
-    written = ""

@@ -14,7 +14,7 @@ from amanda.backend import Attributes, Execution, State
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import errors_impl
 
-from .._recording import let_routines_differentiate
+from .._recording import allow_tapes_in_routines
 from ._callables import Callables
 from ._cone import Request
 from ._run import Route, endpoint, request_of
@@ -43,7 +43,7 @@ class Boundary:
             (made, "__call__", self._callables.call),
         ):
             self._attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
-        let_routines_differentiate(self._attributes)
+        allow_tapes_in_routines(self._attributes)
 
     def detach(self) -> None:
         """Put the methods back."""

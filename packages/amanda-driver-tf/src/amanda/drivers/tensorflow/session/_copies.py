@@ -65,7 +65,8 @@ def rewritten(
     session, request = asked
     rewriting = SessionRewriting(analysis=analysis, namespace=namespace, history=history)
     ops = cone(session.graph, request)
-    body, forward, rewriting.frames = _body(session, ops, request, rewriting)
+    body, forward = _body(session, ops, request, rewriting)
+    rewriting.frames = body.frames
     rewriting.own = {name: _copied(node) for name, node in body.nodes.items()}
     rewriting.rewritten = rewrite(body, rewriting)
     rewriting.changed = rewriting.rewritten.changed
@@ -116,7 +117,7 @@ def route(asked: Asked, rewriting: SessionRewriting) -> Route:
 
 def _body(
     session: Any, ops: Sequence[Any], request: Request, rewriting: Rewriting
-) -> tuple[Body, ForwardOps, Frames]:
+) -> tuple[Body, ForwardOps]:
     graph = session.graph
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.of)
@@ -140,7 +141,7 @@ def _body(
         captured=stacks.captured,
         stacked=stacks.read,
     )
-    return body, forward, frames
+    return body, forward
 
 
 def _with_draws(graph: Any, parted: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
