@@ -75,6 +75,6 @@ class Forward:
             return None
         if op_id is None or op_id not in known:
             op_id = next(reversed(known))
-        facts = facts_of(op, op_id, rewriting.namespace, None, place=known[op_id])
-        facts.outputs = grouped_outputs(op)
+        facts = facts_of(op, op_id, rewriting.namespace, place=known[op_id])
+        facts.outputs = grouped_outputs(op, op.node_def)
         return op_id, facts

@@ -15,7 +15,6 @@ from tensorflow.python.framework import dtypes, tensor_util
 from .._operation import Operation
 from ._locations import Location
 from ._original import original
-from ._side import OpSide
 from ._syntax import input_sizes, op_def, output_sizes
 from ._values import PASSING, VARIABLES
 
@@ -33,7 +32,6 @@ def facts_of(
     op: tf.Operation,
     op_id: int,
     namespace: Namespace,
-    inputs: Sequence[Any] | None,
     read_value: Callable[[Any], Any] = lambda tensor: tensor,
     node: Any = None,
     graph: Hashable = None,
@@ -42,7 +40,6 @@ def facts_of(
 ) -> OpFacts:
     """Facts of an operation.
 
-    inputs: its symbolic inputs, each a tensor or a list; None for those of the operation itself.
     graph: the identity of its body.  variable_of: what holds the variable that an input was read of.
     node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
     functions that it differentiates.
@@ -51,10 +48,9 @@ def facts_of(
     place = place or Location.outside(op)
     node = op.node_def if node is None else node
     layout = input_sizes(node)
-    if inputs is None:
-        inputs = OpSide(op, True, (), inputs_of(op, node), layout).values
     return OpFacts(
-        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout], list(inputs),
+        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
+        grouped(inputs_of(op, node), layout),
         attributes=Attributes(node), scope=place.scope, source=source(op), read_value=read_value,
         op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
         original=partial(original, op),
@@ -87,10 +83,17 @@ def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
     return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
 
 
-def grouped_outputs(op: tf.Operation) -> list[Any]:
-    """The symbolic outputs of an operation, each a tensor or a list."""
-    outputs = outputs_of(op, op.node_def)
-    return OpSide(op, False, (), outputs, output_sizes(op.node_def)).values
+def grouped_outputs(op: tf.Operation, node: Any) -> list[Any]:
+    """The symbolic outputs that a NodeDef of an operation has, each a tensor or a list."""
+    return grouped(outputs_of(op, node), output_sizes(node))
+
+
+def grouped(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]]) -> list[Any]:
+    """Flat tensors as values: single ones, and lists; layout: the name and size of each."""
+    if sum(1 if size is None else size for _, size in layout) != len(flat):
+        return list(flat)
+    tensors = iter(flat)
+    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for _, size in layout]
 
 
 def source(op: tf.Operation) -> str:

@@ -42,6 +42,11 @@ class Insertions:
         self._packed_bytes = 0
         self._flushed: list[str] = []
 
+    def source_of(self, ref: str) -> tuple[Any, int, int] | None:
+        """Return the place that keeps a value, its side and position there; None where none does."""
+        source = self.sources.get(ref)
+        return None if source is None or source[0] is None else source
+
     def passed(self, name: str, index: int, kind: int) -> str:
         """An output behind an operation that does nothing, and that TensorFlow does not take away."""
         self.made.append(passed(f"{name}/{index}", [self.output_of(name, index)], kind))

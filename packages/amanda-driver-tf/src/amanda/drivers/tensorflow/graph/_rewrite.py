@@ -101,13 +101,15 @@ class Rewriter(Routines):
     def at_node(self, op: tf.Operation) -> None:
         """Bring an operation to the tools, and edit it."""
         forward = self.forward.get(op)
-        if forward is None and not self.body.backward:
-            super().at_node(op)
-            return
         if forward is not None and self.rewriting.written:
             self.rewriting.report(f"the backward ops of {forward.name}", "only forward ops are, of a file")
         elif forward is not None:
             self._at_backward(op, forward)
+        elif not self.body.backward:
+            facts, outputs = self.facts(op), grouped_outputs(op, self._node(op))
+            plan = self.rewriting.analysis.forward(facts, outputs)
+            if plan:  # the sides of most operations are not needed
+                self.act(op, plan, *self.sides(op), facts)
         self.leave(op, False)
 
     def leave(self, op: tf.Operation, replaced: bool) -> None:
@@ -159,12 +161,12 @@ class Rewriter(Routines):
         refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
         return OpSide(op, True, refs, inputs_of(op, node), input_sizes(node), references(node))
 
-    def facts(self, op: tf.Operation, inputs: Side) -> OpFacts:
+    def facts(self, op: tf.Operation, inputs: Side | None = None) -> OpFacts:
         """Facts of an operation, for tools."""
         body, rewriting, node = self.body, self.rewriting, self._node(op)
         identity, depth = op_id(body, op.name), body.depth_of(op)
         facts = facts_of(
-            op, identity, rewriting.namespace, inputs.values, body.read_value, node, body.identity,
+            op, identity, rewriting.namespace, body.read_value, node, body.identity,
             body.variable_of, body.place_of(op),
         )  # fmt: skip
         if rewriting.written:
@@ -179,14 +181,13 @@ class Rewriter(Routines):
         self, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
     ) -> bool:
         """Put the actions of a plan at an operation, and make its gradients read what it reads and gives."""
-        if not plan:
-            return False
         replaced = False
         if self.body.syntax.dead_values and op.type in FLOW:
             at_flow(self, op, plan, inputs, outputs, facts)
             self.follow(op, inputs, outputs, False)
         else:
             replaced = super().act(op, plan, inputs, outputs, facts)
+        self.read_instead(outputs)
         if facts.backward_op is None:
             name = self.body.node_name(op)
             for i in outputs.changed():
@@ -211,8 +212,8 @@ class Rewriter(Routines):
 
     def _redirect_readers(self, op: tf.Operation, tensor: Any, ref: str) -> None:
         """Make gradients of those behind an Identity read what it gives: loops keep what it is given."""
-        source = self.insertions.sources.get(ref)
-        if source is None or source[0] is None:
+        source = self.insertions.source_of(ref)
+        if source is None:
             return
         given = op.inputs[0]
         for reader in tensor.consumers():
@@ -240,19 +241,17 @@ class Rewriter(Routines):
         """Tell apart what gradient operations read of a tensor that their operation reads twice."""
         positions = [i for i, one in enumerate(edges) if one == edge]
         changed = inputs.changed()
-        sources = self.insertions.sources
         self.shared[self.body.node_name(op), edge] = {i: inputs.refs[i] for i in positions}
         tensor = inputs.symbols[positions[0]]
-        kept = {i: sources.get(inputs.refs[i]) if i in changed else None for i in positions}
         self.rewriting.shared[identity, tensor.op.name, tensor.value_index] = {
-            i: source if source is not None and source[0] is not None else None for i, source in kept.items()
+            i: self.insertions.source_of(inputs.refs[i]) if i in changed else None for i in positions
         }
 
     def _redirect_gradients(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
         """Make the gradient operations of an operation read something else instead of a tensor."""
         self.own.setdefault((self.body.node_name(op), edge), ref)
-        source = self.insertions.sources.get(ref)
-        if source is None or source[0] is None:
+        source = self.insertions.source_of(ref)
+        if source is None:
             return
         self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
         read = {(one.op, one.value_index) for one in op.inputs}
@@ -310,16 +309,15 @@ class Rewriter(Routines):
         self.act(op, plan, before, after, facts)
         for i in before.changed():
             self.edges[node.name, entering[i]] = before.refs[i]
-        self.read_instead(after)
 
     def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
         identity = op_id(self.body, op.name)
         facts = facts_of(
-            op, identity, self.rewriting.namespace, None, self.body.read_value,
+            op, identity, self.rewriting.namespace, self.body.read_value,
             variable_of=self.body.variable_of, place=self.body.place_of(op),
         )  # fmt: skip
-        self.rewriting.analysis.absent(facts, grouped_outputs(op))
+        self.rewriting.analysis.absent(facts, grouped_outputs(op, op.node_def))
         self.rewriting.ids.setdefault(op, {})[identity] = facts
         return identity, facts
 
