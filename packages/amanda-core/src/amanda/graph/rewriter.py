@@ -205,10 +205,10 @@ class Rewriter(ABC, Generic[NodeT]):
         why = self.untraced(place)
         if why is None:
             why = self._restless(actions, facts)
-        constants = [self.constant(one.symbol) for one in given]
-        is_folded = bool(given) and all(one is not None for one in constants)
         may_run_once = rewriting.written and not actions[0].observer and not place.takes_run
-        if is_folded and (why is None or may_run_once):
+        may_fold = why is None or may_run_once
+        constants = [self.constant(one.symbol) for one in given] if may_fold else []
+        if constants and all(one is not None for one in constants):
             return self._traced(actions, lambda: self._folded(place, given, constants))
         if why is None:
             try:
@@ -220,7 +220,7 @@ class Rewriter(ABC, Generic[NodeT]):
             rewriting.refuse(actions, facts, why if kept_out else _PYTHON_IN_BODY)
             return None
         self.tell_called(place, why)
-        rewriting.free |= self.frees_shapes(place) and bool(wanted)
+        rewriting.free |= bool(wanted) and self.frees_shapes(place)
         rewriting.changed = True
         return self.call(place, given, wanted, side)
 
