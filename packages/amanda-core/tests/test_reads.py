@@ -10,7 +10,8 @@ import pytest
 
 import amanda
 from amanda.action import ActionType
-from amanda.backend import Action, GuardedCopies, Reads
+from amanda.backend import Action, Reads
+from amanda.graph.guards import GuardedCopies
 
 FACTOR = 1.0
 

@@ -20,7 +20,7 @@ from amanda.export.inlining import Inlining
 from amanda.graph.analysis import GraphAnalysis
 from amanda.graph.driver import Copy, GraphDriver, Uninstrumented
 from amanda.graph.execution import Execution
-from amanda.graph.guards import GuardedCopies, History
+from amanda.graph.guards import History
 from amanda.graph.insertion import Insertion, Rounds, Table
 from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
@@ -60,7 +60,6 @@ __all__ = [
     "Execution",
     "GraphAnalysis",
     "GraphDriver",
-    "GuardedCopies",
     "History",
     "Inlining",
     "Insertion",
