@@ -219,13 +219,14 @@ class Rewriter(ABC, Generic[NodeT]):
             kept_out = actions[0].traceable or rewriting.written
             rewriting.refuse(actions, facts, why if kept_out else _PYTHON_IN_BODY)
             return None
-        self.tell_called(place, why)
+        if why:
+            self.tell_called(place, why)
         rewriting.free |= bool(wanted) and self.frees_shapes(place)
         rewriting.changed = True
         return self.call(place, given, wanted, side)
 
     def untraced(self, place: Insertion) -> str | None:
-        """Return why routines are not even tried to be traced; None where they are."""
+        """Return why routines are not even tried to be traced ("": nothing to tell); None where they are."""
         for action in place.actions:
             if not action.traceable:
                 return "it is not marked @amanda.traceable"

@@ -184,31 +184,29 @@ class Rewriter(Routines):
         replaced = False
         if self.body.syntax.dead_values and op.type in FLOW:
             at_flow(self, op, plan, inputs, outputs, facts)
-            self.follow(op, inputs, outputs, False)
         else:
             replaced = super().act(op, plan, inputs, outputs, facts)
         self.read_instead(outputs)
-        if facts.backward_op is None:
-            name = self.body.node_name(op)
-            for i in outputs.changed():
-                edge, tensor = Edge(name, i), outputs.symbols[i]
-                self._redirect_gradients(op, facts.op_id, edge, tensor, at(outputs).made[i])
-                if op.type == "Identity":
-                    self._redirect_readers(op, tensor, outputs.refs[i])
+        if facts.backward_op is not None:
+            return replaced
+        name = self.body.node_name(op)
+        edges = self._edges(self.body.nodes[name])
+        for i in inputs.changed():
+            self.edges[name, i] = inputs.refs[i]
+            self._redirect_gradients(op, facts.op_id, edges[i], inputs.symbols[i], inputs.refs[i])
+            if edges.count(edges[i]) > 1:
+                self._share(op, facts.op_id, edges, inputs, edges[i])
+        for i in outputs.changed():
+            edge, tensor = Edge(name, i), outputs.symbols[i]
+            self._redirect_gradients(op, facts.op_id, edge, tensor, at(outputs).made[i])
+            if op.type == "Identity":
+                self._redirect_readers(op, tensor, outputs.refs[i])
         return replaced
 
     def follow(self, op: tf.Operation, inputs: Side, outputs: Side, replaced: bool) -> None:
-        """Make an operation, and its gradients, read what routines before it give."""
-        at(outputs).made = list(outputs.refs if replaced else outputs.before)
-        if op in self.forward:
-            return
-        node, identity = self._node(op), op_id(self.body, op.name)
-        edges = self._edges(node)
-        for i in inputs.changed():
-            self.edges[node.name, i] = inputs.refs[i]
-            self._redirect_gradients(op, identity, edges[i], inputs.symbols[i], inputs.refs[i])
-            if edges.count(edges[i]) > 1:
-                self._share(op, identity, edges, inputs, edges[i])
+        """Take note of what gives the values of an operation that is replaced."""
+        if replaced:
+            at(outputs).made = list(outputs.refs)
 
     def _redirect_readers(self, op: tf.Operation, tensor: Any, ref: str) -> None:
         """Make gradients of those behind an Identity read what it gives: loops keep what it is given."""
@@ -222,7 +220,7 @@ class Rewriter(Routines):
                     (op_id(self.body, reader.name), given.op.name, given.value_index), source
                 )
 
-    def reads(self, action: Action, facts: OpFacts) -> list[ReadElsewhere]:
+    def reads(self, action: Action, inputs: OpSide, facts: OpFacts) -> list[ReadElsewhere]:
         """Return what a replacement reads of other operations."""
         found = []
         for identity, position in action.reads:
@@ -232,7 +230,7 @@ class Rewriter(Routines):
                     f"{action} of {type(action.tool).__name__} is to read input {position} of op "
                     f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
                 )
-            side = self._inputs_of(op)
+            side = inputs if op is inputs.op else self._inputs_of(op)
             for i in side.flat([position]):
                 found.append(ReadElsewhere(Value(side.refs[i], side.symbols[i]), identity, i))
         return found

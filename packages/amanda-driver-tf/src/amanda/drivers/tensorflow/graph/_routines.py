@@ -88,7 +88,7 @@ class Routines(Rewriter[tf.Operation]):
                 "function be traced, or the graph be made, within a scope",
             )
             return False
-        reads = self.reads(action, facts)
+        reads = self.reads(action, at(inputs), facts)
         if outputs.where(every, is_plain) != list(every):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
@@ -101,7 +101,7 @@ class Routines(Rewriter[tf.Operation]):
         return True
 
     @abstractmethod
-    def reads(self, action: Action, facts: OpFacts) -> Sequence[ReadElsewhere]:
+    def reads(self, action: Action, inputs: OpSide, facts: OpFacts) -> Sequence[ReadElsewhere]:
         """Return what a replacement reads of other operations."""
 
     def formed(self, place: Insertion, wanted: Sequence[Any], given_of: Side, gives_to: Side) -> Insertion:
@@ -163,7 +163,7 @@ class Routines(Rewriter[tf.Operation]):
     def tell_called(self, place: Insertion, why: str) -> None:
         """Report that traceable routines run as Python, but for those that are meant to be as they are."""
         assert isinstance(place, Node)
-        for action in place.actions if why else ():
+        for action in place.actions:
             if place.replaces or place.keeps is None or not action.differentiable:
                 self._tell_called(action, why)
 
@@ -216,7 +216,8 @@ class Routines(Rewriter[tf.Operation]):
                 insertions.sources.setdefault(one.ref, (place.keeps, 0, k))
             if at(side).ahead and decides(at(side).op):
                 refs[1:] = [insertions.passed(name, k, enum(wanted[k])) for k in range(1, len(wanted))]
-        insertions.sources |= {ref: (place.keeps, 1, k) for k, ref in enumerate(refs)}
+        for k, ref in enumerate(refs):
+            insertions.sources[ref] = (place.keeps, 1, k)
         return list(map(Value, refs, wanted))
 
     def _controls(self, op: tf.Operation) -> list[str]:

@@ -36,7 +36,7 @@ class OpSide(Side):
         super().__init__(refs, tensors, sizes, [i for i, flag in enumerate(flags) if flag])
         self.op = op
         self.ahead = ahead
-        self.made = self.refs
+        self.made = self.before
 
 
 def at(side: Side) -> OpSide:
