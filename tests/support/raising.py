@@ -17,7 +17,7 @@ from amanda.scope.attachment import attachment
 
 HOMES = tuple(amanda.__path__)
 WHOLE = "AMANDA_EVERY_CALL" in os.environ
-BEFORE_ITS_FIRST_LINE = ("Scope.__exit__", "let_routines_differentiate.<locals>._pop_tape")
+BEFORE_ITS_FIRST_LINE = ("Scope.__exit__", "allow_tapes_in_routines.<locals>._pop_tape")
 """Names of functions that an exception at their call leaves undone, as of context managers written in Python.
 
 The second stands for a method that TensorFlow's `GradientTape.__exit__` calls, which is in Python too.

@@ -8,7 +8,8 @@ Called by drivers of graphs, and by `export`.
 Beside `amanda.backend` a driver may import what is in `__all__`, where the framework keeps the copies.
 """
 
-from amanda.graph.guards import GuardedCopies, History
+from amanda.graph.driver import Copy
+from amanda.graph.guards import History
 from amanda.graph.insertion import Table
 
-__all__ = ["GuardedCopies", "History", "Table"]
+__all__ = ["Copy", "History", "Table"]

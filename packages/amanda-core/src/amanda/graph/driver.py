@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from amanda import interceptor
 from amanda.graph.analysis import GraphAnalysis
@@ -17,6 +19,7 @@ from amanda.scope.driver import Driver
 
 if TYPE_CHECKING:
     from amanda.graph.rewriting import Rewriting
+    from amanda.plan.layer import Layer
     from amanda.plan.tensors import TensorOps
     from amanda.scope.state import State
 
@@ -31,15 +34,22 @@ class Uninstrumented(Exception):
         super().__init__(what, reason)
 
 
-class _Copy(Generic[RunnableT]):
-    """The result of one rewrite: what runs instead of the graph, None where nothing is inserted."""
+@dataclass(eq=False)
+class Copy(Generic[RunnableT]):
+    """The result of one rewrite, for a layer of tools.
 
-    def __init__(
-        self, runnable: RunnableT | None, table: Mapping[int, Any], reports: Iterable[tuple[str, str]]
-    ) -> None:
-        self.runnable = runnable
-        self.table = table
-        self.reports = tuple(reports)
+    runnable: runs instead of the graph; None where nothing is inserted.
+    table: the routines that it calls.  reports: what could not be instrumented, and why.
+    handed_on: what the rewriting has left for graphs that compute gradients of this one; None for nothing.
+    backward: copies of these graphs, for the same tools.
+    """
+
+    layer: Layer
+    runnable: RunnableT | None
+    table: Mapping[int, Any]
+    reports: Collection[tuple[str, str]]
+    handed_on: Any = None
+    backward: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
 
 
 class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
@@ -90,29 +100,47 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         key: what tells copies of a graph apart, such as what is fetched.  owner: the copies live as long as
         it does, and it is referenced weakly; by default the graph.
         """
-        assert state.layer is not None
+        copy = self.copy(graph, state, key, owner)
+        state.report_all(copy, copy.reports)
+        return None if copy.runnable is None else (copy.runnable, self.execution(state, copy.table))
+
+    def copy(
+        self,
+        graph: Any,
+        state: State,
+        key: Hashable = (),
+        owner: Any = None,
+        forward: Copy[RunnableT] | None = None,
+    ) -> Copy[RunnableT]:
+        """Return the copy of a graph; it is made where there is none that holds now.
+
+        key, owner: as `prepare` has them.  forward: the copy of the graph that this one computes gradients
+        of, in another run, if it is another.
+        """
+        layer = state.layer if forward is None else forward.layer
+        assert layer is not None
+        all_copies = layer.rewrites if forward is None else forward.backward
         owner = graph if owner is None else owner
-        copies = state.layer.rewrites.setdefault(owner, {}) if state.cache else {}
+        copies = all_copies.setdefault(owner, {}) if state.cache else {}
         key = state.autodiff, key
         kept = copies.get(key)
         copy = None if kept is None else kept.find()
         if copy is None:
             with self._lock:
                 kept = copies.setdefault(key, GuardedCopies(self.reads))
-                copy = kept.find() or self._make(graph, owner, state, kept)
-        state.report_all(copy, copy.reports)
-        return None if copy.runnable is None else (copy.runnable, self.execution(state, copy.table))
+                analysis = GraphAnalysis(state, self.tensors, layer, kept.history)
+                copy = kept.find() or self._make(graph, owner, analysis, kept)
+        return copy
 
     def _make(
-        self, graph: Any, owner: Any, state: State, kept: GuardedCopies[_Copy[RunnableT]]
-    ) -> _Copy[RunnableT]:
-        analysis = GraphAnalysis(state, self.tensors, history=kept.history)
+        self, graph: Any, owner: Any, analysis: GraphAnalysis, kept: GuardedCopies[Copy[RunnableT]]
+    ) -> Copy[RunnableT]:
         with interceptor.Suspension(), self.rewriting():
             try:
                 rewriting = self.rewrite(graph, analysis)
             except Uninstrumented as error:
                 analysis.forget()
-                copy = _Copy[RunnableT](None, {}, [error.args])
+                copy = Copy[RunnableT](analysis.layer, None, {}, (error.args,))
                 kept.add(copy, self.reads())
                 return copy
             except BaseException:
@@ -126,6 +154,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                     runnable = self.runnable(graph, rewriting)
                 except Uninstrumented as error:
                     rewriting.report(*error.args)
-        copy = _Copy(runnable, rewriting.table, rewriting.reports)
+        reports = tuple(rewriting.reports)
+        copy = Copy(analysis.layer, runnable, rewriting.table, reports, rewriting.handed_on)
         kept.add(copy, rewriting.reads)
         return copy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from amanda.graph.side import Side
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
+    from amanda.plan.plan import Actions, Plan
 
 NodeT = TypeVar("NodeT")
 
@@ -86,8 +87,10 @@ class Rewriter(ABC, Generic[NodeT]):
         observers.  side: all the values of the op there, before which an observer does not run.
         """
 
-    def inline(self, place: Insertion, given: Sequence[Value]) -> list[Value]:
-        """Make routines part of the graph; return their results.
+    def inline(
+        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+    ) -> list[Value]:
+        """Make routines part of the graph; return their results.  The arguments are those of `call`.
 
         Raises NotTraceable.
         """
@@ -101,10 +104,11 @@ class Rewriter(ABC, Generic[NodeT]):
         """Put a constant that a routine gave into the graph."""
         raise NotImplementedError
 
-    def formed(self, place: Insertion, wanted: Sequence[Any]) -> Insertion:
+    def formed(self, place: Insertion, wanted: Sequence[Any], given_of: Side, gives_to: Side) -> Insertion:
         """Fill in what the driver's own class of insertion has besides; return the insertion.
 
-        wanted: symbols of what the insertion gives.
+        wanted: symbols of what the insertion gives.  given_of, gives_to: the sides of what it is given and
+        of what it gives.
         """
         return place
 
@@ -117,26 +121,43 @@ class Rewriter(ABC, Generic[NodeT]):
     def run(self) -> None:
         """Analyse every node, and put the actions that tools record among the nodes."""
         for node in self.nodes():
-            inputs, outputs = self.sides(node)
-            facts = self.facts(node, inputs)
-            plan = self.rewriting.analysis.forward(facts, outputs.values)
-            inputs.read(self.current)
-            self.insert_all(plan.before, inputs, facts)
-            replaced = plan.replace is not None and self.replace(plan.replace, inputs, outputs, facts)
-            if not replaced:
-                self.keep(node, inputs, outputs)
-            self.follow(node, inputs, outputs, replaced)
-            self.insert_all(plan.after, outputs, facts)
-            self.current |= {outputs.before[i]: outputs.refs[i] for i in outputs.changed()}
-            self.leave(node, replaced)
+            self.at_node(node)
+
+    def at_node(self, node: NodeT) -> None:
+        """Analyse a node, and put the actions that tools record around it."""
+        inputs, outputs = self.sides(node)
+        facts = self.facts(node, inputs)
+        plan = self.rewriting.analysis.forward(facts, outputs.values)
+        inputs.read(self.current)
+        replaced = self.act(node, plan, inputs, outputs, facts)
+        self.read_instead(outputs)
+        self.leave(node, replaced)
+
+    def read_instead(self, side: Side) -> None:
+        """Make others read what routines gave in the place of the values of a side."""
+        self.current |= {side.before[i]: side.refs[i] for i in side.changed()}
+
+    def act(self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
+        """Put the actions of a plan before, instead of and after a node; return True if it is replaced."""
+        self.insert_all(plan.before, inputs, facts)
+        replaced = plan.replace is not None and self.replace(plan.replace, inputs, outputs, facts)
+        if not replaced:
+            self.keep(node, inputs, outputs)
+        self.follow(node, inputs, outputs, replaced)
+        self.insert_all(plan.after, outputs, facts)
+        return replaced
 
     def insert_all(self, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
-        """Put routines at a side: each traceable one alone, others that follow one another together."""
-        for (_, traceable), group in groupby(actions, lambda action: (action.observer, action.traceable)):
-            for together in [[one] for one in group] if traceable else [list(group)]:
-                positions = side.selected([action.select for action in together])
-                gives = [] if together[0].observer else side.where(positions, self.can_give)
-                self._put(together, side, positions, side, gives, facts)
+        """Put routines at a side; those of one group that follow one another go into one insertion."""
+        for _, group in groupby(actions, self.group):
+            together = list(group)
+            positions = side.selected([action.select for action in together])
+            gives = [] if together[0].observer else side.where(positions, self.can_give)
+            self.put(together, side, positions, side, gives, facts)
+
+    def group(self, action: Action) -> Hashable:
+        """Group of a routine: by default each traceable one is alone, observers and others are together."""
+        return action.observer, action if action.traceable else None
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
         """Put a routine in the place of a node; return True if that is done."""
@@ -147,9 +168,9 @@ class Rewriter(ABC, Generic[NodeT]):
         if action.reads:
             self.rewriting.refuse([action], facts, "it reads inputs of other ops")
             return False
-        return self._put([action], inputs, inputs.selected([action.select]), outputs, gives, facts)
+        return self.put([action], inputs, inputs.selected([action.select]), outputs, gives, facts)
 
-    def _put(
+    def put(
         self,
         actions: Sequence[Action],
         given_of: Side,
@@ -157,16 +178,22 @@ class Rewriter(ABC, Generic[NodeT]):
         gives_to: Side,
         gives: Sequence[int],
         facts: OpFacts,
+        others: Sequence[Value] = (),
     ) -> bool:
-        """Put routines that are given values of one side where they give values of one; False if refused."""
+        """Put routines that are given values of one side where they give values of one; False if refused.
+
+        others: values of other nodes that they are given besides.
+        """
         sizes = [given_of.sizes[i] for i in positions]
         given = [Value(given_of.refs[i], given_of.symbols[i]) for i in given_of.flat(positions)]
+        given += others
         out = gives_to.flat(gives)
         wanted = [gives_to.symbols[i] for i in out]
         place = self.insertion(actions, facts, given_of.count, positions, sizes, gives)
         if actions[0].takes_original and facts.original is not None:
             place.original = facts.original()
-        made = self._written(self.formed(place, wanted), given, wanted, given_of)
+        place.reads = len(others)
+        made = self._written(self.formed(place, wanted, given_of, gives_to), given, wanted, given_of)
         if made is None:
             return False
         for i, (ref, symbol) in zip(out, made, strict=True):
@@ -179,27 +206,46 @@ class Rewriter(ABC, Generic[NodeT]):
     ) -> list[Value] | None:
         """Return what a place gives in the new graph; None where the graph stays as it is there."""
         actions, rewriting, facts = place.actions, self.rewriting, place.facts
-        why = _untraced(actions) or self._restless(actions, facts)
-        constants = [self.constant(one.symbol) for one in given]
-        is_folded = bool(given) and all(one is not None for one in constants)
+        why = self.untraced(place)
+        if why is None:
+            why = self._restless(actions, facts)
         may_run_once = rewriting.written and not actions[0].observer and not place.takes_run
-        if is_folded and (why is None or may_run_once):
+        may_fold = why is None or may_run_once
+        constants = [self.constant(one.symbol) for one in given] if may_fold else []
+        if constants and all(one is not None for one in constants):
             return self._traced(actions, lambda: self._folded(place, given, constants))
         if why is None:
             try:
-                return self._traced(actions, lambda: self.inline(place, given))
+                return self._traced(actions, lambda: self.inline(place, given, wanted, side))
             except NotTraceable as error:
                 why = str(error)
         if rewriting.written or not self.calls_python:
             kept_out = actions[0].traceable or rewriting.written
             rewriting.refuse(actions, facts, why if kept_out else _PYTHON_IN_BODY)
             return None
-        for action in actions:
-            if action.traceable:
-                rewriting.report(f"traceable {action} of {facts.name}", f"{why}, so it runs as Python")
-        rewriting.free |= self.frees_shapes(place) and bool(wanted)
+        if why:
+            self.tell_called(place, why)
+        rewriting.free |= bool(wanted) and self.frees_shapes(place)
         rewriting.changed = True
         return self.call(place, given, wanted, side)
+
+    def untraced(self, place: Insertion) -> str | None:
+        """Return why routines are not even tried to be traced ("": nothing to tell); None where they are."""
+        for action in place.actions:
+            if not action.traceable:
+                return "it is not marked @amanda.traceable"
+            if action.takes_run:
+                return "it takes `run`, which belongs to one execution"
+            if action.takes_original:
+                return "it takes `original`, which is called"
+        return None
+
+    def tell_called(self, place: Insertion, why: str) -> None:
+        """Report that traceable routines run as Python."""
+        for action in place.actions:
+            if action.traceable:
+                what = f"traceable {action} of {place.facts.name}"
+                self.rewriting.report(what, f"{why}, so it runs as Python")
 
     def frees_shapes(self, place: Insertion) -> bool:
         """Return True if routines may give other shapes than those that the graph had there."""
@@ -241,15 +287,3 @@ class Rewriter(ABC, Generic[NodeT]):
                 f"{why}, and each time another copy of the graph is made",
             )
         return None
-
-
-def _untraced(actions: Sequence[Action]) -> str | None:
-    """Return why routines are not even tried to be traced; None where they are."""
-    for action in actions:
-        if not action.traceable:
-            return "it is not marked @amanda.traceable"
-        if action.takes_run:
-            return "it takes `run`, which belongs to one execution"
-        if action.takes_original:
-            return "it takes `original`, which is called"
-    return None

@@ -29,6 +29,7 @@ class Rewriting:
     table: the routines that are called as Python, by slot.
     reports: what is not instrumented, and why.  changed: True once anything was inserted.
     free: True once a routine may have changed the shape of what the graph computes.
+    handed_on: what is left for graphs that compute gradients of this one in another run.
     reads: what traceable routines read for this copy.  traced: these, with the tensors that they hold.
     folded: actions whose routines were called once, on constants.
     """
@@ -44,6 +45,7 @@ class Rewriting:
     traced: list[tuple[Action, Sequence[Any]]] = field(default_factory=list)
     changed: bool = False
     free: bool = False
+    handed_on: Any = None
     _restless: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

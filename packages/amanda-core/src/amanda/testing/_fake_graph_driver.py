@@ -130,7 +130,9 @@ class GraphRewriter(Rewriter[Node]):
         self.rewriting.items.append(Call(slot, [one.ref for one in given], gives))
         return [Value(name, self.symbol(name)) for name in gives]
 
-    def inline(self, place: Insertion, given: Sequence[Value]) -> list[Value]:
+    def inline(
+        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Any], side: Side
+    ) -> list[Value]:
         """Write what a routine does as nodes."""
         values = [Traced(one.ref, self) if isinstance(one.symbol, Symbol) else one.symbol for one in given]
         try:

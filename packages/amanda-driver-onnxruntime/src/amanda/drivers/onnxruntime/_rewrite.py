@@ -163,7 +163,9 @@ class GraphRewriter(Rewriter[Named]):
         """Return True for a tensor."""
         return symbol is not None and symbol.is_tensor
 
-    def formed(self, place: Insertion, wanted: Sequence[Symbol | None]) -> Insertion:
+    def formed(
+        self, place: Insertion, wanted: Sequence[Symbol | None], given_of: Side, gives_to: Side
+    ) -> Insertion:
         """Give a place the types that its results have to have."""
         assert isinstance(place, TypedInsertion)
         place.dtypes = tuple(None if one is None else one.dtype for one in wanted)
@@ -181,7 +183,9 @@ class GraphRewriter(Rewriter[Named]):
         self._symbols[name] = symbol = Symbol.of_array(name, constant)
         return Value(name, symbol)
 
-    def inline(self, place: Insertion, given: Sequence[Value]) -> list[Value]:
+    def inline(
+        self, place: Insertion, given: Sequence[Value], wanted: Sequence[Symbol], side: Side
+    ) -> list[Value]:
         """Write the nodes that routines come to.
 
         Raises NotTraceable, and what is a mistake in the routine itself as that.

@@ -44,7 +44,7 @@ class Unrecorded:
             self.__exit__()
 
 
-def let_routines_differentiate(attributes: Attributes) -> None:
+def allow_tapes_in_routines(attributes: Attributes) -> None:
     """Make a tape that a routine opens record as long as it is open.
 
     The tapes around hear of it then, in vain: what a routine gives back is cut off from how it was made.

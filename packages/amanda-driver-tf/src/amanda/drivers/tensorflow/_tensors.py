@@ -1,4 +1,4 @@
-"""Tensor primitives: isolation from the tape, the straight-through edge, signatures."""
+"""Primitives of tensors: isolation from the tape, the straight-through edge, signatures."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ._recording import Unrecorded
 
 
 class TensorFlowTensors:
-    """`TensorOps` of TensorFlow: eager tensors, which nothing can write into."""
+    """`TensorOps` of TensorFlow: of eager tensors, and what those of graphs share with them."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a tensor, or a variable, which stands for what it holds."""
@@ -42,9 +42,9 @@ class TensorFlowTensors:
         """`value` for `original`, in its floating type, with its gradient passed straight through."""
         recording = not pywrap_tfe.TFE_Py_TapeSetIsEmpty() and not pywrap_tfe.TFE_Py_TapeSetIsStopped()
         if not recording:
-            return _fitting(original, value)
+            return fitting(original, value)
         with Unrecorded():
-            fresh = tf.raw_ops.Identity(input=_fitting(original, value))  # it may be on the tape itself
+            fresh = tf.raw_ops.Identity(input=fitting(original, value))  # it may be on the tape itself
         pywrap_tfe.TFE_Py_TapeSetRecordOperation("Identity", [fresh], [original], _passed, _passed)
         return fresh
 
@@ -97,7 +97,11 @@ def _shape(value: Any) -> Hashable:
     return None
 
 
-def _fitting(original: Any, value: Any) -> Any:
+def fitting(original: Any, value: Any) -> Any:
+    """`value` for `original`: of its shape and kind, in its floating type.
+
+    Raises RoutineError otherwise.
+    """
     value = tf.convert_to_tensor(value)
     if not original.shape.is_compatible_with(value.shape):
         raise RoutineError(

@@ -11,7 +11,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
 from .._layers import module_path, named_paths
-from .._recording import let_routines_differentiate
+from .._recording import allow_tapes_in_routines
 from .._requirements import check
 from .._tensors import TensorFlowTensors
 from ._calls import EagerCall, FastCall, SlowCall
@@ -52,7 +52,7 @@ class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
         self._attached = True
         self._interception.enter(self.attributes)
         self._tape.enter(self.attributes)
-        let_routines_differentiate(self.attributes)
+        allow_tapes_in_routines(self.attributes)
         self._datasets.enter(self.attributes)
         self._modules.enter()
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from amanda import interceptor
-from amanda.backend import Attributes, Execution, Namespace, State
+from amanda.backend import Attributes, Execution, State
+from amanda.graph import Copy
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function, concrete_function
 from tensorflow.python.framework import dtypes, errors
@@ -18,7 +19,7 @@ from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import gradients_util
 
 from ..graph import GraphTensors
-from ._copies import Copies, Copy
+from ._copies import Runnable
 from ._options import unoptimized
 from ._threads import Call, check_threads
 
@@ -32,10 +33,9 @@ class Trace:
     outside: the state in which the backward function runs once the scopes are closed.
     """
 
-    def __init__(self, copy: Copy, execution: Execution, atomic: Any) -> None:
+    def __init__(self, copy: Copy[Runnable], execution: Execution, atomic: Any) -> None:
         self.outside = replace(execution.state, layer=None, scopes=())
         self.copy = copy
-        self.layer = copy.layer
         self.runs = execution.runs
         self.stores = execution.stores
         self.atomic = weakref.ref(atomic)
@@ -49,16 +49,20 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.pending: tuple[bytes, Copy, Execution] | None = None
+        self.pending: tuple[bytes, Runnable, Execution] | None = None
         self.last: Trace | None = None
         self.trace: Trace | None = None
 
 
 class Boundary:
-    """Stands where functions are called."""
+    """Stands where functions are called.
 
-    def __init__(self, namespace: Namespace, budget: Callable[[], int]) -> None:
-        self._copies = Copies(namespace, budget)
+    copy: makes or finds the copy of a function, for a state, arguments and the trace of the forward call;
+    None where the function is left as it is.
+    """
+
+    def __init__(self, copy: Callable[..., Copy[Runnable] | None]) -> None:
+        self._copy = copy
         self._thread = _Thread()
 
     def enter(self, attributes: Attributes) -> None:
@@ -82,28 +86,24 @@ class Boundary:
     def _call(self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]) -> Any:
         trace, self._thread.trace = self._thread.trace, None
         self._thread.last = None
-        copy = self._copies.known(state, atomic, trace)
-        if copy is None:
-            with interceptor.Suspension(), context.eager_mode(), record.stop_recording():
-                copy = self._copies.of(state, atomic, args, trace)
+        copy = self._copy(state, atomic, args, trace)
         if copy is None:
             return call(atomic, *args)
-        for entry in copy.reports:
-            state.report(*entry)
+        state.report_all(copy, copy.reports)
         if trace is None:
             execution = Call(state, _TENSORS, copy.table)
         else:
             execution = Call(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
-        if copy.name is None:
+        if copy.runnable is None:
             outputs = call(atomic, *args)
         else:
-            before, self._thread.pending = self._thread.pending, (atomic.name, copy, execution)
+            before, self._thread.pending = self._thread.pending, (atomic.name, copy.runnable, execution)
             try:
                 with execution.under_way():
                     outputs = call(atomic, *args)
             finally:
                 self._thread.pending = before
-        if copy.forward:
+        if copy.handed_on is not None:
             self._thread.last = Trace(copy, execution, atomic)
         return outputs
 
@@ -141,7 +141,7 @@ class Boundary:
 
     def call_backward(self, backward: Any, trace: Trace, tensors: list[Any], captures: list[Any]) -> Any:
         """Call a backward function for a forward call; it reads what that kept, also after the scope."""
-        if interceptor.active() is None and context.executing_eagerly() and trace.copy.name is not None:
+        if interceptor.active() is None and context.executing_eagerly() and trace.copy.runnable is not None:
             return self._call_outside(backward, trace, tensors + captures)
         before, self._thread.trace = self._thread.trace, trace
         try:
@@ -159,14 +159,13 @@ class Boundary:
             recorded = backward._select_forward_and_backward_functions(args, watched, True)
             atomic, given = recorded.forward()
         state = trace.outside
-        with context.eager_mode(), record.stop_recording():
-            copy = self._copies.of(state, atomic, given, trace)
-        if copy is None or copy.name is None:
+        copy = self._copy(state, atomic, given, trace)
+        if copy is None or copy.runnable is None:
             return backward._call_flat(args, [])
         execution = Call(state, _TENSORS, copy.table, trace.runs, False, trace.stores)
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
         with record.stop_recording(), execution.under_way():
-            outputs = _call_copy(call, copy, execution, given, count)
+            outputs = _call_copy(call, copy.runnable, execution, given, count)
         if recorded is not None:
             self._thread.last = Trace(copy, execution, atomic)
             self._record(recorded, outputs)
@@ -203,7 +202,7 @@ class _Traced:
 
 
 def _call_copy(
-    call: Callable[..., Any], copy: Copy, execution: Execution, args: Sequence[Any], count: int
+    call: Callable[..., Any], copy: Runnable, execution: Execution, args: Sequence[Any], count: int
 ) -> Any:
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
     given = copy.name, [*args, number], count

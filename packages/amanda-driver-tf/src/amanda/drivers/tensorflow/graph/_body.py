@@ -41,20 +41,15 @@ class Body:
     read_value: the present value of a symbolic tensor.
     variable_of: what holds the variable that a symbolic tensor was read of; None for others.
     functions: the body of a function that a node calls, by its name; None where it is out of reach.
-    number_at: as `number`, where it depends on the operation (frames of control flow of version 1), and
-    on whether routines are ahead of it: those of the Merge of a loop are ahead of what enters that.
     backward: whether all operations belong to a backward pass, also those of no forward operation.
     apart: whether gradient operations of these operations may be in other graphs.
     stacked: names of the operations whose gradients read their values where others read them too.
-    alone: whether routines at an operation may not be packed with those of others.
     depth: how many loops are around it, whose rounds the number tells.
     guessed: whether names tell the forward operation of some gradient operation.
     order_of: 1 for a gradient operation, 2 for one of gradients of gradients, and so on.
-    depth_at: as `depth`, where it depends on the operation.
     forward_identity: of the graph that this one has gradients of, as it was called, if it is another.
     place_of: the layer that an operation lies in.
-    end_of: by the numbers that two nodes read, what the second waits for instead of the first: the end of the
-    loop that this is in, and the second is not; None where there is none. It is there where `number_at` is.
+    frames: of control flow of version 1, in which the number and the depth depend on the operation.
     """
 
     ops: Sequence[tf.Operation]
@@ -68,17 +63,14 @@ class Body:
     node_name: Callable[[tf.Operation], str] = lambda op: str(op.name)
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
-    number_at: Callable[[tf.Operation, bool], str] | None = None
     backward: bool = False
     apart: bool = False
     stacked: Collection[str] = ()
-    alone: Callable[[tf.Operation], bool] = lambda op: False
     depth: int = 0
     guessed: bool = False
     order_of: Callable[[tf.Operation], int] = lambda op: 1
     variable_of: Callable[[Any], Any] = lambda tensor: None
-    depth_at: Callable[[tf.Operation], int] | None = None
-    end_of: Callable[[str, str], str | None] | None = None
+    frames: Any = None
     place_of: Callable[[tf.Operation], Location] = Location.outside
     forward_identity: int | None = None
 
@@ -93,7 +85,14 @@ class Body:
 
     def depth_of(self, op: tf.Operation) -> int:
         """Return how many loops are around an operation, whose rounds the number tells."""
-        return self.depth if self.depth_at is None else self.depth_at(op)
+        return self.depth if self.frames is None else int(self.frames.depth_at(op))
+
+    def number_at(self, op: tf.Operation, ahead: bool) -> str:
+        """The number that nodes read ahead of an operation or behind it.
+
+        Those of the Merge of a loop are ahead of what enters the loop.
+        """
+        return self.number if self.frames is None else str(self.frames.number_at(op, ahead))
 
 
 @dataclass

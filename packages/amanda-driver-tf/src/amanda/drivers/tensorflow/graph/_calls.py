@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 from amanda.backend import digest
@@ -11,19 +11,15 @@ from amanda.backend import digest
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._edited import copy_of, edited
 from ._function_body import body_of
+from ._nodes import INT64
 from ._rounds import enter
-from ._slots import INT64
 
-_STATEFUL = {
-    "PartitionedCall": "StatefulPartitionedCall",
-    "StatefulPartitionedCall": "StatefulPartitionedCall",
-    "StatelessIf": "If",
-    "If": "If",
-    "StatelessWhile": "While",
-    "While": "While",
-    "StatelessCase": "Case",
-    "Case": "Case",
-}
+if TYPE_CHECKING:
+    from ._rewrite import Rewriter
+
+_STATEFUL = {"PartitionedCall": "StatefulPartitionedCall", "StatelessIf": "If", "StatelessWhile": "While",
+             "StatelessCase": "Case"}  # fmt: skip
+_STATEFUL |= {kind: kind for kind in _STATEFUL.values()}
 _FIRST_ARGUMENT = {"If": 1, "Case": 1}
 
 
@@ -39,16 +35,11 @@ class Called(NamedTuple):
 
 
 Rewrite = Callable[[Body, Rewriting], Rewritten]
-Read = Callable[[tf.Operation, int], str]
 
 
-def rewrite_calls(
-    body: Body, rewriting: Rewriting, op: tf.Operation, rewrite: Rewrite, read: Read, made: list[Any]
-) -> Called | None:
-    """Rewrite what an operation calls; None where nothing was inserted.
-
-    read: what an input of an operation reads now.  made: gets the nodes that are needed besides.
-    """
+def rewrite_calls(rewriter: Rewriter, op: tf.Operation, rewrite: Rewrite) -> Called | None:
+    """Rewrite the functions that an operation calls; return None where nothing was inserted."""
+    body, rewriting = rewriter.body, rewriter.rewriting
     name = body.node_name(op)
     node = body.nodes[name]
     kind = _STATEFUL.get(node.op)
@@ -81,12 +72,10 @@ def rewrite_calls(
             rewriting.report(f"function {reference.name}", "its definition is out of reach")
             return None
         identity = digest(op_id(body, op.name), place)
-        told = None if rewriting.written else rewriting
         inner = body_of(
-            function, identity, read_argument, told, rewriting.differentiated,
-            rewriting.callees.get(forward, {}).get(place), forward,
-            depth=body.depth_of(op) + (kind == "While"), argument_variable=argument_variable,
-            outer=body.captured, layers=rewriting.layers, within=body.place_of(op).within,
+            function, identity, rewriting, read_argument, argument_variable, caller=(body, op),
+            within=body.place_of(op).within, apart=rewriting.differentiated,
+            forward=(forward, rewriting.callees.get(forward, {}).get(place)),
             forward_identity=None if forward_id is None else digest(forward_id, place),
         )  # fmt: skip
         rewriting.callees.setdefault(op, {})[place] = function.graph
@@ -104,15 +93,15 @@ def rewrite_calls(
     if any("_XlaMustCompile" in one.attr and one.attr["_XlaMustCompile"].b
            for one in (node, *(function.definition for _, _, function, *_ in found))):  # fmt: skip
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
-    number, step = body.number_at(op, True) if body.number_at else body.number, 0
+    number, step = body.number_at(op, True), 0
     if kind == "While":
-        number, step = enter(body, op, number, read, made)
+        number, step = enter(rewriter, op, number)
     for place, reference, function, inner, rewritten in found:
         turn = step if place == "body" else 0
         copy = copy_of(function.definition, rewritten, inner, turn, kind == "While" and place == "cond")
         rewriting.library.append(copy)
         reference.name = copy.signature.name
-    _let_take_number(node, kind, body.depth_of(op) + 1)
+    _add_number_argument(node, kind, body.depth_of(op) + 1)
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
     return Called(number, backward)
@@ -131,7 +120,7 @@ def _callees(node: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _let_take_number(node: Any, kind: str, depth: int) -> None:
+def _add_number_argument(node: Any, kind: str, depth: int) -> None:
     """Make a call take the number as its last argument, and be one that TensorFlow leaves in place.
 
     depth: how many loops are around what a loop calls.

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from amanda.backend import digest
-from tensorflow.core.framework import function_pb2, node_def_pb2, op_def_pb2
+from tensorflow.core.framework import function_pb2, op_def_pb2
 
 from ._body import Body, Rewritten
+from ._nodes import INT64, passed
 from ._rounds import next_round
-from ._slots import INT64
 from ._syntax import op_def
 
 NUMBER = "amanda_number"
@@ -40,20 +40,18 @@ def copy_of(definition: Any, rewritten: Rewritten, body: Body, step: int = 0, co
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
         copy.ret[f"{NUMBER}_out"] = number
     if condition:
-        _let_results_wait(copy, inserted)
+        _delay_results(copy, inserted)
     if inserted:
         copy.signature.is_stateful = True
     return _named(copy, definition)
 
 
-def _let_results_wait(copy: Any, nodes: Iterable[str]) -> None:
+def _delay_results(copy: Any, nodes: Iterable[str]) -> None:
     """Make each result of a function come after these nodes."""
     waits = [f"^{one}" for one in nodes]
     for argument in copy.signature.output_arg if waits else ():
-        node = node_def_pb2.NodeDef(name=f"amanda/waiting/{argument.name}", op="EnsureShape")
-        node.input.extend([copy.ret[argument.name], *waits])
-        node.attr["T"].type = argument.type
-        node.attr["shape"].shape.unknown_rank = True
+        inputs = [copy.ret[argument.name], *waits]
+        node = passed(f"amanda/waiting/{argument.name}", inputs, argument.type)
         copy.node_def.append(node)
         copy.ret[argument.name] = f"{node.name}:output:0"
 

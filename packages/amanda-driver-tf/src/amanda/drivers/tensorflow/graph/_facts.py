@@ -32,13 +32,13 @@ def facts_of(
     op: tf.Operation,
     op_id: int,
     namespace: Namespace,
-    read_value: Callable[[Any], Any],
+    read_value: Callable[[Any], Any] = lambda tensor: tensor,
     node: Any = None,
     graph: Hashable = None,
     variable_of: Callable[[Any], Any] = lambda tensor: None,
     place: Location | None = None,
-) -> tuple[OpFacts, list[Any]]:
-    """Facts of an operation with its symbolic inputs, and its outputs.
+) -> OpFacts:
+    """Facts of an operation.
 
     graph: the identity of its body.  variable_of: what holds the variable that an input was read of.
     node: its NodeDef, if that is another than the operation's own: TensorFlow adds outputs to calls of
@@ -48,15 +48,15 @@ def facts_of(
     place = place or Location.outside(op)
     node = op.node_def if node is None else node
     layout = input_sizes(node)
-    facts = OpFacts(
+    return OpFacts(
         Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
-        grouped(inputs_of(op, node), [size for _, size in layout]), attributes=Attributes(node),
-        scope=place.scope, source=source(op), read_value=read_value, op_type=op.type, graph=graph,
-        read_variables=partial(variables_of, op, read_value), original=partial(original, op),
+        grouped(inputs_of(op, node), layout),
+        attributes=Attributes(node), scope=place.scope, source=source(op), read_value=read_value,
+        op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
+        original=partial(original, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
         device_of=lambda value: getattr(value, "device", None) or "", aliases=place.aliases,
     )  # fmt: skip
-    return facts, grouped(outputs_of(op, node), [size for _, size in output_sizes(node)])
 
 
 def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
@@ -83,12 +83,17 @@ def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
     return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
 
 
-def grouped(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
-    """Flat tensors as values: single ones, and lists of the sizes given."""
-    if sum(1 if size is None else size for size in sizes) != len(flat):
+def grouped_outputs(op: tf.Operation, node: Any) -> list[Any]:
+    """The symbolic outputs that a NodeDef of an operation has, each a tensor or a list."""
+    return grouped(outputs_of(op, node), output_sizes(node))
+
+
+def grouped(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]]) -> list[Any]:
+    """Flat tensors as values: single ones, and lists; layout: the name and size of each."""
+    if sum(1 if size is None else size for _, size in layout) != len(flat):
         return list(flat)
     tensors = iter(flat)
-    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for size in sizes]
+    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for _, size in layout]
 
 
 def source(op: tf.Operation) -> str:

@@ -6,17 +6,18 @@ enters. Of a Switch or Merge each value has a node of its own, since one that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ._side import enum, is_plain
+from ._slots import Node
 
 if TYPE_CHECKING:
     import tensorflow as tf
     from amanda.backend import Action, OpFacts, Side
     from amanda.plan import Actions, Plan
 
-    from ._insertions import Insertions
+    from ._rewrite import Rewriter
 
 PASSING = ("Enter", "RefEnter", "NextIteration", "RefNextIteration")
 SWITCHES = ("Switch", "RefSwitch", "_SwitchN")
@@ -41,59 +42,54 @@ def enters(merge: tf.Operation) -> dict[int, tf.Operation]:
 
 
 def at_flow(
-    insertions: Insertions, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side,
-    facts: OpFacts, read: Callable[[tf.Operation, int], str],
-    redirect: Callable[[tf.Operation, int, str], None],
-) -> None:  # fmt: skip
-    """Insert what the plan of an operation of control flow asks for; it is never replaced.
-
-    read, redirect: tell, and change, what an input of another operation reads now, by its position.
-    """
+    rewriter: Rewriter, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
+) -> None:
+    """Put routines at an operation of control flow, which is never replaced."""
+    report = rewriter.rewriting.report
     if plan.replace is not None:
-        insertions.rewriting.report(f"the replacement of {op.name}", f"{op.type} is control flow, and stays")
+        report(f"the replacement of {op.name}", f"{op.type} is control flow, and stays")
     if op.type in PASSING:
-        insertions.insert_all(op, [*plan.before, *plan.after], inputs, facts, "before")
+        rewriter.insert_all([*plan.before, *plan.after], inputs, facts)
     elif op.type in MERGES:
         once = [i for i, tensor in enumerate(inputs.symbols) if tensor.op.type not in PASSING[2:]]
         entering = {i: inputs.symbols[i].op for i in once if inputs.symbols[i].op in enters(op).values()}
-        refs = [read(entering[i], 0) if i in entering else ref for i, ref in enumerate(inputs.refs)]
-        for i, ref in _each(insertions, op, plan.before, inputs, facts, refs, once).items():
+        refs = [
+            rewriter.read_at(entering[i], 0) if i in entering else ref for i, ref in enumerate(inputs.refs)
+        ]
+        for i, ref in _each(rewriter, op, plan.before, inputs, facts, refs, once).items():
             if i in entering:  # a Merge is left out with its loop only where it reads what enters this itself
-                redirect(entering[i], 0, ref)
+                rewriter.redirect(entering[i], 0, ref)
             else:
                 inputs.refs[i] = ref
         selected = inputs.flat(inputs.selected([action.select for action in plan.before]))
         if any(i not in once for i in selected):
-            insertions.rewriting.report(
-                f"routines before {op.name}", "they get what enters the loop, not what comes round again"
-            )
-        insertions.insert_all(op, plan.after, outputs, facts, "after")
+            report(f"routines before {op.name}", "they get what enters the loop, not what comes round again")
+        rewriter.insert_all(plan.after, outputs, facts)
     else:
-        insertions.insert_all(op, plan.before, inputs, facts, "before")
+        rewriter.insert_all(plan.before, inputs, facts)
         every = range(len(outputs.refs))
-        for i, ref in _each(insertions, op, plan.after, outputs, facts, outputs.refs, every).items():
+        for i, ref in _each(rewriter, op, plan.after, outputs, facts, outputs.refs, every).items():
             outputs.refs[i] = ref
 
 
 def _each(
-    insertions: Insertions, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts,
+    rewriter: Rewriter, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts,
     refs: Sequence[str], positions: Iterable[int],
 ) -> dict[int, str]:  # fmt: skip
     """A node for each tensor at these flat positions; how what it gives is read.
 
     A routine gets None for the other values; of a list only the one tensor.  refs: how they are read so far.
     """
-    found: dict[int, str] = {}
+    insertions, found = rewriter.insertions, dict[int, str]()
     selected = side.selected([action.select for action in actions]) if actions else ()
     values = {i: value for value in selected for i in side.flat([value]) if i in positions}
     for i, value in values.items():
         gives = [value] if is_plain(side.symbols[i]) else []
-        inserted = insertions.node(actions, facts, side.count, [value], [None], gives)
-        inserted.dtypes = [side.symbols[i].dtype.base_dtype for _ in gives]
+        place = Node(actions, facts, side.count, [value], [None], gives)
+        place.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
+        place.dtypes = [side.symbols[i].dtype.base_dtype for _ in gives]
         kind = enum(side.symbols[i])
-        name = insertions.add(
-            op, inserted, [refs[i]], [kind], [kind for _ in gives], ahead=True, instead=True, waits=()
-        )
+        name = insertions.add(op, place, [refs[i]], [kind], [kind for _ in gives], True, True, ())
         if gives:
             found[i] = insertions.output_of(name, 0)
     return found

@@ -12,9 +12,9 @@ from ._backward import ForwardMap
 from ._body import Body, Rewriting
 from ._edited import NUMBER
 from ._functions import Function, executed, function_named
-from ._locations import Layers, Locations
+from ._locations import Locations
 from ._original import original
-from ._rounds import captured_by
+from ._rounds import LOOPS, captured_by
 from ._syntax import FunctionSyntax
 from ._values import variable_of
 
@@ -27,30 +27,27 @@ Captured = Callable[[Any], Any]
 def body_of(
     function: Function,
     identity: int,
+    rewriting: Rewriting,
     read_argument: Callable[[int], Any],
-    rewriting: Rewriting | None = None,
-    apart: bool = False,
-    forward_graph: Any = None,
-    forward_call: tf.Operation | None = None,
-    backward: bool = False,
-    depth: int = 0,
     argument_variable: Callable[[int], Any] | None = None,
-    outer: Captured = lambda tensor: None,
-    layers: Layers | None = None,
+    *,
+    caller: tuple[Body, tf.Operation] | None = None,
     within: Sequence[Any] = (),
+    apart: bool = False,
+    forward: tuple[tf.Operation | None, Any] = (None, None),
     forward_identity: int | None = None,
+    backward: bool = False,
 ) -> Body:
     """The nodes of a function that run.
 
     read_argument: the present value of an argument, by position.
-    forward_graph: the graph that this one has gradients of, where it does not capture its tensors.
-    backward: whether this is the backward function of another.
-    forward_call: where this is called for the gradients of a call, that one.
-    depth: how many loops are around it.
     argument_variable: what holds the variable that an argument is the handle of; the argument by default.
+    caller: the body with the operation that calls this function, and that operation.
+    within: the layers that the call lies in.
+    forward: where this is called for the gradients of a call, that one, and the graph that this one has
+    gradients of, where it does not capture its tensors.
     forward_identity: that of the graph that this one has gradients of, if it is another.
-    layers: those that are known by their names.  within: those that the call of this one lies in.
-    outer: for a symbol of the graph that calls this one, the forward symbol that it stands for.
+    backward: whether this is the backward function of another.
     """
     definition, graph = function.definition, function.graph
     run = executed(definition)
@@ -58,31 +55,34 @@ def body_of(
     syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
     names = function.names
     everything = graph.get_operations()
-    branches = forward_call is not None and forward_graph is not None and forward_call.type in _BRANCHING
-    held = _captured(graph, (forward_call, forward_graph) if branches else None, outer)
-    forward_ops = _forward_operations(held, everything, forward_graph)
-    forward = ForwardMap(everything, forward_ops, held, forward_call, backward)
-    if rewriting is not None and forward.guessed:
+    outer, depth = None, 0
+    if caller is not None:
+        outer, depth = caller[0].captured, caller[0].depth_of(caller[1]) + (caller[1].type in LOOPS)
+    branches = forward[0] is not None and forward[1] is not None and forward[0].type in _BRANCHING
+    held = _captured(graph, forward if branches else None, outer)
+    forward_ops = _forward_operations(held, everything, forward[1])
+    forwards = ForwardMap(everything, forward_ops, held, forward[0], backward)
+    if forwards.guessed and not rewriting.written:
         rewriting.report(
             f"the backward ops of {function.name}",
             "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
         )
-        known = set(filter(None, map(forward, everything)))
+        known = set(filter(None, map(forwards, everything)))
         for op in everything:
             if _has_custom_gradient(op) and op not in known:
                 rewriting.report(
                     f"the custom gradient at {op.name} of {function.name}",
                     "it was traced or loaded outside of any scope, and no name tells which ops compute it",
                 )
-    holding = _Holding(graph, argument_variable or read_argument)
+    holding = _holding(graph, argument_variable or read_argument)
     return Body(
         [op for op in everything if names.get(op.name) in nodes],
-        nodes, syntax, NUMBER, identity, forward,
+        nodes, syntax, NUMBER, identity, forwards,
         [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
         held, lambda op: names.get(op.name, op.name), _Reading(graph, read_argument),
         lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
-        order_of=forward.order, guessed=bool(forward.guessed),
-        variable_of=holding, place_of=Locations(layers or Layers(), graph, holding, within),
+        order_of=forwards.order, guessed=bool(forwards.guessed),
+        variable_of=holding, place_of=Locations(rewriting.layers, graph, holding, within),
         forward_identity=forward_identity,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def _has_custom_gradient(op: tf.Operation) -> bool:
     return kind.startswith(b"CustomGradient")
 
 
-def _captured(graph: Any, branch: Any, outer: Captured) -> Captured:
+def _captured(graph: Any, branch: Any, outer: Captured | None) -> Captured:
     """For a placeholder of a graph, the symbol of another graph that it stands for.
 
     So too for what a loop of gradients takes of what the rounds of another loop have accumulated, and for
@@ -113,7 +113,7 @@ def _captured(graph: Any, branch: Any, outer: Captured) -> Captured:
         while branch is not None and at is not None:
             if at.op is branch[0]:
                 return branch[1].outputs[at.value_index]
-            at = outer(at)
+            at = None if outer is None else outer(at)
         return given
 
     def held(tensor: Any) -> Any:
@@ -175,17 +175,13 @@ class _Reading:
         return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
 
 
-class _Holding:
-    """Return what holds the variables that a function's symbols were read of."""
+def _holding(graph: Any, argument_variable: Callable[[int], Any]) -> Callable[[Any], Any]:
+    """Return a function that gives what holds the variables that a function's symbols were read of."""
+    positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
 
-    def __init__(self, graph: Any, argument_variable: Callable[[int], Any]) -> None:
-        self._argument_variable = argument_variable
-        self._positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
-
-    def __call__(self, tensor: Any) -> Any:
-        return variable_of(tensor, self._argument)
-
-    def _argument(self, placeholder: Any) -> Any:
-        position = self._positions.get(placeholder.op.name)
-        held = None if position is None else self._argument_variable(position)
+    def argument(placeholder: Any) -> Any:
+        position = positions.get(placeholder.op.name)
+        held = None if position is None else argument_variable(position)
         return None if isinstance(held, ops.EagerTensor) and held.dtype != tf.resource else held
+
+    return lambda tensor: variable_of(tensor, argument)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._gradients import GradientEdges, is_differentiable
+from ._gradients import is_differentiable
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from ._body import Rewriting
-    from ._pullbacks import Pullbacks
+    from ._rewrite import Rewriter
 
 _PASSING = {
     "Identity": (0,), "Snapshot": (0,), "EnsureShape": (0,), "BiasAdd": (0,), "Sub": (0,),
@@ -21,30 +20,12 @@ _PASSING = {
 
 
 class Passing:
-    """The way of gradients from where they are computed to where they are read, past such operations.
+    """The way of gradients from where they are computed to where they are read, past such operations."""
 
-    known: op id and facts of a forward operation.
-    redirect: lets an input of an operation, by position, read something else.
-    give_back: the same for what the body returns.
-    """
-
-    def __init__(
-        self,
-        rewriting: Rewriting,
-        known: Callable[[tf.Operation], Any],
-        pullbacks: Pullbacks,
-        edges: GradientEdges,
-        forward: Mapping[tf.Operation, tf.Operation],
-        redirect: Callable[[tf.Operation, int, str], None],
-        give_back: Callable[[Any, str], None],
-    ) -> None:
-        self._rewriting = rewriting
-        self._known = known
-        self._pullbacks = pullbacks
-        self._edges = edges
-        self._forward = forward
-        self._redirect = redirect
-        self._give_back = give_back
+    def __init__(self, rewriter: Rewriter) -> None:
+        self._rewriter = rewriter
+        self._rewriting = rewriter.rewriting
+        self._edges = rewriter.gradients
         self._crossed: set[tf.Operation] = set()
 
     def positions(self, op: tf.Operation) -> list[int]:
@@ -60,26 +41,26 @@ class Passing:
         """
         maker = value.op
         if ref != vanilla:
-            self._let_read(maker, gradient, ref)
+            self._redirect_readers(maker, gradient, ref)
         positions = self.positions(maker)
         if not positions or maker in self._edges.groups:
             return  # it goes on where the last of its own backward operations is
         self._crossed.add(maker)
-        known = self._known(maker)
+        known = self._rewriter.known(maker)
         if known is None:
             return
-        refs = self._pullbacks.past(op, known[0], gradient, ref, positions)
+        refs = self._rewriter.pullbacks.past(op, known[0], gradient, ref, positions)
         for i in positions:
             self.follow(op, maker.inputs[i], gradient, refs.get(i, ref), vanilla)
 
-    def _let_read(self, maker: tf.Operation, gradient: Any, ref: str) -> None:
+    def _redirect_readers(self, maker: tf.Operation, gradient: Any, ref: str) -> None:
         ends = maker not in self._edges.groups and not self.positions(maker)
         for reader, i in self._edges.readers(gradient):
-            own = self._forward.get(reader)
+            own = self._rewriter.forward.get(reader)
             if own is maker or (ends and (own is None or reader.type == "AddN")):
-                self._redirect(reader, i, ref)
+                self._rewriter.redirect(reader, i, ref)
         if ends:
-            self._give_back(gradient, ref)
+            self._rewriter.returned[self._rewriter.edge(gradient)] = ref
 
     def tell_missed(self, backward: bool) -> None:
         """Report routines at operations that gradients pass unseen.
@@ -91,7 +72,7 @@ class Passing:
         for op in dict.fromkeys(candidates):
             if op.type not in _PASSING or op in self._crossed or op in groups:
                 continue
-            known = self._known(op)
+            known = self._rewriter.known(op)
             read_on = any(one in groups for output in op.outputs for one in output.consumers())
             if known is not None and known[0] in self._rewriting.taped and (read_on or backward):
                 self._rewriting.report(
@@ -102,7 +83,9 @@ class Passing:
     def tell_guessed(self, ops: Sequence[tf.Operation]) -> None:
         """Report routines at such operations of a body where names tell which gradients are theirs."""
         for op in ops:
-            known = self._known(op) if op.type in _PASSING and op not in self._forward else None
+            known = (
+                self._rewriter.known(op) if op.type in _PASSING and op not in self._rewriter.forward else None
+            )
             if known is not None and known[0] in self._rewriting.taped:
                 self._rewriting.report(
                     f"the gradient of the routines at {op.name}",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
-
-from ._body import Rewriting, Taped
-from ._gradients import GradientEdges, is_differentiable, key
-from ._insertions import Insertions
+from ._gradients import is_differentiable, key
 from ._side import enum
 from ._slots import Pullback
 
-Read = Callable[[tf.Operation, int], str]
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from ._body import Taped
+    from ._rewrite import Rewriter
 
 
 class Pullbacks:
@@ -22,21 +22,19 @@ class Pullbacks:
     entered: for each forward operation, by position of an output, its gradient and how that is read.
     """
 
-    def __init__(self, rewriting: Rewriting, insertions: Insertions, edges: GradientEdges) -> None:
-        self._rewriting = rewriting
-        self._insertions = insertions
-        self._edges = edges
+    def __init__(self, rewriter: Rewriter) -> None:
+        self._rewriter = rewriter
+        self._rewriting = rewriter.rewriting
+        self._insertions = rewriter.insertions
+        self._edges = rewriter.gradients
         self._entered: dict[tf.Operation, dict[int, tuple[Any, str]]] = {}
         self._entered_by_id: dict[int, dict[int, tuple[Any, str]]] = {}
         self._pulled: dict[Any, str] = {}
 
-    def at_outputs(
-        self, op: tf.Operation, forward: tf.Operation, forward_id: int, read: Read
-    ) -> dict[int, str]:
-        """Return what a backward operation reads in place of the gradients of its forward one's outputs."""
-        taped = self._rewriting.taped.get(forward_id)
+    def at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
+        """Make a backward operation read gradients of its forward one's outputs behind pullbacks."""
+        taped, read = self._rewriting.taped.get(forward_id), self._rewriter.read_at
         self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
-        changed: dict[int, str] = {}
         for i in self._edges.from_outside(op) if self._rewriting.taped else ():
             tensor = op.inputs[i]
             position = self._output_of(forward, tensor)
@@ -51,16 +49,10 @@ class Pullbacks:
                 self._pulled[forward, key(tensor)] = ref
             self._entered.setdefault(forward, {})[position] = (tensor, ref)
             if ref != read(op, i):
-                changed[i] = ref
-        return changed
+                self._rewriter.redirect(op, i, ref)
 
     def at_inputs(
-        self,
-        op: tf.Operation,
-        forward: tf.Operation,
-        forward_id: int,
-        write: Callable[[Any], str],
-        passed: Sequence[int] = (),
+        self, op: tf.Operation, forward: tf.Operation, forward_id: int, passed: Sequence[int] = ()
     ) -> dict[int, tuple[Any, str]]:
         """After the last backward operation: by position, gradients of the inputs and how they are read.
 
@@ -70,7 +62,7 @@ class Pullbacks:
         before = [one for one in taped if one.side == "before"]
         instead = [one for one in taped if one.side == "instead"]
         gradients = self._edges.of_inputs(forward) if self._rewriting.taped else {}
-        refs = {i: (tensor, write(tensor)) for i, tensor in gradients.items()}
+        refs = {i: (tensor, self._rewriter.read_tensor(tensor)) for i, tensor in gradients.items()}
         entered = self._entered.get(forward, {})
         if passed and 0 in entered:
             refs |= dict.fromkeys(passed, entered[0])
@@ -115,7 +107,7 @@ class Pullbacks:
         identity, made = taped.node
         here = identity == self._insertions.body.identity
         order = self._insertions.waits
-        waits = order.after([made], order.number_at(op, True)) if here else []
+        waits = order.after([made], self._rewriter.body.number_at(op, True)) if here else []
         readers = self._rewriting.readers[taped.place]
         readers.count += 1
         if not here or depth or self._insertions.body.node_name(op) in order.in_flow:

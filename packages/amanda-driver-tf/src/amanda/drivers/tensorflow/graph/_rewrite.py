@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, OpFacts, Side, digest
+from amanda.backend import Action, OpFacts, Side, Value, digest
 from amanda.errors import RoutineError
+from amanda.plan import Actions, Plan
 
 from .._operation import Operation
 from ._body import Body, Rewriting, Rewritten, op_id
 from ._calls import rewrite_calls
-from ._facts import facts_of, inputs_of, outputs_of
+from ._facts import facts_of, grouped_outputs, inputs_of, outputs_of
 from ._flow import FLOW, at_flow, behind_flow
 from ._gradients import GradientEdges
 from ._handles import on_several_devices
-from ._insertions import Insertions, Read
 from ._passing import Passing
 from ._pullbacks import Pullbacks
-from ._side import enum
+from ._routines import ReadElsewhere, Routines
+from ._side import OpSide, at, enum
 from ._slots import Recalled
 from ._syntax import Edge, input_sizes, output_sizes, references
 
@@ -30,14 +30,13 @@ _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 def rewrite(body: Body, rewriting: Rewriting) -> Rewritten:
     """Analyse every operation of a body and edit its nodes; the functions that they call too."""
     rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
-    return _Rewriter(body, rewriting).run()
+    return Rewriter(body, rewriting).rewritten()
 
 
-class _Rewriter:
+class Rewriter(Routines):
     """The edits of one body.
 
     edges: inputs, by node and flat position, that read something else than all others do.
-    tensors: what all others read instead of a tensor.
     shared: the same for a tensor that an operation reads several times, by position.
     own: what the gradient operations of an operation read instead of a tensor, and itself where it
     is as it was.
@@ -46,24 +45,19 @@ class _Rewriter:
     """
 
     def __init__(self, body: Body, rewriting: Rewriting) -> None:
-        self.body = body
-        self.rewriting = rewriting
-        self.insertions = Insertions(body, rewriting)
+        super().__init__(body, rewriting)
         self.edges: dict[tuple[str, int], str] = {}
-        self.tensors: dict[Edge, str] = {}
         self.own: dict[tuple[str, Edge], str] = {}
         self.shared: dict[tuple[str, Edge], dict[int, str]] = {}
         self.returned: dict[Edge, str] = {}
-        self.removed: dict[str, str] = {}
         self.called: dict[str, str] = {}
         self.forward = {op: found for op in body.ops if (found := body.forward_of(op)) is not None}
         if self.forward and not rewriting.written:
             rewriting.differentiated = True
         self.gradients = GradientEdges(body, self.forward)
-        self.pullbacks = Pullbacks(rewriting, self.insertions, self.gradients)
-        redirects = self._redirect, self._give_back
-        places = self.pullbacks, self.gradients, self.forward
-        self.passing = Passing(rewriting, self._known, *places, *redirects)
+        self.pullbacks = Pullbacks(self)
+        self.passing = Passing(self)
+        self._has_backward = body.backward or bool(self.forward)
         self._calls: list[str] = []
         self._in_flow = behind_flow(body.ops)
         self._wants_backward = any(layer.wants_backward for layer in rewriting.analysis.layer.chain)
@@ -80,34 +74,13 @@ class _Rewriter:
             name: forward
             for op, found in self.forward.items()
             if (forward := self._forward_name.get(name := body.node_name(op), "")) in body.nodes
-            and (body.end_of is not None or self._in_flow.isdisjoint((op, found)))
+            and (body.frames is not None or self._in_flow.isdisjoint((op, found)))
         }
         self.insertions.waits.in_flow = {body.node_name(op) for op in self._in_flow}
 
-    def run(self) -> Rewritten:
-        """The edited body."""
-        backward = self.body.backward or bool(self.forward)
-        for op in self.body.ops:
-            forward = self.forward.get(op)
-            if forward is not None and self.rewriting.written:
-                self.rewriting.report(
-                    f"the backward ops of {forward.name}", "only forward ops are, of a file"
-                )
-            elif forward is not None:
-                self._at_backward(op, forward)
-            elif not self.body.backward:
-                self._at_forward(op)
-            made = self.insertions.made
-            called = rewrite_calls(self.body, self.rewriting, op, rewrite, self._read_at, made)
-            if called is not None:
-                backward = backward or called.backward
-                name, number = self.body.node_name(op), self.insertions.waits.number_at(op, True)
-                self.called[name] = called.number
-                if called.backward:
-                    self._wait_for_calls(op, number)
-                self.insertions.waits.note(name, name, number)
-                if op not in self._in_flow:
-                    self._calls.append(name)
+    def rewritten(self) -> Rewritten:
+        """Go through the body; its edited nodes."""
+        self.run()
         self.insertions.flush()
         if self.forward and self.rewriting.taped:
             self.passing.tell_missed(self.body.backward)
@@ -121,9 +94,38 @@ class _Rewriter:
         numbered = [name for name, number in self.called.items() if number]
         outputs = [self.returned.get(edge) or self._read_output(edge) for edge in self.body.outputs]
         return Rewritten(
-            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered, backward,
+            [*nodes, *made], outputs, self.insertions.inserted, self.removed, changed, numbered,
+            self._has_backward,
             {self.removed.get(name, name): number for name, number in self.insertions.waits.numbers.items()},
         )  # fmt: skip
+
+    def at_node(self, op: tf.Operation) -> None:
+        """Bring an operation to the tools, and edit it."""
+        forward = self.forward.get(op)
+        if forward is not None and self.rewriting.written:
+            self.rewriting.report(f"the backward ops of {forward.name}", "only forward ops are, of a file")
+        elif forward is not None:
+            self._at_backward(op, forward)
+        elif not self.body.backward:
+            facts, outputs = self.facts(op), grouped_outputs(op, self._node(op))
+            plan = self.rewriting.analysis.forward(facts, outputs)
+            if plan:  # the sides of most operations are not needed
+                self.act(op, plan, *self.sides(op), facts)
+        self.leave(op, False)
+
+    def leave(self, op: tf.Operation, replaced: bool) -> None:
+        """Rewrite the functions that an operation calls."""
+        called, waits = rewrite_calls(self, op, rewrite), self.insertions.waits
+        if called is None:
+            return
+        self._has_backward = self._has_backward or called.backward
+        name, number = self.body.node_name(op), self.body.number_at(op, True)
+        self.called[name] = called.number
+        if called.backward:
+            self._wait_for_calls(op, number)
+        waits.note(name, name, number)
+        if op not in self._in_flow:
+            self._calls.append(name)
 
     def _wait_for_calls(self, op: tf.Operation, number: str) -> None:
         """Make a call of gradients come after the calls before it, which keep what they need.
@@ -147,60 +149,70 @@ class _Rewriter:
             ahead = self.insertions.ahead.setdefault(name, [])
             ahead += [self.removed.get(text[1:], text[1:]) for text in texts]
 
-    def _at_forward(self, op: tf.Operation) -> None:
-        node = self.body.nodes[self.body.node_name(op)]
-        identity = op_id(self.body, op.name)
-        body = self.body
-        facts, outputs = facts_of(
-            op,
-            identity,
-            self.rewriting.namespace,
-            body.read_value,
-            node,
-            body.identity,
-            body.variable_of,
-            body.place_of(op),
-        )
-        if self.rewriting.written:
-            facts.source = ""  # the line that reads the file
-        plan = self.rewriting.analysis.forward(facts, outputs)
-        self.rewriting.ids.setdefault(op, {})[identity] = facts
-        self._by_id[identity] = op
-        depth = self.body.depth_of(op)
-        if depth:
-            self.rewriting.depths[identity] = depth
-        if not plan:
-            return
-        inputs, side = self._input_side(op, node), self._output_side(op, node)
-        flow = self.body.syntax.dead_values and op.type in FLOW
-        if flow:
-            at_flow(self.insertions, op, plan, inputs, side, facts, self._read_at, self._redirect)
-        else:
-            self.insertions.insert_all(op, plan.before, inputs, facts, "before")
-        edges = self._edges(node)
-        for i in inputs.changed():
-            self.edges[node.name, i] = inputs.refs[i]
-            self._let_own_read(op, identity, edges[i], inputs.symbols[i], inputs.refs[i])
-            if edges.count(edges[i]) > 1:
-                self._share(op, identity, edges, inputs, edges[i])
-        first = list(side.before)
-        if not flow:
-            if plan.replace is not None:
-                instead = self._replace(op, plan.replace, inputs, side, facts)
-                self.removed |= {} if instead is None else {node.name: instead}
-                first = list(side.refs)
-            self.insertions.insert_all(op, plan.after, side, facts, "after")
-        for i in side.changed():
-            edge = Edge(node.name, i)
-            self.tensors[edge] = side.refs[i]
-            self._let_own_read(op, identity, edge, side.symbols[i], first[i])
-            if op.type == "Identity":
-                self._let_readers_keep(op, side.symbols[i], side.refs[i])
+    def sides(self, op: tf.Operation) -> tuple[OpSide, OpSide]:
+        """The inputs and outputs of an operation, and how they are read now."""
+        node = self._node(op)
+        outputs = outputs_of(op, node)
+        refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
+        held = references(node, outputs=True)
+        return self._inputs_of(op), OpSide(op, False, refs, outputs, output_sizes(node), held)
 
-    def _let_readers_keep(self, op: tf.Operation, tensor: Any, ref: str) -> None:
+    def _inputs_of(self, op: tf.Operation) -> OpSide:
+        node = self._node(op)
+        refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
+        return OpSide(op, True, refs, inputs_of(op, node), input_sizes(node), references(node))
+
+    def facts(self, op: tf.Operation, inputs: Side | None = None) -> OpFacts:
+        """Facts of an operation, for tools."""
+        body, rewriting, node = self.body, self.rewriting, self._node(op)
+        identity, depth = op_id(body, op.name), body.depth_of(op)
+        facts = facts_of(
+            op, identity, rewriting.namespace, body.read_value, node, body.identity,
+            body.variable_of, body.place_of(op),
+        )  # fmt: skip
+        if rewriting.written:
+            facts.source = ""  # the line that reads the file
+        rewriting.ids.setdefault(op, {})[identity] = facts
+        self._by_id[identity] = op
+        if depth:
+            rewriting.depths[identity] = depth
+        return facts
+
+    def act(
+        self, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
+    ) -> bool:
+        """Put the actions of a plan at an operation, and make its gradients read what it reads and gives."""
+        replaced = False
+        if self.body.syntax.dead_values and op.type in FLOW:
+            at_flow(self, op, plan, inputs, outputs, facts)
+        else:
+            replaced = super().act(op, plan, inputs, outputs, facts)
+        self.read_instead(outputs)
+        if facts.backward_op is not None:
+            return replaced
+        name = self.body.node_name(op)
+        edges = self._edges(self.body.nodes[name])
+        for i in inputs.changed():
+            self.edges[name, i] = inputs.refs[i]
+            self._redirect_gradients(op, facts.op_id, edges[i], inputs.symbols[i], inputs.refs[i])
+            if edges.count(edges[i]) > 1:
+                self._share(op, facts.op_id, edges, inputs, edges[i])
+        for i in outputs.changed():
+            edge, tensor = Edge(name, i), outputs.symbols[i]
+            self._redirect_gradients(op, facts.op_id, edge, tensor, at(outputs).made[i])
+            if op.type == "Identity":
+                self._redirect_readers(op, tensor, outputs.refs[i])
+        return replaced
+
+    def follow(self, op: tf.Operation, inputs: Side, outputs: Side, replaced: bool) -> None:
+        """Take note of what gives the values of an operation that is replaced."""
+        if replaced:
+            at(outputs).made = list(outputs.refs)
+
+    def _redirect_readers(self, op: tf.Operation, tensor: Any, ref: str) -> None:
         """Make gradients of those behind an Identity read what it gives: loops keep what it is given."""
-        source = self.insertions.sources.get(ref)
-        if source is None or source[0] is None:
+        source = self.insertions.source_of(ref)
+        if source is None:
             return
         given = op.inputs[0]
         for reader in tensor.consumers():
@@ -209,19 +221,7 @@ class _Rewriter:
                     (op_id(self.body, reader.name), given.op.name, given.value_index), source
                 )
 
-    def _replace(
-        self, op: tf.Operation, action: Action, inputs: Side, outputs: Side, facts: OpFacts
-    ) -> str | None:
-        if action.reads and self.body.guessed:
-            self.rewriting.report(
-                f"the replacement of {op.name}",
-                "it reads inputs of other ops, and only names tell which gradients are theirs: let the "
-                "function be traced, or the graph be made, within a scope",
-            )
-            return None
-        return self.insertions.replace(op, action, inputs, outputs, facts, self._reads(action, facts))
-
-    def _reads(self, action: Action, facts: OpFacts) -> list[Read]:
+    def reads(self, action: Action, inputs: OpSide, facts: OpFacts) -> list[ReadElsewhere]:
         """Return what a replacement reads of other operations."""
         found = []
         for identity, position in action.reads:
@@ -231,27 +231,26 @@ class _Rewriter:
                     f"{action} of {type(action.tool).__name__} is to read input {position} of op "
                     f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
                 )
-            side = self._input_side(op, self.body.nodes[self.body.node_name(op)])
-            found += [Read(identity, i, side.refs[i], side.symbols[i]) for i in side.flat([position])]
+            side = inputs if op is inputs.op else self._inputs_of(op)
+            for i in side.flat([position]):
+                found.append(ReadElsewhere(Value(side.refs[i], side.symbols[i]), identity, i))
         return found
 
     def _share(self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge) -> None:
         """Tell apart what gradient operations read of a tensor that their operation reads twice."""
         positions = [i for i, one in enumerate(edges) if one == edge]
         changed = inputs.changed()
-        sources = self.insertions.sources
         self.shared[self.body.node_name(op), edge] = {i: inputs.refs[i] for i in positions}
         tensor = inputs.symbols[positions[0]]
-        kept = {i: sources.get(inputs.refs[i]) if i in changed else None for i in positions}
         self.rewriting.shared[identity, tensor.op.name, tensor.value_index] = {
-            i: source if source is not None and source[0] is not None else None for i, source in kept.items()
+            i: self.insertions.source_of(inputs.refs[i]) if i in changed else None for i in positions
         }
 
-    def _let_own_read(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
+    def _redirect_gradients(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
         """Make the gradient operations of an operation read something else instead of a tensor."""
         self.own.setdefault((self.body.node_name(op), edge), ref)
-        source = self.insertions.sources.get(ref)
-        if source is None or source[0] is None:
+        source = self.insertions.source_of(ref)
+        if source is None:
             return
         self.rewriting.kept.setdefault((identity, tensor.op.name, tensor.value_index), source)
         read = {(one.op, one.value_index) for one in op.inputs}
@@ -261,8 +260,8 @@ class _Rewriter:
                 self.rewriting.kept[identity, tensor.op.name, tensor.value_index] = source
 
     def _at_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
-        node = self.body.nodes[self.body.node_name(op)]
-        forward_id, forward_facts = self._known(forward) or self._not_run(forward)
+        node = self._node(op)
+        forward_id, forward_facts = self.known(forward) or self._not_run(forward)
         if forward_id in self.rewriting.taped and self.body.order_of(op) > 1:
             self.rewriting.report(
                 f"second gradients of {forward.name}",
@@ -270,32 +269,28 @@ class _Rewriter:
             )
         entering = self.gradients.entering(op)
         self._recall(op, node, forward_id, entering)
-        pulled = self.pullbacks.at_outputs(op, forward, forward_id, self._read_at)
-        for i, ref in pulled.items():
-            self.edges[node.name, i] = ref
+        self.pullbacks.at_outputs(op, forward, forward_id)
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.taped and self.gradients.last(forward) is op:
             self._pull_at_inputs(op, forward, forward_id)
 
-    def _known(self, forward: tf.Operation) -> tuple[int, OpFacts] | None:
+    def known(self, forward: tf.Operation) -> tuple[int, OpFacts] | None:
         """Id and facts of a forward operation."""
         return self.rewriting.known(forward, self.body.forward_id(forward))
 
     def _pull_at_inputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
         passed = self.passing.positions(forward)
-        pulled = self.pullbacks.at_inputs(op, forward, forward_id, self._read_tensor, passed)
+        pulled = self.pullbacks.at_inputs(op, forward, forward_id, passed)
         for i, (tensor, ref) in pulled.items():
-            vanilla = self._read_tensor(tensor)
+            vanilla = self.read_tensor(tensor)
             if i not in passed and ref != vanilla:
-                self.tensors[self._edge(tensor)] = vanilla = ref
+                self.current[self.body.syntax.write(self.edge(tensor))] = vanilla = ref
             self.passing.follow(op, forward.inputs[i], tensor, ref, vanilla)
 
-    def _redirect(self, op: tf.Operation, index: int, ref: str) -> None:
+    def redirect(self, op: tf.Operation, index: int, ref: str) -> None:
+        """Make an input of an operation, by its position, read something else."""
         self.edges[self.body.node_name(op), index] = ref
-
-    def _give_back(self, tensor: Any, ref: str) -> None:
-        self.returned[self._edge(tensor)] = ref
 
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         backward_id = digest(forward_id, self.body.identity, op.name)
@@ -307,31 +302,21 @@ class _Rewriter:
         plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in leaving])
         if not plan:
             return
-        refs = [self._read_at(op, i) for i in entering]
-        before = Side(refs, facts.grad_outputs, [None] * len(refs))
-        edges = [Edge(node.name, i) for i in leaving]
-        refs = [self.body.syntax.write(edge) for edge in edges]
-        after = Side(refs, [outputs[i] for i in leaving], [None] * len(leaving))
-        if self.body.syntax.dead_values and op.type in FLOW:
-            at_flow(self.insertions, op, plan, before, after, facts, self._read_at, self._redirect)
-        else:
-            self.insertions.insert_all(op, plan.before, before, facts, "before")
-            if plan.replace is not None and leaving:
-                self.insertions.replace_gradients(op, plan.replace, before, after, facts)
-            self.insertions.insert_all(op, plan.after, after, facts, "after")
+        before = OpSide(op, True, [self.read_at(op, i) for i in entering], facts.grad_outputs)
+        refs = [self.body.syntax.write(Edge(node.name, i)) for i in leaving]
+        after = OpSide(op, False, refs, [outputs[i] for i in leaving])
+        self.act(op, plan, before, after, facts)
         for i in before.changed():
             self.edges[node.name, entering[i]] = before.refs[i]
-        for i in after.changed():
-            self.tensors[edges[i]] = after.refs[i]
 
     def _not_run(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Id and facts of a forward operation that does not run, though backward operations of it do."""
         identity = op_id(self.body, op.name)
-        facts, outputs = facts_of(
-            op, identity, self.rewriting.namespace, self.body.read_value, variable_of=self.body.variable_of,
-            place=self.body.place_of(op),
+        facts = facts_of(
+            op, identity, self.rewriting.namespace, self.body.read_value,
+            variable_of=self.body.variable_of, place=self.body.place_of(op),
         )  # fmt: skip
-        self.rewriting.analysis.absent(facts, outputs)
+        self.rewriting.analysis.absent(facts, grouped_outputs(op, op.node_def))
         self.rewriting.ids.setdefault(op, {})[identity] = facts
         return identity, facts
 
@@ -348,10 +333,7 @@ class _Rewriter:
                 source = shared[self.gradients.read_as(op, i, list(shared))]
             if source is None:
                 continue
-            place = (
-                source,
-                self.body.number_at(op, True) if self.body.number_at else None,
-            )  # one in each frame
+            place = source, self.body.number_at(op, True)  # one in each frame
             if place not in self._recalled:
                 self.rewriting.readers[source[0]].told = False
                 recalled = Recalled(*source, self.rewriting.depths.get(source[0][0], 0))
@@ -367,17 +349,12 @@ class _Rewriter:
             self._inputs[node.name] = known
         return known
 
-    def _edge(self, tensor: Any) -> Edge:
+    def _node(self, op: tf.Operation) -> Any:
+        return self.body.nodes[self.body.node_name(op)]
+
+    def edge(self, tensor: Any) -> Edge:
+        """Return the node that makes a tensor, and which of its outputs it is."""
         return Edge(self.body.node_name(tensor.op), tensor.value_index)
-
-    def _input_side(self, op: tf.Operation, node: Any) -> Side:
-        refs = [self._read(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
-        return _side(refs, inputs_of(op, node), input_sizes(node), references(node))
-
-    def _output_side(self, op: tf.Operation, node: Any) -> Side:
-        outputs = outputs_of(op, node)
-        refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
-        return _side(refs, outputs, output_sizes(node), references(node, outputs=True))
 
     def _read(self, name: str, index: int, edge: Edge) -> str:
         """Return what an input reads now."""
@@ -392,16 +369,18 @@ class _Rewriter:
             return shared[self.gradients.read_as(self._by_name[name], index, list(shared))]
         return self._read_output(edge)
 
-    def _read_at(self, op: tf.Operation, index: int) -> str:
-        node = self.body.nodes[self.body.node_name(op)]
+    def read_at(self, op: tf.Operation, index: int) -> str:
+        """Return what an input of an operation reads now, by its position."""
+        node = self._node(op)
         return self._read(node.name, index, self._edges(node)[index])
 
     def _read_output(self, edge: Edge) -> str:
-        found = self.tensors.get(edge)
-        return self.body.syntax.write(edge) if found is None else found
+        ref = self.body.syntax.write(edge)
+        return str(self.current.get(ref, ref))
 
-    def _read_tensor(self, tensor: Any) -> str:
-        return self._read_output(self._edge(tensor))
+    def read_tensor(self, tensor: Any) -> str:
+        """Return what others read now instead of a tensor."""
+        return self._read_output(self.edge(tensor))
 
     def _connect(self) -> None:
         """Make every input read what it shall, and wait for what was put ahead of its node."""
@@ -424,21 +403,3 @@ class _Rewriter:
 
     def _behind(self, name: str) -> list[str]:
         return [self.removed.get(name, name), *self.insertions.behind.get(name, ())]
-
-
-def _side(
-    refs: Sequence[str],
-    tensors: Sequence[Any],
-    layout: Sequence[tuple[str, int | None]],
-    held: Sequence[bool],
-) -> Side:
-    """One side of an operation.
-
-    layout: name and size of each value.  held: which are references, to variables that may have no value.
-    """
-    sizes = [size for _, size in layout]
-    lengths = [1 if size is None else size for size in sizes]
-    if sum(lengths) != len(tensors):
-        return Side(refs, tensors, [None] * len(tensors))
-    flags = [flag for flag, length in zip(held, lengths, strict=False) for _ in range(length)]
-    return Side(refs, tensors, sizes, [i for i, flag in enumerate(flags) if flag])

@@ -7,12 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 from amanda.backend import Execution, Insertion
-from tensorflow.core.framework import attr_value_pb2, node_def_pb2
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.ops import script_ops
 
 from .._recording import Unrecorded
 from ._handles import borrowed
+from ._nodes import INT64, new_node
 from ._taping import Kept, Readers, gradients, recorded
 
 
@@ -89,11 +90,14 @@ class Node(Insertion):
 
     __slots__ = ("borrows", "dtypes", "keeps", "readers", "taped")
 
-    dtypes: Sequence[Any]
-    keeps: Hashable
-    taped: bool
     readers: Readers
-    borrows: Sequence[int]
+
+    def __init__(self, *layout: Any) -> None:
+        super().__init__(*layout)
+        self.dtypes: Sequence[Any] = ()
+        self.keeps: Hashable = None
+        self.taped = False
+        self.borrows: Sequence[int] = ()
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """The flat tensors that go back into the graph, each of its type."""
@@ -180,12 +184,9 @@ def py_func(name: str, slot: int, inputs: Sequence[str], given: Sequence[int], g
 
     inputs: the number's name, the values', and control inputs.  given, gives: enums of the values' types.
     """
-    node = node_def_pb2.NodeDef(name=name, op="EagerPyFunc", input=inputs)
-    node.attr["token"].s = _slots.token(slot)
-    node.attr["is_async"].b = False
-    node.attr["Tin"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=[INT64, *given]))
-    node.attr["Tout"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(gives)))
-    return node
-
-
-INT64 = tf.int64.as_datatype_enum
+    made = new_node(name, "EagerPyFunc", inputs)
+    made.attr["token"].s = _slots.token(slot)
+    made.attr["is_async"].b = False
+    made.attr["Tin"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=[INT64, *given]))
+    made.attr["Tout"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(gives)))
+    return made

@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tensorflow.core.framework import node_def_pb2, tensor_shape_pb2
-
-from ._slots import INT64
+from ._nodes import INT64, either, new_node, passed
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from ._body import Body
-
-
-def either(name: str, nodes: Iterable[str]) -> Any:
-    """A node that runs when each of some nodes of its frame either has run or is left out.
-
-    What waits for a node that is left out is left out too, but for a ControlTrigger.
-    """
-    return node_def_pb2.NodeDef(name=name, op="ControlTrigger", input=[f"^{one}" for one in nodes])
 
 
 class Waits:
@@ -40,10 +28,6 @@ class Waits:
         self._either: dict[tuple[str, ...], str] = {}
         self._numbers = 0
 
-    def number_at(self, op: tf.Operation, ahead: bool) -> str:
-        """The number that nodes read ahead of an operation or behind it."""
-        return self._body.number_at(op, ahead) if self._body.number_at else self._body.number
-
     def note(self, node: str, name: str, number: str) -> None:
         """Make others wait for a node that reads the number, and runs where one of that name does."""
         self.numbers[node] = number
@@ -55,7 +39,8 @@ class Waits:
 
         A loop of gradients waits as a whole for the loop that it belongs to: its nodes need not.
         """
-        if self._body.end_of is None:
+        frames = self._body.frames
+        if frames is None:
             return [f"^{one}" for one in nodes]
         nodes = list(nodes)
         here = [one for one in nodes if self.numbers[one] == number]
@@ -63,7 +48,7 @@ class Waits:
         unsure = tuple(one for one in here if one in self._unsure)
         if unsure:
             waits.append(self._run_or_left_out(unsure, number))
-        waits += [self._body.end_of(self.numbers[one], number) for one in nodes if one not in here]
+        waits += [frames.end_of(self.numbers[one], number) for one in nodes if one not in here]
         return [f"^{one}" for one in waits if one is not None]
 
     def number_after(self, number: str, rank: int, waits: Sequence[str]) -> str:
@@ -74,13 +59,9 @@ class Waits:
         the wait of the call, and then lets each node of the function run once it has what it reads itself.
         """
         self._numbers += 1
-        node = node_def_pb2.NodeDef(name=f"amanda/after{self._numbers}", op="EnsureShape")
-        node.input.extend([number, *waits])
-        node.attr["T"].type = INT64
-        node.attr["shape"].shape.SetInParent()
-        node.attr["shape"].shape.dim.extend([tensor_shape_pb2.TensorShapeProto.Dim(size=-1)] * rank)
-        self._made.append(node)
-        return str(node.name) if self._body.syntax.dead_values else f"{node.name}:output:0"
+        name = f"amanda/after{self._numbers}"
+        self._made.append(passed(name, [number, *waits], INT64, rank))
+        return name if self._body.syntax.dead_values else f"{name}:output:0"
 
     def _run_or_left_out(self, nodes: tuple[str, ...], number: str) -> str:
         """A node that runs when each of these has run or been left out.
@@ -90,10 +71,8 @@ class Waits:
         """
         if nodes not in self._either:
             name = f"amanda/either{len(self._either)}"
-            passed = node_def_pb2.NodeDef(name=f"{name}/number", op="Identity", input=[number, f"^{name}"])
-            merge = node_def_pb2.NodeDef(name=f"{name}/merge", op="Merge", input=[passed.name])
-            passed.attr["T"].type = merge.attr["T"].type = INT64
-            merge.attr["N"].i = 1
-            self._made += [either(name, nodes), passed, merge]
+            read = new_node(f"{name}/number", "Identity", [number, f"^{name}"], T=INT64)
+            merge = new_node(f"{name}/merge", "Merge", [read.name], 1, T=INT64)
+            self._made += [either(name, nodes), read, merge]
             self._either[nodes] = merge.name
         return self._either[nodes]

@@ -15,8 +15,7 @@ from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
 
 from .._requirements import check
 from ..graph import GraphTensors, Rewriting, body_of, edited, rewrite
-from ._library import Library
-from ._variables import Bound
+from ._loaded import Bound, Library
 
 _MODEL, _KERAS, _FINGERPRINT = "saved_model.pb", "keras_metadata.pb", "fingerprint.pb"
 ABOUT = Path("assets.extra", "amanda.json")
@@ -73,7 +72,7 @@ class SavedModelFolder(Artefact):
         )
         held = self._bound.to(name)
         first = len(function.arguments) - len(held)
-        body = body_of(function, digest("saved_model", name), _argument(held, first))
+        body = body_of(function, digest("saved_model", name), rewriting, _argument(held, first))
         rewritten = rewrite(body, rewriting)
         rewriting.analysis.finish()
         inlining.take_over(rewriting)

@@ -14,7 +14,7 @@ from amanda.backend import Attributes, Execution, State
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import errors_impl
 
-from .._recording import let_routines_differentiate
+from .._recording import allow_tapes_in_routines
 from ._callables import Callables
 from ._cone import Request
 from ._run import Route, endpoint, request_of
@@ -42,7 +42,7 @@ class Boundary:
             (made, "__call__", self._callables.call),
         ):
             attributes.set(holder, name, _method(stand_in, vars(holder)[name]))
-        let_routines_differentiate(attributes)
+        allow_tapes_in_routines(attributes)
 
     def prepared(self, session: Any, request: Request, state: State) -> tuple[Route, Execution] | None:
         """Return what stands for a run; None where nothing is instrumented."""

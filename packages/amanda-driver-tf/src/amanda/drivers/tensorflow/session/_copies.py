@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
+import tensorflow as tf
 from amanda import interceptor
 from amanda.backend import GraphAnalysis, Namespace, Uninstrumented, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
@@ -21,6 +22,7 @@ from ..graph import (
     Rewritten,
     draws,
     function_named,
+    placeholder,
     rewrite,
     variable_of,
 )
@@ -61,7 +63,8 @@ def rewritten(asked: Asked, analysis: GraphAnalysis, namespace: Namespace) -> Se
     session, request = asked
     rewriting = SessionRewriting(analysis=analysis, namespace=namespace)
     ops = cone(session.graph, request)
-    body, forward, rewriting.frames = _body(session, ops, request, rewriting)
+    body, forward = _body(session, ops, request, rewriting)
+    rewriting.frames = body.frames
     rewriting.own = {name: _copied(node) for name, node in body.nodes.items()}
     rewriting.rewritten = rewrite(body, rewriting)
     rewriting.changed = rewriting.rewritten.changed
@@ -80,9 +83,7 @@ def route(asked: Asked, rewriting: SessionRewriting) -> Route:
     """
     session, request = asked
     rewritten, graph = rewriting.rewritten, session.graph
-    number = node_def_pb2.NodeDef(name=NUMBER, op="Placeholder")
-    number.attr["dtype"].type = types_pb2.DT_INT64
-    number.attr["shape"].shape.SetInParent()
+    number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
     copied = _with_draws(graph, partition(rewriting.own, nodes), rewriting, rewriting.frames)
     feeds = _Feeds(graph, request.feeds)
@@ -114,7 +115,7 @@ def route(asked: Asked, rewriting: SessionRewriting) -> Route:
 
 def _body(
     session: Any, ops: Sequence[Any], request: Request, rewriting: Rewriting
-) -> tuple[Body, ForwardOps, Frames]:
+) -> tuple[Body, ForwardOps]:
     graph = session.graph
     forward = ForwardOps(ops)
     ops = after_forward(ops, request, forward.of)
@@ -131,17 +132,14 @@ def _body(
         read_value=Reading(session),
         variable_of=variable_of,
         functions=lambda name: function_named(name, reference()),
-        number_at=frames.number_at,
-        alone=frames.alone,
         guessed=forward.by_name,
         order_of=lambda op: 2 if op.name in forward.second else 1,
-        depth_at=frames.depth_at,
-        end_of=frames.end_of,
+        frames=frames,
         place_of=Locations(rewriting.layers, graph, variable_of),
         captured=stacks.captured,
         stacked=stacks.read,
     )
-    return body, forward, frames
+    return body, forward
 
 
 def _with_draws(graph: Any, parted: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
@@ -183,11 +181,9 @@ class _Feeds:
         if fed not in self.names:
             name, index = fed
             tensor = self._graph.get_operation_by_name(name).outputs[index]
-            node = node_def_pb2.NodeDef(name=f"amanda/fed/{name}/{index}", op="Placeholder")
-            node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
-            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
-            self.placeholders.append(node)
-            self.names[fed] = node.name
+            kind = tensor.dtype.base_dtype.as_datatype_enum
+            self.names[fed] = f"amanda/fed/{name}/{index}"
+            self.placeholders.append(placeholder(self.names[fed], kind, tensor.shape))
         return self.names[fed]
 
 

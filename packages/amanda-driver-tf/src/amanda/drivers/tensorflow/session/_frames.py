@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tensorflow.core.framework import node_def_pb2, types_pb2
+from tensorflow.core.framework import node_def_pb2
+from tensorflow.core.framework.types_pb2 import DT_INT32, DT_INT64
 
-from ..graph import Rewritten, constant, either, enters
+from ..graph import Rewritten, constant, either, enters, new_node
 
 Frame = tuple[str, ...]
 Guard = tuple[str, int]
+_node = partial(new_node, T=DT_INT64)
 
 
 class Frames:
@@ -111,7 +114,7 @@ class Frames:
         ends = {node.name for node in made}
         for frame in self._enters:
             name = self._carrier(frame)
-            node = self._enter(f"{name}/outer" if frame in self._conditions else name, frame, constant=True)
+            node = self._enter(f"{name}/outer" if frame in self._conditions else name, frame, True)
             ended = self._ended(frame)
             if ended is not None:
                 waits = [one for one, inner in self._inner.items() if inner == ended]
@@ -132,13 +135,13 @@ class Frames:
         entering = _entering(self._carrier(loop))
         return [*at_enters, *(one for one, number in rewritten.numbers.items() if number == entering)]
 
-    def _enter(self, name: str, frame: Frame, constant: bool) -> Any:
+    def _enter(self, name: str, frame: Frame, is_constant: bool) -> Any:
         enter = self._enters[frame][0]
-        node = _node(name, "Enter", [self._carrier(frame[:-1])])
-        node.attr["frame_name"].s = enter.get_attr("frame_name")
-        node.attr["is_constant"].b = constant
-        node.attr["parallel_iterations"].i = enter.get_attr("parallel_iterations")
-        return node
+        made = _node(name, "Enter", [self._carrier(frame[:-1])])
+        made.attr["frame_name"].s = enter.get_attr("frame_name")
+        made.attr["is_constant"].b = is_constant
+        made.attr["parallel_iterations"].i = enter.get_attr("parallel_iterations")
+        return made
 
     def _ended(self, frame: Frame) -> Frame | None:
         """The loop that a loop of gradients belongs to: that keeps values, so it has to end before."""
@@ -159,7 +162,7 @@ class Frames:
             name = self._carrier(frame)
             if not inside[frame]:
                 continue
-            enter = self._enter(f"{name}/token", frame, constant=False)
+            enter = self._enter(f"{name}/token", frame, False)
             ran = either(f"{name}/ran", inside[frame])
             merge = _node(f"{name}/begin", "Merge", [enter.name, f"{name}/again"], N=2)
             token = _node(f"{name}/all", "Identity", [merge.name, f"^{ran.name}"])
@@ -183,7 +186,7 @@ class Frames:
         enter.attr["is_constant"].b = False
         merge = _node(f"{name}/round", "Merge", [enter.name, f"{name}/next"], N=2)
         switch = _node(f"{name}/switch", "Switch", [merge.name, self._conditions[frame]])
-        step = _const(f"{name}/step", np.array([1 if left is None else -1], np.int64), [f"^{outer.name}"])
+        step = constant(f"{name}/step", np.array([1 if left is None else -1], np.int64), [f"^{outer.name}"])
         changed = _node(f"{name}/changed", "AddV2", [f"{switch.name}:1", step.name])
         again = _node(f"{name}/next", "NextIteration", [changed.name])
         whole = self._with_round(name, outer.name, merge.name, frame)
@@ -191,13 +194,13 @@ class Frames:
 
     def _with_round(self, name: str, around: str, round: str, frame: Frame) -> list[Any]:
         """Nodes that put a round of a frame behind the number of what is around it."""
-        axis = _const(f"{name}/axis", np.int32(0), [f"^{around}"])
+        axis = constant(f"{name}/axis", np.int32(0), [f"^{around}"])
         made = [axis]
         if not self._depth(frame[:-1]):
-            vector = _node(f"{name}/vector", "ExpandDims", [around, axis.name], Tdim=types_pb2.DT_INT32)
+            vector = _node(f"{name}/vector", "ExpandDims", [around, axis.name], Tdim=DT_INT32)
             around = vector.name
             made.append(vector)
-        return [*made, _node(name, "ConcatV2", [around, round, axis.name], N=2, Tidx=types_pb2.DT_INT32)]
+        return [*made, _node(name, "ConcatV2", [around, round, axis.name], N=2, Tidx=DT_INT32)]
 
     def _carrier(self, frame: Frame) -> str:
         """The node that carries the number, and the round, in a frame."""
@@ -212,14 +215,11 @@ def _first(name: str, left: Any, number: str) -> list[Any]:
     """
     waits = [f"^{number}"]
     if left is None:
-        return [_const(name, np.array([0], np.int64), waits)]
+        return [constant(name, np.array([0], np.int64), waits)]
     count = left.inputs[0].op.inputs[0]
-    cast = node_def_pb2.NodeDef(
-        name=f"{name}/count", op="Cast", input=[f"{count.op.name}:{count.value_index}"]
-    )
-    cast.attr["SrcT"].type = count.dtype.as_datatype_enum
-    cast.attr["DstT"].type = types_pb2.DT_INT64
-    last = _const(f"{name}/last", np.array([-1], np.int64), waits)
+    read = f"{count.op.name}:{count.value_index}"
+    cast = new_node(f"{name}/count", "Cast", [read], SrcT=count.dtype.as_datatype_enum, DstT=DT_INT64)
+    last = constant(f"{name}/last", np.array([-1], np.int64), waits)
     return [cast, last, _node(name, "AddV2", [cast.name, last.name])]
 
 
@@ -233,23 +233,6 @@ def _rounds_left(condition: Any) -> Any:
     enter = merge.inputs[0].op if merge.type == "Merge" else merge
     counts = enter.type == "Enter" and enter.name.rpartition("/")[2].startswith("b_count")
     return merge if counts else None
-
-
-def _node(name: str, type: str, inputs: Sequence[str], N: int = 0, **types: int) -> Any:
-    """A node on 64-bit integers."""
-    node = node_def_pb2.NodeDef(name=name, op=type, input=inputs)
-    for attribute, value in {"T": types_pb2.DT_INT64, **types}.items():
-        node.attr[attribute].type = value
-    if N:
-        node.attr["N"].i = N
-    return node
-
-
-def _const(name: str, value: Any, waits: Sequence[str]) -> Any:
-    """A constant in the frame of what it waits for."""
-    node = constant(name, value)
-    node.input.extend(waits)
-    return node
 
 
 def _entering(carrier: str) -> str:

@@ -13,6 +13,7 @@ from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import c_api_util, ops
 
+from ..graph import placeholder
 from ._readers import hide_readers
 from ._vanilla import PREFIX, hide_nodes
 
@@ -148,13 +149,12 @@ def _try(session: Any, graph_def: Any) -> None:
 
 def _stand_in(name: str, op: Any, index: str) -> Any:
     """A node that gives what an operation does: a reference, a value, or nothing."""
-    node = node_def_pb2.NodeDef(name=name, op="NoOp")
-    if op.outputs:
-        tensor = op.outputs[int(index or 0)]
-        node.op = "VariableV2" if tensor.dtype._is_ref_dtype else "Placeholder"
-        node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
-        node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
-    return node
+    if not op.outputs:
+        return node_def_pb2.NodeDef(name=name, op="NoOp")
+    tensor = op.outputs[int(index or 0)]
+    made = placeholder(name, tensor.dtype.base_dtype.as_datatype_enum, tensor.shape)
+    made.op = "VariableV2" if tensor.dtype._is_ref_dtype else made.op
+    return made
 
 
 def _renamed(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:

@@ -1,13 +1,16 @@
-"""The functions of a SavedModel by the names that they have in the file."""
+"""A loaded SavedModel: its functions, and the variables, tables and constants that these are given."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2
-from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.checkpoint import checkpoint_options
+from tensorflow.python.framework import function_def_to_graph, ops
+from tensorflow.python.saved_model import load, load_options
 
 from ..graph import Function
 
@@ -33,3 +36,20 @@ class Library:
             with self._holder.as_default():
                 self._graphs[name] = function_def_to_graph.function_def_to_graph(definition)
         return Function(definition, self._graphs[name])
+
+
+class Bound:
+    """The objects of a SavedModel, loaded, so that variables have values."""
+
+    def __init__(self, saved_model: Any, path: Path) -> None:
+        own = type(saved_model)()
+        own.CopyFrom(saved_model)  # it is renamed, and more, by what loads it
+        with ops.init_scope():
+            self._loader = load.Loader(
+                own.meta_graphs[0].object_graph_def, own, str(path), checkpoint_options.CheckpointOptions(),
+                load_options.LoadOptions(), None,
+            )  # fmt: skip
+
+    def to(self, function: str) -> list[Any]:
+        """Return what a function is given behind its own arguments: handles, or other tensors."""
+        return list(self._loader._concrete_functions[function].captured_inputs)
