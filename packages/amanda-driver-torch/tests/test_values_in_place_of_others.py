@@ -360,6 +360,23 @@ def test_a_raising_replacement_says_where_it_stands() -> None:
     assert "replace_op" in "".join(caught.value.__notes__)
 
 
+def test_a_type_error_of_a_replacement_is_its_own() -> None:
+    def fails(value: Tensor) -> Tensor:
+        raise TypeError("the user's")
+
+    with pytest.raises(TypeError, match="the user's"):
+        results(At("relu", replace=fails), lambda: torch.relu(torch.rand(3)))
+
+
+def test_one_value_for_two_is_counted_as_one() -> None:
+    class Short(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(lambda context: context.insert_before_op(lambda a, b: a + b))
+
+    with pytest.raises(RoutineError, match="returned 1 values; it was given 2 values"):
+        results(Short(), lambda: torch.atan2(torch.rand(3), torch.rand(3)))
+
+
 def test_ops_within_a_replacement_are_not_instrumented() -> None:
     x, seen = torch.rand(3), []
 
