@@ -191,8 +191,11 @@ def _finalized_torch(model: Any, sites: Iterable[Site]) -> Any:
             except AttributeError as error:
                 raise _lost(site, chosen, f"the model has no module {site.module!r}") from error
             new = _module(site, chosen, module)
-            if new is not module:
-                parent, _, name = site.module.rpartition(".")
+            if module is made:
+                made = new
+                continue
+            paths = [path for path, one in made.named_modules(remove_duplicate=False) if one is module]
+            for parent, _, name in (path.rpartition(".") for path in paths if new is not module):
                 setattr(made.get_submodule(parent), name, new)
     return made
 
@@ -223,9 +226,9 @@ def _module(site: Site, chosen: Candidate, module: Any) -> Any:
             chosen.groups, own.bias is not None, own.padding_mode, own.weight.device, own.weight.dtype,
         ).train(own.training)  # fmt: skip
         module.bias = own.bias
-    module.weight.copy_(weight)
+    module.weight = nn.Parameter(weight.clone(), module.weight.requires_grad)
     if module.bias is not None:
-        module.bias.copy_(chosen.bias(module.bias, site))
+        module.bias = nn.Parameter(chosen.bias(module.bias, site).clone(), module.bias.requires_grad)
     return module
 
 
