@@ -84,7 +84,9 @@ class Search:
         self._compiled: Literal["eager", "instrument"] = compiled
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
         if self._file is not None and not self._file.parent.is_dir():
-            raise SearchError(f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first")
+            raise SearchError(
+                f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first"
+            )
         if self._file is not None and self._file.exists():
             self._trials = self._read(self._file)
             for trial in self._trials:
