@@ -437,6 +437,7 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: tool.settle({"time": 1}), "a limit is 'time'; it is one of 'flops', 'size'"),  # type: ignore[dict-item]
     (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
     (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
+    (lambda tool: Evolution(sample="few"), "sample is 'few'; give a number from 1 on"),  # type: ignore[arg-type]
     (lambda tool: Evolution(population=0), "population is 0; give a number from 1 on"),
     (lambda tool: SearchTool(architecture=Path("none.json")), "none.json holds no architecture"),
 ]  # fmt: skip

@@ -36,10 +36,8 @@ _NUMPY: dict[str, Callable[[Any], Any]] = {
 
 
 class Library:
-    """What candidates need of a framework; this one serves those whose routines get arrays of NumPy."""
+    """Functions of a framework that candidates call; this class computes on arrays of NumPy."""
 
-    name = "the framework"
-    """Whether an op with a weight may give its input, with the gradient of that."""
     trains = ""
     """Why no gradient reaches the parameters of candidates; "" where gradients do."""
 
@@ -77,8 +75,6 @@ class Library:
 
 class TorchLibrary(Library):
     """PyTorch."""
-
-    name = "PyTorch"
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the function of torch."""
@@ -119,8 +115,6 @@ class TorchLibrary(Library):
 
 class TensorFlowLibrary(Library):
     """TensorFlow, eager and in functions."""
-
-    name = "TensorFlow"
 
     def __init__(self, trains: str = "") -> None:
         self.trains = trains

@@ -101,8 +101,8 @@ class Search:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
         Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
-        trial's error, and logged, and so is a metric or cost of NaN or infinity; one of Amanda and KeyboardInterrupt
-        reach the caller, with `result` as far as it is, and another `run` goes on from there.
+        trial's error, and logged, and so is a metric or cost of NaN or infinity.  Amanda's own errors and
+        KeyboardInterrupt reach the caller; `result` has the trials until then, and another `run` continues.
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")

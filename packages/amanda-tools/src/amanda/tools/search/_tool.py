@@ -151,10 +151,11 @@ class SearchTool(amanda.Tool):
             yield from site.weights()
 
     def settle(self, limits: Mapping[Literal["flops", "size"], float] | None = None) -> dict[str, str]:
-        """Mix no more, choose the candidate with the largest mixture weight at each op; the architecture.
+        """Choose the candidate with the largest mixture weight at each op; return the architecture.
 
-        limits: the most of `flops` or `size`.  As long as an architecture is above, the op changes that loses
-        least of the product of probabilities for what it saves.  Raises SearchError where none is within.
+        limits: the most of `flops` or `size`.  As long as an architecture is above a limit, one op changes to
+        a cheaper candidate: the op that loses least of the product of probabilities for each unit saved.  No
+        change breaks an earlier limit.  Raises SearchError where no such change is left.
         """
         shares = {site.name: site.probabilities() for site in self._sites.values() if site.probabilities()}
         found = self.architecture | {name: max(one, key=one.__getitem__) for name, one in shares.items()}
