@@ -231,6 +231,7 @@ def test_clear_forgets() -> None:
     [
         ({"stages": 0}, "stages is 0; it is a whole number from 1"),
         ({"cost": "bytes"}, "cost is 'bytes'; it is one of 'flops', 'time'"),
+        ({"tolerance": "little"}, "tolerance is 'little'; it is a number from 0 to 1"),
         ({"tolerance": 2.0}, "tolerance is 2.0; it is a number from 0 to 1"),
         ({"method": "min_cut", "stages": 3}, "makes 2 stages .* given stages=3"),
     ],

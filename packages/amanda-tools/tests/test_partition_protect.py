@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda.errors import ToolError
@@ -210,6 +216,81 @@ def test_value_of_parameters_alone_does_not_leave_the_process(
         nn.Sequential(Transposed(4, 4))(torch.rand(1, 4))
 
 
+class Checkpointed(nn.Module):
+    """A backward pass within a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
+        return made
+
+
+@pytest.mark.slow
+def test_gradients_of_a_pass_within_a_pass_arrive(protect: Callable[[str], PartitionTool]) -> None:
+    plain, model, tool = Checkpointed(), Checkpointed(), protect("type=linear")
+    x = torch.rand(3, 4)
+    with amanda.apply(tool):
+        descend(model, [x, x])
+    tool.release()
+    descend(plain, [x, x])
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def descend(model: nn.Module, batches: Sequence[Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], PartitionTool]) -> None:
+    torch.manual_seed(0)
+    model, tool = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), protect("module=0|1")
+    plain, x = deepcopy(model), torch.ones(2, 4)  # equal gradients add up alike in every order
+
+    def passes(model: nn.Module) -> None:
+        for _ in range(20):
+            model(x).sum().backward()
+
+    with amanda.apply(tool):
+        model(x)
+        threads = [Thread(target=passes, args=(model,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    tool.release()
+    passes(plain)
+    passes(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_process_that_was_killed(
+    protect: Callable[[str], PartitionTool], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    hooks, tool = len(_global_optimizer_pre_hooks), protect("module=0")
+    with amanda.apply(tool):
+        nn.Sequential(nn.Linear(4, 4))(torch.rand(1, 4))
+    assert list(tmp_path.iterdir()) == []
+    assert isinstance(tool.result, ProtectedResult)
+    assert tool.result.pid is not None
+    os.kill(tool.result.pid, signal.SIGKILL)
+    with pytest.raises(ProtectError, match="the protected process is gone"):
+        tool.release()
+    tool.release()
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
 @pytest.mark.slow
 def test_process_serves_who_knows_the_key(protect: Callable[[str], PartitionTool], monkeypatch: Any) -> None:
     monkeypatch.setattr(
@@ -229,6 +310,10 @@ def test_text_that_selects_nothing(text: str) -> None:
 def test_stages_and_protect_are_one_or_the_other() -> None:
     with pytest.raises(ToolError, match="stages is 2 and protect is 'module=a'"):
         PartitionTool(stages=2, protect="module=a")
+    with pytest.raises(ToolError, match="memory is 9 and protect is 'module=a'"):
+        PartitionTool(memory=9, protect="module=a")
+    with pytest.raises(ToolError, match="protect is 5; it is a text"):
+        PartitionTool(protect=5)  # type: ignore[arg-type]
 
 
 def test_module_that_is_not_there_is_told() -> None:

@@ -126,6 +126,61 @@ def test_a_residual_block_is_skipped(in_place: bool, images: Tensor) -> None:
         tool.finalize(model)
 
 
+class InPlace(nn.Module):
+    """Ops in place with settings of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y.add_(x, alpha=2)
+        return F.elu(y, 2.0, inplace=True)
+
+
+def test_ops_in_place_keep_their_settings(images: Tensor) -> None:
+    x, own = ((images - 0.5).requires_grad_() for _ in range(2))
+    tool = prepared(InPlace(), x, ["add=keep|skip", "elu=keep|gelu"])
+    assert set(tool.space.values()) == {("keep", "skip"), ("keep", "gelu")}
+    with amanda.apply(tool):
+        found = InPlace()(x)
+        found.sum().backward()
+    wanted = InPlace()(own)
+    wanted.sum().backward()
+    assert torch.equal(found, wanted)
+    assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
+
+
+class Shared(nn.Module):
+    """Layers that share a weight, and an activation at two paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.before = self.after = nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.after(self.second(self.before(self.first(x))))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("choice", "label"), [("linear@first=keep|width0.5", "width0.5"), ("sigmoid=keep|relu", "relu")]
+)
+def test_finalizing_follows_shared_weights_and_modules(choice: str, label: str) -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(3, 4)
+    tool = prepared(model, x, choice)
+    tool.architecture = dict.fromkeys(tool.space, label)
+    with amanda.apply(tool):
+        wanted = model(x)
+    assert torch.equal(tool.finalize(model)(x), wanted)
+
+
+def test_a_model_of_one_op_is_finalized() -> None:
+    tool = prepared(nn.Sigmoid(), torch.ones(2), "sigmoid=keep|relu")
+    tool.architecture = dict.fromkeys(tool.space, "relu")
+    assert type(tool.finalize(nn.Sigmoid())) is nn.ReLU
+
+
 class Cell(nn.Module):
     """A mixture by hand, as in the code of Liu et al. 2019."""
 
@@ -180,6 +235,35 @@ def test_settling_chooses_the_heaviest_within_limits(model: nn.Module, images: T
     assert tool.flops(tool.settle(limits={"flops": start})) <= start
     with pytest.raises(SearchError, match=r"flops are .* at least, above 1"):
         tool.settle(limits={"flops": 1})
+
+
+def test_settling_holds_all_limits_at_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    tool = prepared(model, torch.ones(1, 8), "linear=keep|bits2|width0.5|width0.125", mixture=True)
+    with torch.no_grad():
+        next(tool.alphas()).copy_(torch.tensor([3.0, 2.0, 1.0, 0.0]))
+    limits = {"flops": 0.6 * tool.flops(), "size": 0.2 * tool.size()}
+    assert tool.settle(limits) == {"0/linear": "width0.125"}  # type: ignore[arg-type]
+    assert tool.flops() <= limits["flops"]
+    assert tool.size() <= limits["size"]
+
+
+def test_an_architecture_of_another_model_is_told(model: nn.Module, images: Tensor) -> None:
+    tool = SearchTool(CHOICES)
+    tool.architecture = {"9/sigmoid": "relu"}
+    with amanda.apply(tool):
+        model(images)
+    assert tool.unmatched() == ["the architecture chooses relu at 9/sigmoid, which is no op with a choice"]
+
+
+def test_costs_that_are_not_finite_are_errors(model: nn.Module, images: Tensor) -> None:
+    def latency() -> float:
+        return float("nan")
+
+    search = Search(prepared(model, images), lambda: 1.0, "random", costs=[latency], progress=False)
+    result = search.run(trials=2)
+    assert [one.error for one in result.trials] == ["ValueError: latency is nan"] * 2
+    assert result.best is None
 
 
 def test_a_search_over_bits_finds_the_front_of_an_enumeration(tmp_path: Path) -> None:
@@ -348,8 +432,12 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(SearchTool(), lambda: 1), "has met no op with a choice; call tool.prepare"),
     (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; it is one of"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, costs=["time"]), "a cost is 'time'; it is one of 'flops', 'size'"),
+    (lambda tool: Search(tool, lambda: 1, costs=[lambda: 1, lambda: 2]), "give each a name of its own"),
+    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "whose folder does not exist"),
+    (lambda tool: tool.settle({"time": 1}), "a limit is 'time'; it is one of 'flops', 'size'"),  # type: ignore[dict-item]
     (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
     (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
+    (lambda tool: Evolution(sample="few"), "sample is 'few'; give a number from 1 on"),  # type: ignore[arg-type]
     (lambda tool: Evolution(population=0), "population is 0; give a number from 1 on"),
     (lambda tool: SearchTool(architecture=Path("none.json")), "none.json holds no architecture"),
 ]  # fmt: skip

@@ -89,9 +89,9 @@ class Link:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="amanda-")
+        folder = tempfile.TemporaryDirectory(prefix="amanda-")
         self._lock = RLock()
-        address, key = str(Path(self._folder.name) / "socket"), os.urandom(32)
+        address, key = str(Path(folder.name) / "socket"), os.urandom(32)
         command = [sys.executable, "-I", "-c", _CHILD]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         told = {**settings, "path": sys.path, "address": address, "key": key.hex()}
@@ -103,6 +103,8 @@ class Link:
         except BaseException:
             self._end(0.0)
             raise
+        finally:
+            folder.cleanup()
 
     def _connected(self, address: str, key: bytes) -> Connection[Any, Any]:
         until = monotonic() + _PATIENCE
@@ -150,4 +152,3 @@ class Link:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()

@@ -58,7 +58,7 @@ class Enclave:
         self._torch = torch
         self._held: dict[str, Any] = {}
         self._executions: dict[int, tuple[list[Any], list[Any], list[str]]] = {}
-        self._arrived: dict[str, Any] = {}
+        self._arrived: dict[int, dict[str, Any]] = {}
         self._optimizers: dict[int, Any] = {}
 
     def hold(self, tensors: Tensors, path: str, trained: bool) -> tuple[Any, Any]:
@@ -112,10 +112,11 @@ class Enclave:
             return getattr(self._torch, value)
         return self._held[value] if kind == "held" else given[value]
 
-    def backward(self, tensors: Tensors, number: int, outputs: Sequence[int], first: bool) -> tuple[Any, Any]:
+    def backward(
+        self, tensors: Tensors, number: int, outputs: Sequence[int], backward_pass: int
+    ) -> tuple[Any, Any]:
         """Return the gradients of what an op was given; keep those of parameters until the pass ends."""
-        if first:
-            self._arrived.clear()
+        arrived = self._arrived.setdefault(backward_pass, {})
         given, made, paths = self._executions[number]
         wanted = [one for one in given if one.requires_grad]
         held = [path for path in paths if self._held[path].requires_grad]
@@ -125,16 +126,17 @@ class Enclave:
         )  # fmt: skip
         for path, gradient in zip(held, found[len(wanted) :], strict=True):
             if gradient is not None:
-                before = self._arrived.get(path)
-                self._arrived[path] = gradient if before is None else before + gradient
+                before = arrived.get(path)
+                arrived[path] = gradient if before is None else before + gradient
         there = [one is not None for one in found[: len(wanted)]]
         told = [packed(one) for one in found[: len(wanted)] if one is not None]
-        return {"there": there, "parameters": list(self._arrived)}, told
+        return {"there": there, "parameters": list(arrived)}, told
 
-    def accumulate(self, tensors: Tensors, fresh: Mapping[str, bool]) -> tuple[Any, Any]:
+    def accumulate(self, tensors: Tensors, backward_pass: int, fresh: Mapping[str, bool]) -> tuple[Any, Any]:
         """Add the gradients of a pass that has ended; fresh: whether they take the place of older ones."""
+        arrived = self._arrived.pop(backward_pass)
         for path, is_first in fresh.items():
-            parameter, gradient = self._held[path], self._arrived.pop(path)
+            parameter, gradient = self._held[path], arrived[path]
             parameter.grad = gradient if is_first or parameter.grad is None else parameter.grad + gradient
         return {}, ()
 

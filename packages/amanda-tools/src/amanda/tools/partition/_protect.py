@@ -103,10 +103,10 @@ class ProtectTool(amanda.Tool):
 
     def release(self) -> None:
         """Bring the parameters back into the program, and end the process, with its optimizers' state."""
-        if self._protection is not None:
-            self._protection.release()
-            self._protection = None
+        protection, self._protection = self._protection, None
+        if protection is not None:
             self.load_state_dict({})
+            protection.release()
 
     def _analyse(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward":
@@ -138,6 +138,8 @@ class ProtectTool(amanda.Tool):
 
 def _selection(text: str) -> Selection:
     """Return the selection that a text asks for.  Raises ToolError for another text."""
+    if not isinstance(text, str):
+        raise ToolError(f"protect is {text!r}; it is a text such as 'module=NAME|NAME' or 'type=NAME|NAME'")
     found: dict[str, list[str]] = {}
     for part in text.split():
         name, _, patterns = part.partition("=")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import attrgetter
+from threading import Lock
 from typing import Any
 
 import amanda
@@ -99,8 +100,8 @@ class Protection:
         self._stand_ins: dict[int, StandIn] = {}
         self._read_openly: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._pass: int | None = None
-        self.parameters: Sequence[str] = ()
+        self._passes: dict[int, Sequence[str]] = {}
+        self._accumulating = Lock()
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @cached_property
@@ -230,26 +231,20 @@ class Protection:
         """Return a number for one more execution."""
         return next(self._numbers)
 
-    def begin_pass(self) -> bool:
-        """Return True for the first protected op of a backward pass, at whose end gradients accumulate."""
-        now = self._torch._C._current_graph_task_id()
-        if self._pass == now:
-            return False
-        self._pass = now
-        return True
-
-    def at_end_of_pass(self) -> None:
-        """Let the gradients of this pass accumulate when it ends."""
+    def in_pass(self, number: int, paths: Sequence[str]) -> None:
+        """Note the parameters that have gradients in a backward pass; these accumulate when it ends."""
 
         def accumulate() -> None:
-            self._pass = None
             stand_ins = {one.path: one for one in self._stand_ins.values()}
-            fresh = {path: stand_ins[path].is_fresh for path in self.parameters}
-            self.link.call({"kind": "accumulate", "fresh": fresh})
-            for path in fresh:
-                stand_ins[path].give_gradient()
+            with self._accumulating:
+                fresh = {path: stand_ins[path].is_fresh for path in self._passes.pop(number)}
+                self.link.call({"kind": "accumulate", "backward_pass": number, "fresh": fresh})
+                for path in fresh:
+                    stand_ins[path].give_gradient()
 
-        self._torch.autograd.Variable._execution_engine.queue_callback(accumulate)
+        if number not in self._passes:
+            self._torch.autograd.Variable._execution_engine.queue_callback(accumulate)
+        self._passes[number] = paths
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Step the optimizer's protected parameters in the process."""
@@ -293,16 +288,18 @@ class Protection:
         return {"options": options, "paths": [one.path for one in stand_ins], "gradients": gradients}
 
     def release(self) -> None:
-        """Bring the values back, and end the process."""
-        with amanda.disabled(), self._torch.no_grad():
-            for one in self._stand_ins.values():
-                _, tensors, _ = self.link.call({"kind": "read", "path": one.path})
-                one.tensor.detach().copy_(unpacked(*tensors[0]))
-                one.tensor.grad = None
-        self._stand_ins.clear()
-        if self._hook is not None:
-            self._hook.remove()
-            self.link.close()
+        """Bring the values back, and end the process.  Raises ProtectError where it is gone already."""
+        try:
+            with amanda.disabled(), self._torch.no_grad():
+                for one in self._stand_ins.values():
+                    _, tensors, _ = self.link.call({"kind": "read", "path": one.path})
+                    one.tensor.detach().copy_(unpacked(*tensors[0]))
+                    one.tensor.grad = None
+        finally:
+            self._stand_ins.clear()
+            if self._hook is not None:
+                self._hook.remove()
+                self.link.close()
 
 
 @dataclass(eq=False)
@@ -338,16 +335,16 @@ class Call:
 
     def gradients(self, gradients: Sequence[Any]) -> Iterator[Any]:
         """Yield the gradients of what was given that needs one."""
+        import torch
+
         protection = self.protection
         there = [i for i, one in enumerate(gradients) if one is not None]
         tensors = [packed(gradients[i]) for i in there]
-        first = protection.begin_pass()
-        header = {"kind": "backward", "number": self.number, "outputs": there, "first": first}
+        now = torch._C._current_graph_task_id()
+        header = {"kind": "backward", "number": self.number, "outputs": there, "backward_pass": now}
         answer, made, size = protection.link.call(header, tensors)
         self.backward.add([form for form, _ in tensors], [form for form, _ in made], size)
-        protection.parameters = answer["parameters"]
-        if first:
-            protection.at_end_of_pass()
+        protection.in_pass(now, answer["parameters"])
         found = iter(made)
         for is_there in answer["there"]:
             yield unpacked(*next(found)) if is_there else None

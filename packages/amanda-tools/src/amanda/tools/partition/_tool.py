@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Literal
 
 import amanda
@@ -52,8 +53,15 @@ class PartitionTool(amanda.Tool):
         super().__init__()
         self._protected: ProtectTool | None = None
         if protect is not None:
-            if stages is not None:
-                raise ToolError(f"stages is {stages} and protect is {protect!r}; give one of them")
+            options = {
+                "stages": stages, "cost": cost, "method": method, "microbatches": microbatches,
+                "schedule": schedule, "memory": memory, "copies": copies, "byte_cost": byte_cost,
+                "tolerance": tolerance,
+            }  # fmt: skip
+            defaults = signature(PartitionTool).parameters
+            for name, value in options.items():
+                if value != defaults[name].default:
+                    raise ToolError(f"{name} is {value!r} and protect is {protect!r}; give one of them")
             self._protected = ProtectTool(protect)
             self.depends_on(self._protected)
             return
@@ -66,7 +74,7 @@ class PartitionTool(amanda.Tool):
             if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
                 raise ToolError(f"{name} is {given!r}; it is a whole number from 1")
         for name, number, most in (("byte_cost", byte_cost, float("inf")), ("tolerance", tolerance, 1.0)):
-            if not 0 <= number <= most:
+            if not isinstance(number, (int, float)) or not 0 <= number <= most:
                 raise ToolError(f"{name} is {number!r}; it is a number from 0 to {most:g}")
         if method == "min_cut" and (stages != 2 or memory is not None or byte_cost):
             raise ToolError(

@@ -63,10 +63,8 @@ class Keep(Candidate):
         return "" if is_known or not context["in_place"] else f"{site.type} writes into its input"
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
-        """Return what the op gives; an op in place leaves the input of other candidates as it is."""
-        if not site.in_place:
-            return original(*inputs)
-        return inputs[0] + inputs[1] if site.type == "add" else site.library.activation(site.type)(inputs[0])
+        """Return the op's output; an op in place, which PyTorch alone has, writes into a copy."""
+        return original(inputs[0].clone(), *inputs[1:]) if site.in_place else original(*inputs)
 
 
 class Skip(Candidate):

@@ -43,13 +43,14 @@ class Random:
 class Evolution(Random):
     """Regularised evolution (Real et al. 2019, algorithm 1): the oldest dies, the best of some has a child.
 
-    population: how many live.  sample: how many of these compete to be the parent.  A child differs from its
-    parent at one op.  With costs, the parent is one of the sample that fewest of it dominate.
+    population: how many live.  sample: how many of these compete to be the parent; they are drawn without
+    replacement, where the paper draws with it.  A child differs from its parent at one op.  With costs, the
+    parent is the one that the fewest others of the sample dominate.
     """
 
     def __init__(self, population: int = 20, sample: int = 5) -> None:
         for name, value in (("population", population), ("sample", sample)):
-            if value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise SearchError(f"Evolution: {name} is {value!r}; give a number from 1 on")
         self._population, self._sample = population, sample
         self._alive: list[tuple[Architecture, tuple[float, ...]]] = []

@@ -36,10 +36,8 @@ _NUMPY: dict[str, Callable[[Any], Any]] = {
 
 
 class Library:
-    """What candidates need of a framework; this one serves those whose routines get arrays of NumPy."""
+    """Functions of a framework that candidates call; this class computes on arrays of NumPy."""
 
-    name = "the framework"
-    """Whether an op with a weight may give its input, with the gradient of that."""
     trains = ""
     """Why no gradient reaches the parameters of candidates; "" where gradients do."""
 
@@ -77,8 +75,6 @@ class Library:
 
 class TorchLibrary(Library):
     """PyTorch."""
-
-    name = "PyTorch"
 
     def activation(self, word: str) -> Callable[[Any], Any]:
         """Return the function of torch."""
@@ -119,8 +115,6 @@ class TorchLibrary(Library):
 
 class TensorFlowLibrary(Library):
     """TensorFlow, eager and in functions."""
-
-    name = "TensorFlow"
 
     def __init__(self, trains: str = "") -> None:
         self.trains = trains
@@ -191,8 +185,11 @@ def _finalized_torch(model: Any, sites: Iterable[Site]) -> Any:
             except AttributeError as error:
                 raise _lost(site, chosen, f"the model has no module {site.module!r}") from error
             new = _module(site, chosen, module)
-            if new is not module:
-                parent, _, name = site.module.rpartition(".")
+            if module is made:
+                made = new
+                continue
+            paths = [path for path, one in made.named_modules(remove_duplicate=False) if one is module]
+            for parent, _, name in (path.rpartition(".") for path in paths if new is not module):
                 setattr(made.get_submodule(parent), name, new)
     return made
 
@@ -223,9 +220,9 @@ def _module(site: Site, chosen: Candidate, module: Any) -> Any:
             chosen.groups, own.bias is not None, own.padding_mode, own.weight.device, own.weight.dtype,
         ).train(own.training)  # fmt: skip
         module.bias = own.bias
-    module.weight.copy_(weight)
+    module.weight = nn.Parameter(weight.clone(), module.weight.requires_grad)
     if module.bias is not None:
-        module.bias.copy_(chosen.bias(module.bias, site))
+        module.bias = nn.Parameter(chosen.bias(module.bias, site).clone(), module.bias.requires_grad)
     return module
 
 

@@ -73,11 +73,20 @@ class Search:
             check_one_of("Search: a cost", one, _COSTS, SearchError)
         self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
         self._calculated = {"flops": tool.flops, "size": tool.size}
-        self._costs = {one if isinstance(one, str) else one.__name__: one for one in costs}
+        names = [one if isinstance(one, str) else getattr(one, "__name__", str(one)) for one in costs]
+        if len({metric, *names}) <= len(names):
+            raise SearchError(
+                f"Search: the metric is called {metric!r} and the costs {names}; give each a name of its own"
+            )
+        self._costs = dict(zip(names, costs, strict=True))
         self._limits, self._file, self._metric = dict(limits or {}), Path(file) if file else None, metric
         self._seed, self._progress = seed, progress
         self._compiled: Literal["eager", "instrument"] = compiled
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
+        if self._file is not None and not self._file.parent.is_dir():
+            raise SearchError(
+                f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first"
+            )
         if self._file is not None and self._file.exists():
             self._trials = self._read(self._file)
             for trial in self._trials:
@@ -92,8 +101,8 @@ class Search:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
         Afterwards the best architecture is the tool's.  An exception in an evaluation is kept as that
-        trial's error, and logged, and so is a metric of NaN or infinity; one of Amanda and KeyboardInterrupt
-        reach the caller, with `result` as far as it is, and another `run` goes on from there.
+        trial's error, and logged, and so is a metric or cost of NaN or infinity.  Amanda's own errors and
+        KeyboardInterrupt reach the caller; `result` has the trials until then, and another `run` continues.
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
@@ -148,8 +157,9 @@ class Search:
                 for name, cost in self._costs.items():
                     value = self._calculated[name]() if isinstance(cost, str) else cost()
                     costs[name] = check_number(value, cost, SearchError)
-            if not isfinite(found):
-                raise ValueError(f"{self._metric} is {found}")
+            for name, value in {self._metric: found, **costs}.items():
+                if not isfinite(value):
+                    raise ValueError(f"{name} is {value}")
             metric = found
         except AmandaError:
             raise

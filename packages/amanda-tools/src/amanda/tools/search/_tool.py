@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import amanda
-from amanda.tools.kit import Dataflow, DataflowNode, leaves
+from amanda.tools.kit import Dataflow, DataflowNode, check_one_of, leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.search._candidates import Candidate, Original, SearchError, candidate
 from amanda.tools.search._costs import Costs
@@ -151,25 +151,32 @@ class SearchTool(amanda.Tool):
             yield from site.weights()
 
     def settle(self, limits: Mapping[Literal["flops", "size"], float] | None = None) -> dict[str, str]:
-        """Mix no more, choose the candidate with the largest mixture weight at each op; the architecture.
+        """Choose the candidate with the largest mixture weight at each op; return the architecture.
 
-        limits: the most of `flops` or `size`.  As long as an architecture is above, the op changes that loses
-        least of the product of probabilities for what it saves.  Raises SearchError where none is within.
+        limits: the most of `flops` or `size`.  As long as an architecture is above a limit, one op changes to
+        a cheaper candidate: the op that loses least of the product of probabilities for each unit saved.  No
+        change breaks an earlier limit.  Raises SearchError where no such change is left.
         """
         shares = {site.name: site.probabilities() for site in self._sites.values() if site.probabilities()}
         found = self.architecture | {name: max(one, key=one.__getitem__) for name, one in shares.items()}
+        measures = {"flops": self.flops, "size": self.size}
+        for cost in limits or ():
+            check_one_of("SearchTool.settle: a limit", cost, tuple(measures), SearchError)
+        kept: list[tuple[Callable[[Mapping[str, str]], float], float]] = []
         for cost, most in (limits or {}).items():
-            measure = {"flops": self.flops, "size": self.size}[cost]
+            measure = measures[cost]
             while (present := measure(found)) > most:
                 steps = []
                 for name, one in shares.items():
                     for label, share in one.items():
-                        saved = present - measure(found | {name: label})
-                        if saved > 0:
+                        changed = found | {name: label}
+                        saved = present - measure(changed)
+                        if saved > 0 and all(other(changed) <= bound for other, bound in kept):
                             steps.append((log(one[found[name]] / share) / saved, name, label))
                 if not steps:
                     raise SearchError(f"SearchTool.settle: {cost} are {present:g} at least, above {most:g}")
                 found |= [min(steps)[1:]]
+            kept.append((measure, most))
         self.mixture = False
         self.architecture = found
         return self.architecture
@@ -238,8 +245,13 @@ class SearchTool(amanda.Tool):
             site.calls = 0
 
     def unmatched(self) -> list[str]:
-        """Say which choices no op fitted, with the nearest names."""
-        return [*super().unmatched(), *(text for one in self.choices for text in one.selection.unmatched())]
+        """Return which choices no op fitted, with the nearest names, and which names of an architecture."""
+        unmet = [
+            f"the architecture chooses {label} at {name}, which is no op with a choice"
+            for name, label in self._wanted.items() if name not in self._sites
+        ]  # fmt: skip
+        selected = (text for one in self.choices for text in one.selection.unmatched())
+        return [*super().unmatched(), *selected, *unmet]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take parameters of candidates that `state_dict` gave; the architecture stays."""
