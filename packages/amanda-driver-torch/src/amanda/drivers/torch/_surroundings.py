@@ -3,7 +3,7 @@
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -103,17 +103,20 @@ class Surroundings:
         if not has_stances():
             _run_frames_as_they_are(attributes)
             return
-        stance = torch.compiler.set_stance("force_eager")
-        stance.__enter__()
-        Surroundings.stance_before = getattr(stance, "prev", None)
+        taken: list[Any] = []
+        attributes.on_restore(lambda: _leave_stance(taken))  # first: an interrupt may come at any call
+        taken.append(torch.compiler.set_stance("force_eager"))
+        Surroundings.stance_before = getattr(taken[0], "prev", None)
         Surroundings.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
-        attributes.on_restore(lambda: _leave_stance(stance))
 
 
-def _leave_stance(stance: Any) -> None:
-    """Go back to the stance from before, unless the program has taken one meanwhile."""
-    if getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is Surroundings.stance:
-        stance.__exit__(None, None, None)
+def _leave_stance(taken: Sequence[Any]) -> None:
+    """Go back to the stance from before, unless the program has taken one meanwhile.
+
+    taken: torch's context of the stance; nothing if an interrupt came first.
+    """
+    if taken and getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is Surroundings.stance:
+        taken[0].__exit__(None, None, None)
 
 
 def _run_frames_as_they_are(attributes: Attributes) -> None:
