@@ -567,15 +567,16 @@ static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *p
             Py_CLEAR(result);
             continue;
         }
-        if (put < 0) tell_failure(program, i);
-        if (put < 0) Py_CLEAR(result);
-        if (put < 0) outcome = FAILED;
-        changed = outcome == FAILED
-                      ? NULL
-                      : go_on(thread, call, program, run, outcome == CHANGED ? i : i - 1, result,
-                              replaced ? kept.items[0] : outputs);
-        if (!changed) Py_CLEAR(outputs);
-        if (!changed) break;
+        if (put < 0) {
+            tell_failure(program, i);
+            Py_CLEAR(result);
+        } else if (outcome != FAILED)
+            changed = go_on(thread, call, program, run, outcome == CHANGED ? i : i - 1, result,
+                            replaced ? kept.items[0] : outputs);
+        if (!changed) {
+            Py_CLEAR(outputs);
+            break;
+        }
     }
     if (replaced && outputs && !changed) Py_SETREF(outputs, Py_NewRef(kept.items[0]));
     for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(kept.items[i]);

@@ -73,7 +73,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
 
     @property
     def without_word(self) -> Mapping[str, int]:
-        """Those for which StandardMapping has no word, so that they have the framework's own name."""
+        """Executions by the framework's own type, of ops for which StandardMapping has no word."""
         return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
 
     def rows(self) -> Sequence[Sequence[Any]]:

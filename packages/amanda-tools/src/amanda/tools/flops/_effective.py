@@ -33,7 +33,7 @@ class Effective:
 
     @property
     def effective_macs(self) -> float:
-        """Those with a weight that is kept."""
+        """MACs with weights that are kept: density times MACs."""
         return self.density * self.macs
 
     @property

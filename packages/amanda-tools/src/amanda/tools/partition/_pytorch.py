@@ -24,7 +24,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 @dataclass(eq=False)
 class Crossed:
-    """What crosses at an op, or for an optimizer, in both directions together.
+    """Tensors that cross at an op, or for an optimizer, in both directions together.
 
     forms: the tensors that were declared, as texts.
     """

@@ -92,7 +92,7 @@ class Site:
             self.keep("alpha", lambda: self._start, True)
 
     def close(self) -> None:
-        """Let go of the op at which it was met."""
+        """Drop the tensor and the function that candidates were made with, which hold the op."""
         del self._like, self._keep
 
     def read(self, name: str, like: Any) -> Any:

@@ -40,7 +40,7 @@ class Runnable:
 
 
 class Forward:
-    """What the rewriting of a forward function hands on to those of its backward functions.
+    """Results of rewriting a forward function that the rewriting of its backward functions needs.
 
     identity: of its graph.  plans: of its operations, by their ids.
     tables: those of `Rewriting` that are about forward operations.
@@ -61,7 +61,7 @@ class Forward:
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
     def hand_on(self, rewriting: Rewriting) -> None:
-        """Let the rewriting of a backward function know of the forward operations."""
+        """Give the rewriting of a backward function the facts of the forward operations."""
         rewriting.analysis.plans.update(self.plans)
         for name, table in self.tables.items():
             getattr(rewriting, name).update(table)
