@@ -191,8 +191,9 @@ class Rewriter(Routines):
         if facts.backward_op is not None:
             return replaced
         name = self.body.node_name(op)
-        edges = self._edges(self.body.nodes[name])
-        for i in inputs.changed():
+        changed = inputs.changed()
+        edges = self._edges(self.body.nodes[name]) if changed else []
+        for i in changed:
             self.edges[name, i] = inputs.refs[i]
             self._redirect_gradients(op, facts.op_id, edges[i], inputs.symbols[i], inputs.refs[i])
             if edges.count(edges[i]) > 1:
