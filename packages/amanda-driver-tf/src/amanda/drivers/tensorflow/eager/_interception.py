@@ -25,6 +25,9 @@ Backward = Callable[[Any, Any], Any]
 NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
 """Types of values that are made tensors here; others are TensorFlow's to convert."""
 
+_FUNCTION = "__"
+"""What the names of traced functions begin with, and no type of op."""
+
 
 class Entry:
     """One type of op: its schema and the detours of its calls."""
@@ -170,7 +173,8 @@ class Interception:
         ) -> Any:
             activation = interceptor.active()
             type = op_name if isinstance(op_name, str) else op_name.decode()
-            schema = self._entries[type].schema if activation is not None or local.made is not None else None
+            seen = (activation is not None or local.made is not None) and not type.startswith(_FUNCTION)
+            schema = self._entries[type].schema if seen else None
             args = (op_name, num_outputs, inputs, attrs, ctx, name)
             if (
                 schema is None

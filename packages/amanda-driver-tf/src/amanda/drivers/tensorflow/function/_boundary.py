@@ -90,6 +90,8 @@ class Boundary:
         if copy is None:
             return call(atomic, *args)
         state.report_all(copy, copy.reports)
+        if copy.runnable is None and copy.handed_on is None:
+            return call(atomic, *args)
         if trace is None:
             execution = Call(state, _TENSORS, copy.table)
         else:
