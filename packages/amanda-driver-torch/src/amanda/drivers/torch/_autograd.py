@@ -1,6 +1,7 @@
 """The backward pass: which nodes an op made, and hooks where a tool wants them."""
 
 import functools
+import operator
 import sys
 import threading
 from abc import abstractmethod
@@ -208,7 +209,7 @@ class _Backward:
             others = [one for one in self.under_way if one is not self]
             while self._handles:
                 node, handle = self._handles[-1]
-                heir = next((other for other in others if id(node) in other._shared), None)
+                heir = None if not others else next((one for one in others if id(node) in one._shared), None)
                 if heir is None:
                     handle.remove()
                 else:
@@ -290,6 +291,4 @@ class _Hooks:
 
 
 def _changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
-    if len(old) == len(new) and all(one is other for one, other in zip(old, new, strict=True)):
-        return None
-    return tuple(new)
+    return None if len(old) == len(new) and all(map(operator.is_, old, new)) else tuple(new)
