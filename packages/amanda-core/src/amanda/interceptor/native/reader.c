@@ -25,6 +25,15 @@ struct Reader {
     } modes[FUNCTION_LIMIT];
     Ask needs_gradient, unversioned;
     int64_t (*version)(const void *);
+    struct { /* offsets in what the handle of a plain tensor points to; the functions are asked if not `known` */
+        int known;
+        Py_ssize_t counter, number; /* of the pointer to what counts writes, and of the 32 bits there that do */
+        Py_ssize_t kind, rank;      /* of 32 bits for dtype and device, and of 64 for the rank */
+        Py_ssize_t autodiff;        /* of a pointer that is NULL where the tensor needs no gradient */
+        char *(*switches)(void);    /* of this thread; one of the bits there tells whether gradients are on */
+        Py_ssize_t byte;
+        unsigned char bit;
+    } layout;
     bool (*gradients_on)(void);
     void (*set_gradients)(bool);
     uint64_t (*clock)(void);
@@ -76,7 +85,7 @@ static int mix_extents(Mixed *mixed, PyObject *value) {
     return hash != -1;
 }
 
-static inline int mix_tensor(Mixed *mixed, PyObject *value) {
+static inline int mix_described(Mixed *mixed, PyObject *value) {
     const Reader *reader = mixed->reader;
     const void *tensor = tensor_at(reader, value);
     uint64_t word = 1;
@@ -87,6 +96,22 @@ static inline int mix_tensor(Mixed *mixed, PyObject *value) {
     }
     word = word << 1 | (mixed->gradients && reader->needs_gradient(*(void *const *)tensor));
     mixed->key = mix(mixed->key, word);
+    return !mixed->sized || mix_extents(mixed, value);
+}
+
+static inline const char *laid_out_at(const Reader *reader, PyObject *value) { /* NULL: its layout is not known */
+    const char *tensor = *(const char *const *)tensor_at(reader, value);
+    return reader->layout.known && *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
+}
+
+static inline int mix_tensor(Mixed *mixed, PyObject *value) {
+    const Reader *reader = mixed->reader;
+    const char *tensor = laid_out_at(reader, value);
+    if (!tensor) return mix_described(mixed, value);
+    uint64_t kind = *(const uint32_t *)(tensor + reader->layout.kind);
+    uint64_t rank = *(const uint64_t *)(tensor + reader->layout.rank);
+    int needed = mixed->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
+    mixed->key = mix(mixed->key, (kind | rank << 32) << 1 | (uint64_t)needed);
     return !mixed->sized || mix_extents(mixed, value);
 }
 
@@ -139,9 +164,9 @@ int reader_is_kept_out(const Reader *reader) {
    arguments, and of tensors also what `describe` says, their extents if `sized`, and which of them
    need a gradient, if gradients are on. 0 where that cannot be told, or a mode is in force that
    wants Python. */
-uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int *needed) {
+uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *needed) {
     if (reader_is_kept_out(reader)) return 0;
-    int gradients = *needed = reader->gradients_on();
+    int gradients = *needed = reader_gradients(reader, thread);
     Mixed start = {reader, gradients, sized, mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL))};
     Mixed *mixed = &start;
     if (given->self && !mix_value(mixed, given->self, 0)) return 0;
@@ -158,23 +183,59 @@ uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int
     return mixed->key ? mixed->key : 1;
 }
 
-uint64_t reader_version(const Reader *reader, PyObject *value) {
-    if (reader_is_tensor(reader, value)) {
-        const void *tensor = tensor_at(reader, value);
-        return reader->unversioned(tensor) ? UNVERSIONED : (uint64_t)reader->version(tensor);
+static inline uint64_t tensor_version(const Reader *reader, PyObject *value) {
+    const char *tensor = laid_out_at(reader, value);
+    if (tensor) {
+        const char *counter = *(const char *const *)(tensor + reader->layout.counter);
+        return counter ? *(const uint32_t *)(counter + reader->layout.number) : UNVERSIONED;
     }
+    const void *handle = tensor_at(reader, value);
+    return reader->unversioned(handle) ? UNVERSIONED : (uint64_t)reader->version(handle);
+}
+
+static uint64_t other_version(const Reader *reader, PyObject *value) {
     uint64_t versions = UNVERSIONED;
-    if (PyTuple_Check(value) || PyList_Check(value))
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
-            versions = mix(versions, reader_version(reader, PySequence_Fast_GET_ITEM(value, i)));
+    if (!PyTuple_Check(value) && !PyList_Check(value)) return versions;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(value, i);
+        versions = mix(versions, reader_is_tensor(reader, item) ? tensor_version(reader, item) : other_version(reader, item));
+    }
     return versions;
+}
+
+static inline uint64_t version_of(const Reader *reader, PyObject *value) {
+    PyTypeObject *type = Py_TYPE(value);
+    if (type == reader->tensors[0] || among(reader->tensors, reader->tensor_count, type))
+        return tensor_version(reader, value);
+    return other_version(reader, value);
+}
+
+void reader_versions(const Reader *reader, PyObject *const *values, Py_ssize_t count, uint64_t *versions) {
+    for (Py_ssize_t i = 0; i < count; i++) versions[i] = version_of(reader, values[i]);
+}
+
+Py_ssize_t reader_written(const Reader *reader, PyObject *const *values, Py_ssize_t count, const uint64_t *versions) {
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (versions[i] != UNVERSIONED && version_of(reader, values[i]) != versions[i]) return i;
+    return -1;
 }
 
 uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
 
-int reader_gradients(const Reader *reader) { return reader->gradients_on(); }
+static inline char *switches_of(const Reader *reader, Thread *thread) {
+    if (!thread->switches) thread->switches = reader->layout.switches();
+    return thread->switches + reader->layout.byte;
+}
 
-void reader_set_gradients(const Reader *reader, int on) { reader->set_gradients(on); }
+int reader_gradients(const Reader *reader, Thread *thread) {
+    return reader->layout.known ? (*switches_of(reader, thread) & reader->layout.bit) != 0 : reader->gradients_on();
+}
+
+void reader_set_gradients(const Reader *reader, Thread *thread, int on) {
+    if (!reader->layout.known) reader->set_gradients(on);
+    else if (on) *switches_of(reader, thread) |= (char)reader->layout.bit;
+    else *switches_of(reader, thread) &= (char)~reader->layout.bit;
+}
 
 /* ---- values in the place of others ---- */
 
@@ -286,15 +347,30 @@ static int read_values(Reader *reader, PyObject *tuple) {
     return 0;
 }
 
+static int read_layout(Reader *reader, PyObject *tuple) {
+    unsigned long long switches;
+    if (!PyArg_ParseTuple(tuple, "nnnnnKnb", &reader->layout.counter, &reader->layout.number, &reader->layout.kind,
+                          &reader->layout.rank, &reader->layout.autodiff, &switches, &reader->layout.byte,
+                          &reader->layout.bit))
+        return -1;
+    if (!switches || !reader->plain_kind) {
+        PyErr_SetString(PyExc_ValueError, "a layout goes with an address, and with values");
+        return -1;
+    }
+    reader->layout.switches = (char *(*)(void))(uintptr_t)switches;
+    reader->layout.known = 1;
+    return 0;
+}
+
 static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", NULL};
-    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None;
+    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", "layout", NULL};
+    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None, *layout = Py_None;
     Py_ssize_t offset;
     int count = 0, described = 0;
     void *functions[FUNCTION_LIMIT];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|O", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|OO", names, &PyTuple_Type, &tensors, &PyTuple_Type,
                                      &plain, &offset, &PyTuple_Type, &describe, &extents, &PyTuple_Type, &modes,
-                                     &PyTuple_Type, &autodiff, &values))
+                                     &PyTuple_Type, &autodiff, &values, &layout))
         return NULL;
     Reader *reader = (Reader *)type->tp_alloc(type, 0);
     if (!reader) return NULL;
@@ -316,6 +392,7 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     reader->set_gradients = (void (*)(bool))functions[4];
     reader->clock = (uint64_t(*)(void))functions[5];
     if (values != Py_None && read_values(reader, values)) goto failed;
+    if (layout != Py_None && read_layout(reader, layout)) goto failed;
     return (PyObject *)reader;
 failed:
     Py_DECREF(reader);
@@ -338,11 +415,11 @@ static PyObject *reader_key_of(Reader *self, PyObject *args) {
                        .count = PyTuple_GET_SIZE(positional),
                        .dict = keywords};
     int gradients;
-    return PyLong_FromUnsignedLongLong(reader_key(self, &given, sized, &gradients));
+    return PyLong_FromUnsignedLongLong(reader_key(self, thread_state(), &given, sized, &gradients));
 }
 
 static PyObject *reader_version_of(Reader *self, PyObject *value) {
-    uint64_t version = reader_version(self, value);
+    uint64_t version = version_of(self, value);
     if (version == UNVERSIONED) Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(version);
 }
@@ -370,7 +447,8 @@ PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None): how native code reads tensors.\n\n"
+    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None): how native code\n"
+              "reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
               "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
@@ -382,7 +460,12 @@ PyTypeObject Reader_Type = {
               "values: what it takes to put values in the place of others: addresses of `int32_t sizes(handle *,\n"
               "int64_t **out)`, `int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level,\n"
               "handle *)` and `bool is_leaf(handle *)`, false where a backward op made the tensor; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
-              "and through(original, value), which gives the value with its gradients' way back to the original.",
+              "and through(original, value), which gives the value with its gradients' way back to the original.\n"
+              "layout: offsets in what the handle of a plain tensor points to, by which no function has to be called: of\n"
+              "the pointer to what counts its writes (NULL: nothing does), in that, of the 32 bits that count; of 32 bits\n"
+              "for dtype and device; of 64 for the rank; of a pointer that is NULL where it needs no gradient.  And the\n"
+              "address of `char *switches()` of a thread, which byte of these and which bit of that is set while\n"
+              "gradients are on.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,
