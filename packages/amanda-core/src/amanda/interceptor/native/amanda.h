@@ -169,15 +169,9 @@ extern PyTypeObject Reader_Type;
 /* 0: cannot be told. sized: extents of tensors decide too. */
 uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *gradients);
 #define UNVERSIONED ((uint64_t)-1)
-void reader_versions(const Reader *reader, PyObject *const *values, Py_ssize_t count, uint64_t *versions);
-/* The first value that was written since its version was read; -1: none was. */
-Py_ssize_t reader_written(const Reader *reader, PyObject *const *values, Py_ssize_t count, const uint64_t *versions);
-int reader_is_tensor(const Reader *reader, PyObject *value);
 int reader_is_plain(const Reader *reader, PyObject *value);
 int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants Python */
-int reader_gradients(const Reader *reader, Thread *thread);
 uint64_t reader_clock(const Reader *reader);
-void reader_set_gradients(const Reader *reader, Thread *thread, int on);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */

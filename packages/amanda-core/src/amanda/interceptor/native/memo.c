@@ -1,6 +1,6 @@
 /* What is known of an op that has a plan: the plans themselves, for Python, and what calls that were
    met before come to, which is run here: nothing at all, or the routines of a program. */
-#include "amanda.h"
+#include "reader.h"
 #include <structmember.h>
 
 #define VALUE_LIMIT 32
