@@ -146,3 +146,53 @@ def test_parts_of_a_parameter_have_state_of_their_own() -> None:
     with amanda.apply(again):
         attention(query, key, key)
     assert again.state_dict().keys() == tool.state_dict().keys()
+
+
+class Held(amanda.Tool):
+    """Keeps the module path of each op that is analysed."""
+
+    def __init__(self) -> None:
+        self.scopes: list[str] = []
+        self.add_inst_for_op(lambda context: self.scopes.append(context.get_scope()))
+
+
+def test_a_module_that_moves_has_the_path_of_where_it_lies() -> None:
+    inner, x = nn.Sequential(nn.ReLU()), torch.randn(2)
+    model = nn.Sequential(inner, nn.Tanh())
+
+    def scopes() -> list[str]:
+        tool = Held()
+        with amanda.apply(tool):
+            model(x)
+        return tool.scopes
+
+    assert scopes() == ["0.0", "1"]
+    inner[0], model[1] = model[1], inner[0]
+    assert scopes() == ["0.0", "1"]
+    model.append(inner[0])
+    del model[0]
+    assert scopes() == ["0", "1"]
+
+
+def test_a_module_made_for_each_call_is_named_by_its_type() -> None:
+    class Making(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = nn.ReLU()(x)
+            return y
+
+    tool, model, x = Held(), Making(), torch.randn(2)
+    with amanda.apply(tool):
+        for _ in range(3):
+            model(x)
+    assert set(tool.scopes) == {"(ReLU)"}
+
+
+def test_paths_of_modules_keep_no_module_alive() -> None:
+    inner = nn.Sequential(nn.ReLU())
+    model = nn.Sequential(inner)
+    with amanda.apply(Held()):
+        model(torch.randn(2))
+    gone = weakref.ref(inner[0])
+    inner[0] = nn.Tanh()
+    gc.collect()
+    assert gone() is None

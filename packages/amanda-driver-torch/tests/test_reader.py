@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch import _reader
+from amanda.drivers.torch import _layout, _reader
+from amanda.drivers.torch._layout import Functions, layout
 from amanda.drivers.torch._reader import reader
 from amanda.errors import MutationError, RoutineError
 
@@ -150,6 +151,101 @@ def test_under_a_transform_or_a_trace_nothing_has_a_key(x: torch.Tensor) -> None
     assert set(seen) == {0}
     assert len(seen) == 5
     assert key(x) != 0
+
+
+@natively
+def test_the_layout_of_this_build_is_known() -> None:
+    assert layout(Functions()) is not None
+
+
+@natively
+@pytest.mark.parametrize("missing", ["_SWITCHES", "_END"])
+def test_a_torch_of_another_layout_is_read_by_its_functions(
+    monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, missing: str
+) -> None:
+    monkeypatch.setattr(_layout, missing, {"_SWITCHES": "no_such_function", "_END": 0}[missing])
+    assert layout(Functions()) is None
+    found = reader(torch.add)
+    assert found is not None
+    x.zero_()
+    assert found.version(x) == x._version
+    assert found.key((x,)) not in {
+        found.key((x.double(),)),
+        found.key((x[0],)),
+        found.key((x.to("meta"),)),
+        0,
+    }
+
+
+@natively
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+        lambda x: x.to("meta"),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: x[0],
+        lambda x: x.clone().requires_grad_(),
+        lambda x: x.clone().requires_grad_() * 2,
+    ],
+)
+def test_tensors_of_any_kind_have_keys_and_versions(x: torch.Tensor, other: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kinds that are in beta
+        one, alike = other(x), other(x)
+    assert key(one) == key(alike) not in (0, key(x))
+    assert READER is not None
+    before = READER.version(one)
+    assert before == one._version
+    with torch.no_grad():
+        torch._C._autograd._unsafe_set_version_counter((one,), (before + 3,))
+    assert READER.version(one) == one._version == before + 3
+
+
+@natively
+def test_a_view_that_needs_no_gradient_is_told_from_one_that_does(x: torch.Tensor) -> None:
+    trained = x.clone().requires_grad_()
+    assert key(x.t()) == key(x) != key(trained.t()) == key(trained)
+
+
+@natively
+@pytest.mark.parametrize("on", [True, False])
+def test_a_routine_runs_with_gradients_off_on_any_thread(x: torch.Tensor, on: bool) -> None:
+    seen: list[bool] = []
+
+    def routine(*values: Any) -> None:
+        seen.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(len(seen) % 2 == 0)  # what it leaves is not what the program goes on with
+
+    def program() -> None:
+        for _ in range(5):
+            with torch.set_grad_enabled(on):
+                torch.add(x, 1)
+                assert torch.is_grad_enabled() is on
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_before_op(routine))
+    failures: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            program()
+        except BaseException as error:
+            failures.append(error)
+
+    with amanda.apply(tool):
+        program()
+        threads = [threading.Thread(target=caught) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            program()
+            thread.join()
+        assert torch.is_grad_enabled()
+    assert seen == [False] * 35
+    assert not failures
 
 
 @natively

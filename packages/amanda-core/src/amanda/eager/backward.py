@@ -104,7 +104,7 @@ class BackwardStep:
                 self._reopen(plan)
             elif not trace.facts.dropped:
                 trace.pending.add(self.id)
-                if all(map(state.is_open, plan.layer.tools)):
+                if plan.layer is state.layer or all(map(state.is_open, plan.layer.tools)):
                     self._missing.append(plan)
                 else:
                     self._complete = False
@@ -173,9 +173,11 @@ class BackwardStep:
         def begin() -> Draft[Actions]:
             return Draft(Actions(), OpContext(self._facts, plan.layer.analyse, plan.context))
 
-        draft: Draft[Actions] | Actions = begin()
+        draft: Draft[Actions] | Actions
         if self._state.cache:
             draft = plan.layer.drafts.share((plan, self.id), lambda: known.get(self.id), begin)
+        else:
+            draft = begin()
         if isinstance(draft, Actions):
             return draft
         draft.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)

@@ -51,7 +51,7 @@ class Call(ABC):
 
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written and gives back."""
-        return spread(inputs[i] for i in self.targets)
+        return spread(inputs[i] for i in self.targets) if self.targets else []
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return what the op has written of the user's tensors, as `Views.wrote` takes it."""

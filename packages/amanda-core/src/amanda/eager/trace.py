@@ -66,7 +66,7 @@ class Trace:
         if again and self.anew:
             return
         if not self.plan.is_complete(self.gradients):
-            for plan in self.plan.chain:
+            for plan in self.plan.watching:
                 plan.backward.complete.add(self.gradients)
         if self.facts is not None:
             self.facts.drop_values()

@@ -8,7 +8,7 @@ the id. The native interceptor computes the same numbers in C; this is the refer
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
-from types import CodeType
+from types import CodeType, FrameType
 
 MASK = (1 << 64) - 1
 SITE_STEP = 0x9E3779B97F4A7C15
@@ -96,6 +96,17 @@ class CodeRegistry:
         if name not in self._files:
             self._files[name] = self._kind_of_file(name)
         return self._files[name] | self._codes.get(code, 0)
+
+    def innermost(self, frame: FrameType | None, but: int) -> FrameType | None:
+        """Return the innermost frame from this one outwards whose code is of none of the kinds `but`."""
+        files = self._files
+        while frame is not None:
+            code = frame.f_code
+            # Most frames are told by their file: to hash code takes longer than all else here.
+            if not files.get(code.co_filename, 0) & but and not self.kind(code) & but:
+                return frame
+            frame = frame.f_back
+        return None
 
     def is_ours(self, code: CodeType) -> bool:
         """Return True for code of Amanda and of its drivers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import wraps
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,12 +21,22 @@ _MARKS = "__amanda_marks__"
 
 
 class InstrumentationPoint(enum.Enum):
-    """A point of an op at which analysis routines run."""
+    """A point of an op at which analysis routines run.
+
+    is_backward: whether it lies in the backward pass.
+    is_after: whether the op has run there.
+    """
 
     BEFORE_FORWARD_OP = "before_forward_op"
     AFTER_FORWARD_OP = "after_forward_op"
     BEFORE_BACKWARD_OP = "before_backward_op"
     AFTER_BACKWARD_OP = "after_backward_op"
+
+    __hash__ = object.__hash__
+
+    def __init__(self, name: str) -> None:
+        self.is_backward = "backward" in name
+        self.is_after = "after" in name
 
     @classmethod
     def of(cls, backward: bool, require_outputs: bool) -> InstrumentationPoint:
@@ -35,19 +44,13 @@ class InstrumentationPoint(enum.Enum):
         side, phase = ("after" if require_outputs else "before"), ("backward" if backward else "forward")
         return cls(f"{side}_{phase}_op")
 
-    @property
-    def is_backward(self) -> bool:
-        """Return True if it lies in the backward pass."""
-        return self in (self.BEFORE_BACKWARD_OP, self.AFTER_BACKWARD_OP)
-
-    @property
-    def is_after(self) -> bool:
-        """Return True if the op has run there."""
-        return self in (self.AFTER_FORWARD_OP, self.AFTER_BACKWARD_OP)
-
 
 class ActionType(enum.Enum):
-    """A kind of action; the value is the name of the method of `OpContext` that records it."""
+    """A kind of action; the value is the name of the method of `OpContext` that records it.
+
+    is_backward: whether it concerns a backward op.
+    is_after, is_replacement: whether its routine runs after the op, or instead of the op.
+    """
 
     INSERT_BEFORE_OP = "insert_before_op"
     INSERT_AFTER_OP = "insert_after_op"
@@ -56,20 +59,12 @@ class ActionType(enum.Enum):
     REPLACE_OP = "replace_op"
     REPLACE_BACKWARD_OP = "replace_backward_op"
 
-    @property
-    def is_backward(self) -> bool:
-        """Return True if it concerns a backward op."""
-        return "backward" in self.value
+    __hash__ = object.__hash__
 
-    @property
-    def is_after(self) -> bool:
-        """Return True if its routine runs after the op."""
-        return "after" in self.value
-
-    @property
-    def is_replacement(self) -> bool:
-        """Return True if its routine runs instead of the op."""
-        return "replace" in self.value
+    def __init__(self, name: str) -> None:
+        self.is_backward = "backward" in name
+        self.is_after = "after" in name
+        self.is_replacement = "replace" in name
 
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -77,7 +72,6 @@ INSERT_BEFORE_OP = ActionType.INSERT_BEFORE_OP
 REPLACE_OP = ActionType.REPLACE_OP
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Action:
     """One instrumentation routine at one op.
 
@@ -89,29 +83,36 @@ class Action:
     parameters: those of a replacement that the op's inputs may fill; None of one written in C.
     """
 
-    type: ActionType
-    func: Routine
-    tool: AnyTool
-    select: tuple[int, ...] | None
-    kwargs: Mapping[str, Any]
-    reads: tuple[tuple[int, int], ...] = ()
+    __slots__ = (
+        "differentiable", "func", "innermost", "kwargs", "observer", "opening", "parameters", "reads",
+        "select", "takes_original", "takes_run", "tool", "traceable", "type",
+    )  # fmt: skip
 
-    differentiable: bool = field(init=False)
-    traceable: bool = field(init=False)
-    observer: bool = field(init=False)
-    opening: bool = field(init=False)
-    innermost: bool = field(init=False)
-    takes_run: bool = field(init=False)
-    takes_original: bool = field(init=False)
-    parameters: Parameters | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        carried = marks(self.func)
-        for mark in ("differentiable", "traceable", "observer", "opening", "innermost"):
-            object.__setattr__(self, mark, mark in carried)
-        object.__setattr__(self, "takes_run", self._takes("run"))
-        object.__setattr__(self, "takes_original", self.type is REPLACE_OP and self._takes("original"))
-        object.__setattr__(self, "parameters", self._parameters() if self.type is REPLACE_OP else None)
+    # Recorded by the thousand, so this is no dataclass: a frozen one takes twice as long to make.
+    def __init__(
+        self,
+        type: ActionType,
+        func: Routine,
+        tool: AnyTool,
+        select: tuple[int, ...] | None,
+        kwargs: Mapping[str, Any],
+        reads: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.type = type
+        self.func = func
+        self.tool = tool
+        self.select = select
+        self.kwargs = kwargs
+        self.reads = reads
+        carried = marks(func)
+        self.differentiable = "differentiable" in carried
+        self.traceable = "traceable" in carried
+        self.observer = "observer" in carried
+        self.opening = "opening" in carried
+        self.innermost = "innermost" in carried
+        self.takes_run = self._takes("run")
+        self.takes_original = type is REPLACE_OP and self._takes("original")
+        self.parameters = self._parameters() if type is REPLACE_OP else None
 
     def _parameters(self) -> Parameters | None:
         taken = [*self.kwargs, *(name for name in ("run", "original") if self._takes(name))]
@@ -132,20 +133,32 @@ def has_run(func: Routine) -> bool:
 def has_parameter(func: Routine, name: str) -> bool:
     """Return True if a routine has a parameter of this name."""
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
-    if isinstance(function, FunctionType) and not function.__dict__.keys() & {"__wrapped__", "__signature__"}:
+    if isinstance(function, FunctionType) and not _is_described_elsewhere(function.__dict__):
         # A tenth of what inspect takes; a tool may record thousands of actions.
         code = function.__code__
-        return name in code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount]
+        end = code.co_argcount + code.co_kwonlyargcount
+        return end > first and name in code.co_varnames[first:end]
     try:
         return name in inspect.signature(func).parameters
     except (TypeError, ValueError):
         return False
 
 
+def _is_described_elsewhere(attributes: Mapping[str, Any]) -> bool:
+    return bool(attributes) and ("__wrapped__" in attributes or "__signature__" in attributes)
+
+
 def marks(func: Routine) -> frozenset[str]:
     """Names of the decorators that a routine carries."""
-    found: frozenset[str] = getattr(func, _MARKS, frozenset())
-    return found
+    function = func.__func__ if isinstance(func, MethodType) else func
+    if isinstance(function, FunctionType):  # `getattr` would make an AttributeError for most
+        carried: frozenset[str] = function.__dict__.get(_MARKS, _UNMARKED)
+    else:
+        carried = getattr(func, _MARKS, _UNMARKED)
+    return carried
+
+
+_UNMARKED: frozenset[str] = frozenset()
 
 
 def _marked(func: RoutineT, mark: str) -> RoutineT:
@@ -198,4 +211,7 @@ def innermost(func: RoutineT) -> RoutineT:
 
 def in_turn(actions: Iterable[Action], after: bool) -> list[Action]:
     """Actions in the order of their tools, except that innermost ones are next to the op."""
-    return sorted(actions, key=lambda action: action.innermost is not after)
+    ordered = list(actions)
+    if len(ordered) > 1:
+        ordered.sort(key=lambda action: action.innermost is not after)
+    return ordered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from amanda import interceptor
 from amanda.plan.action import InstrumentationPoint
@@ -35,8 +35,10 @@ class Draft(Generic[P]):
         with self._lock:
             if point not in self._done:
                 self.context._facts = facts
-                own = self.plan.own if isinstance(self.plan, Plan) else self.plan
-                own.add(self.context.trigger_callback(point))
+                recorded = self.context.trigger_callback(point)
+                if recorded:
+                    own = self.plan.own if isinstance(self.plan, Plan) else self.plan
+                    own.add(recorded)
                 self._done.add(point)
 
 
@@ -47,7 +49,7 @@ class Drafts:
 
     def __init__(self) -> None:
         self._lock = interceptor.Lock()
-        self._drafts: WeakValueDictionary[Hashable, Draft[Any]] = WeakValueDictionary()
+        self._drafts: dict[Hashable, ref[Draft[Any]]] = {}
 
     def share(
         self, key: Hashable, known: Callable[[], P | None], make: Callable[[], Draft[P]]
@@ -57,13 +59,21 @@ class Drafts:
         A thread makes its plan known before it lets go of the draft.
         """
         with self._lock:
-            draft = self._drafts.get(key)
-            if draft is not None:
-                return draft
+            drafts = self._drafts
+            reference = drafts.get(key)
+            begun = None if reference is None else reference()
+            if begun is not None:
+                return begun
             plan = known()
             if plan is not None:
                 return plan
-            draft = self._drafts[key] = make()
+            draft = make()
+
+            def forget(reference: ref[Draft[P]]) -> None:
+                if drafts.get(key) is reference:
+                    del drafts[key]
+
+            drafts[key] = ref(draft, forget)
             return draft
 
 
@@ -95,9 +105,11 @@ class Analysis:
             context = OpContext(self.facts, layer.analyse, None if outer is None else outer.context)
             return Draft(Plan(layer, context, outer), context)
 
-        draft: Draft[Plan] | Plan = begin()
+        draft: Draft[Plan] | Plan
         if cache:
             draft = layer.drafts.share((op_id, key), lambda: layer.plans.get(op_id, {}).get(key), begin)
+        else:
+            draft = begin()
         if isinstance(draft, Plan):
             return draft
         draft.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)

@@ -46,10 +46,8 @@ def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded:
             )
 
 
-def selected(facts: OpFacts, kind: ActionType, select: Selection) -> tuple[int, ...] | None:
-    """Positions of the values that an action is for; None for all."""
-    if select is None:
-        return None
+def selected(facts: OpFacts, kind: ActionType, select: int | str | Sequence[int | str]) -> tuple[int, ...]:
+    """Positions of the values that an action is for."""
     chosen = (select,) if isinstance(select, (int, str)) else tuple(select)
     takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
     inputs = facts.inputs

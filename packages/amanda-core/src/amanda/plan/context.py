@@ -302,5 +302,5 @@ class OpContext(dict[str, Any]):
             wrapped = None if wrapped is None else wrap(self, kind, wrapped)
         if wrapped is None:
             return
-        chosen = selected(self._facts, kind, select)
+        chosen = None if select is None else selected(self._facts, kind, select)
         self._actions.append(Action(kind, wrapped, self._tool, chosen, dict(kwargs) or NO_KWARGS, reads))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amanda.interceptor.opid import digest, mix
@@ -76,14 +78,16 @@ class OpFacts:
 
     def backward_id(self, name: str, place: int) -> int:
         """Return the id of a backward op of this op: by its name, and its place among the backward ops."""
-        return mix(mix(self.op_id, digest(name)), place) or 1
+        return mix(mix(self.op_id, _digest_of(name)), place) or 1
 
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Return facts of a backward op of this op."""
-        return replace(
-            self, backward_op=op, backward_op_id=op_id, replaceable=replaceable, backward_order=order,
-            grad_outputs=None, grad_inputs=None, original=None, dropped=False,
-        )  # fmt: skip
+        facts = OpFacts(*_fields_of(self))  # a fifth of what `dataclasses.replace` takes
+        facts.backward_op, facts.backward_op_id, facts.backward_order = op, op_id, order
+        facts.replaceable = replaceable
+        facts.grad_outputs = facts.grad_inputs = facts.original = None
+        facts.dropped = False
+        return facts
 
     def explain(self, error: ErrorT, action: Action) -> ErrorT:
         """Note on an error at which op, and by which routine of which tool, it came about; return it."""
@@ -95,3 +99,7 @@ class OpFacts:
         """Name of the op that runs, for messages."""
         op = self.op if self.backward_op is None else self.backward_op
         return str(getattr(op, "__name__", op))
+
+
+_digest_of: Callable[[str], int] = cache(digest)
+_fields_of = attrgetter(*(one.name for one in fields(OpFacts)))

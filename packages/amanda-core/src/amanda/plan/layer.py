@@ -11,7 +11,7 @@ from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import Drafts
 from amanda.plan.hooks import hooks
 from amanda.plan.lifetime import mortality
-from amanda.plan.notes import add_note, explained
+from amanda.plan.notes import add_note, describe
 from amanda.plan.order import routines_at
 
 if TYPE_CHECKING:
@@ -56,14 +56,18 @@ class Layer:
     def analyse(self, context: OpContext, point: InstrumentationPoint) -> None:
         """Run this layer's analysis routines of a point on a context."""
         for routine in self.routines[point]:
-            context._tool = routine.tool
-            registry = routine.tool._amanda
-            with explained(context._facts, routine.tool, point.value), registry.lock:
-                while registry.gone:
-                    routine.tool.op_gone(registry.gone.popleft())
-                registry.analysed.add(context.get_op_id())
-                if all(admits(context) for admits in registry.admissions):
-                    routine.callback(context)
+            tool = context._tool = routine.tool
+            registry = tool._amanda
+            try:
+                with registry.lock:
+                    while registry.gone:
+                        tool.op_gone(registry.gone.popleft())
+                    registry.analysed.add(context._facts.op_id)
+                    if not registry.admissions or all(admits(context) for admits in registry.admissions):
+                        routine.callback(context)
+            except BaseException as error:
+                add_note(error, describe(context._facts, tool, point.value))
+                raise
         hooks.tell("amanda_op_analysed", context=context)
 
     def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:
@@ -86,7 +90,8 @@ class Layer:
         settled = False
         for layer in self.chain:
             layer.twice = True
-            for plan in [plan for plans in layer.plans.values() for plan in plans.values()]:
+            plans = [plan for plans in layer.plans.values() for plan in plans.values() if plan.watches]
+            for plan in plans:
                 settled = settled or bool(plan.backward.complete)
                 plan.backward.reopen()
         if settled:

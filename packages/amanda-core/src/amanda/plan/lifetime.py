@@ -69,10 +69,14 @@ class Mortality:
 
     def bind(self, op_id: int, subjects: Iterable[Any]) -> None:
         """Make plans under an op id die with any of the subjects."""
-        for subject in subjects:
-            ordinal = interceptor.ordinal(subject)
-            self.ops.setdefault(ordinal, set()).add(op_id)
-            self.subjects.setdefault(op_id, set()).add(ordinal)
+        ordinals = {interceptor.ordinal(subject) for subject in subjects}
+        for ordinal in ordinals:
+            if ordinal in self.ops:
+                self.ops[ordinal].add(op_id)
+            else:
+                self.ops[ordinal] = {op_id}
+        if ordinals:
+            self.subjects[op_id] = ordinals.union(self.subjects.get(op_id, ()))
 
     def forget_all(self, tool: AnyTool) -> None:
         """Forget every plan that a tool has a part in."""

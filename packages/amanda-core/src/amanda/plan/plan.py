@@ -39,11 +39,23 @@ class Actions:
 
         Raises ReplaceConflictError when tools of nested scopes replace one op.
         """
+        if len(several) == 1:
+            return several[0].in_turn()
         whole = cls()
         whole.before = tuple(in_turn((action for one in several for action in one.before), False))
         whole.after = tuple(in_turn((action for one in several for action in one.after), True))
         whole.replace = only_replacement(one.replace for one in several)
         return whole
+
+    def in_turn(self) -> Actions:
+        """Return the same actions in the order in which they run; these themselves where they are in it."""
+        if len(self.before) < 2 and len(self.after) < 2:
+            return self
+        ordered = Actions()
+        ordered.before = tuple(in_turn(self.before, False))
+        ordered.after = tuple(in_turn(self.after, True))
+        ordered.replace = self.replace
+        return ordered
 
     @property
     def inserted(self) -> tuple[Action, ...]:
@@ -81,13 +93,17 @@ class BackwardRecord:
         self.steps: dict[Hashable, Any] = {}
 
 
+_UNWATCHED = BackwardRecord()
+"""Of plans without routines for backward ops; nothing is added to it."""
+
+
 class Plan(Actions):
     """The actions at one op of the tools of a layer, and of the layers around it, laid out for execution.
 
     own: the actions of the layer's own tools.
     context: what their forward analyses put in; backward contexts start from it.
     watches: True if a layer has routines for backward ops.
-    backward: what is known of the backward ops.
+    backward: what is known of the backward ops, if it `watches`.
     """
 
     __slots__ = ("_around", "backward", "context", "layer", "own", "watches")
@@ -97,9 +113,9 @@ class Plan(Actions):
         self.layer = layer
         self.context = context
         self.own = Actions()
-        self.backward = BackwardRecord()
         self._around: tuple[Plan, ...] = () if outer is None else outer.chain
-        self.watches = any(plan.layer.wants_backward for plan in self.chain)
+        self.watches: bool = layer.wants_backward or (outer is not None and outer.watches)
+        self.backward = BackwardRecord() if self.watches else _UNWATCHED
 
     @property
     def chain(self) -> tuple[Plan, ...]:
@@ -109,11 +125,13 @@ class Plan(Actions):
     @property
     def watching(self) -> list[Plan]:
         """Return the plans of the chain whose layers have routines for backward ops."""
+        if not self._around:
+            return [self] if self.watches else []
         return [plan for plan in self.chain if plan.layer.wants_backward]
 
     def lay_out(self) -> None:
         """Take over what the chain's tools have recorded so far."""
-        whole = Actions.merged([plan.own for plan in self.chain])
+        whole = Actions.merged([plan.own for plan in self.chain]) if self._around else self.own.in_turn()
         self.before, self.replace, self.after = whole.before, whole.replace, whole.after
 
     @property
@@ -136,7 +154,7 @@ class Plan(Actions):
 
         gradients: which inputs need a gradient; None where autodiff records nothing.
         """
-        if gradients in self.backward.quiet:
+        if not self.watches or gradients in self.backward.quiet:
             return False
         wanted = any(
             gradients not in plan.backward.complete or any(plan.backward.actions.values())

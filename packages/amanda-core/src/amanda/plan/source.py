@@ -10,9 +10,5 @@ from amanda.interceptor.registry import codes
 
 def user_source() -> str:
     """Return "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not codes.kind(frame.f_code) & (FRAMEWORK | BOUNDARY | SKIPPED):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    frame = codes.innermost(sys._getframe(1), but=FRAMEWORK | BOUNDARY | SKIPPED)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

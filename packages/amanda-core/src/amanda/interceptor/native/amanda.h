@@ -93,6 +93,7 @@ typedef struct {
     Region *root;  /* owned by the thread's dict */
     PyObject *failure; /* owned; what a tool raised since the last op began, where that may be dropped */
     uint64_t met;      /* number of the watch that was told of this thread */
+    char *switches;    /* the framework's, of this thread; NULL: not asked for yet */
 } Thread;
 
 Thread *thread_state(void);
@@ -166,15 +167,11 @@ typedef struct {
 typedef struct Reader Reader;
 extern PyTypeObject Reader_Type;
 /* 0: cannot be told. sized: extents of tensors decide too. */
-uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int *gradients);
+uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *gradients);
 #define UNVERSIONED ((uint64_t)-1)
-uint64_t reader_version(const Reader *reader, PyObject *value);
-int reader_is_tensor(const Reader *reader, PyObject *value);
 int reader_is_plain(const Reader *reader, PyObject *value);
 int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants Python */
-int reader_gradients(const Reader *reader);
 uint64_t reader_clock(const Reader *reader);
-void reader_set_gradients(const Reader *reader, int on);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */

@@ -1,6 +1,6 @@
 /* What is known of an op that has a plan: the plans themselves, for Python, and what calls that were
    met before come to, which is run here: nothing at all, or the routines of a program. */
-#include "amanda.h"
+#include "reader.h"
 #include <structmember.h>
 
 #define VALUE_LIMIT 32
@@ -78,7 +78,7 @@ static int read_replacement(Step *step, PyObject *told) {
 
 static int read_sources(Program *program, PyObject *sources) {
     Py_ssize_t count = PyTuple_GET_SIZE(sources);
-    int last = 0;
+    int last = 0, in_order = 1;
     program->sources = PyMem_Calloc((size_t)count + 1, sizeof(int));
     if (!program->sources) {
         PyErr_NoMemory();
@@ -89,8 +89,10 @@ static int read_sources(Program *program, PyObject *sources) {
         if (!PyTuple_Check(source)) {
             program->sources[i] = (int)PyLong_AsLong(source);
             if (program->sources[i] > last) last = program->sources[i];
+            in_order &= program->sources[i] == i;
             continue;
         }
+        in_order = 0;
         if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &program->first, &program->last)) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one input at most is made of several arguments");
             return -1;
@@ -100,7 +102,12 @@ static int read_sources(Program *program, PyObject *sources) {
     program->source_count = (int)count;
     if (count > VALUE_LIMIT || last + 2 > VALUE_LIMIT || program->last + 1 > VALUE_LIMIT)
         PyErr_SetString(PyExc_ValueError, "too many inputs for a native program");
-    return PyErr_Occurred() ? -1 : 0;
+    if (PyErr_Occurred()) return -1;
+    if (in_order) { /* as many inputs as arguments */
+        PyMem_Free(program->sources);
+        program->sources = NULL;
+    }
+    return 0;
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -213,34 +220,42 @@ static PyObject **laid_out(const Step *step, PyObject **values, Py_ssize_t count
     return given;
 }
 
+/* Call a routine on values after a free place. A method of Python code is called as its function, with the object in
+   that place, which is what it would do itself; only that takes longer. */
+static inline PyObject *call_routine(PyObject *func, PyObject **given, size_t count, PyObject *names) {
+    if (!Py_IS_TYPE(func, &PyMethod_Type) || !Py_IS_TYPE(PyMethod_GET_FUNCTION(func), &PyFunction_Type))
+        return PyObject_Vectorcall(func, given, count | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+    PyFunctionObject *function = (PyFunctionObject *)PyMethod_GET_FUNCTION(func);
+    given[-1] = PyMethod_GET_SELF(func);
+    return function->vectorcall((PyObject *)function, given - 1, count + 1, names);
+}
+
 static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
                         PyObject **values, Py_ssize_t count, PyObject **result) {
     Step *step = &program->steps[index];
-    PyObject *stack[1 + 2 * VALUE_LIMIT];
+    PyObject *stack[1 + 2 * VALUE_LIMIT], **given = values;
     uint64_t versions[VALUE_LIMIT];
-    Py_ssize_t picked;
-    PyObject **given = laid_out(step, values, count, stack, &picked);
+    Py_ssize_t picked = count;
+    if (!step->everything || step->names) given = laid_out(step, values, count, stack, &picked);
     if (!given) return UNSUITED;
     Outcome outcome = FAILED;
     if (lock_acquire(step->lock, thread)) goto done;
     if (step->isolated) {
-        for (Py_ssize_t i = 0; i < picked; i++) versions[i] = reader_version(reader, given[i]);
-        if (gradients) reader_set_gradients(reader, 0);
+        reader_versions(reader, given, picked, versions);
+        if (gradients) reader_set_gradients(reader, thread, 0);
     }
     thread->off++;
-    size_t positional = (size_t)(step->everything ? picked : step->positional);
-    *result = PyObject_Vectorcall(step->func, given, positional | PY_VECTORCALL_ARGUMENTS_OFFSET, step->names);
+    *result = call_routine(step->func, given, (size_t)(step->everything ? picked : step->positional), step->names);
     thread->off--;
-    if (step->isolated) reader_set_gradients(reader, gradients);
+    if (step->isolated) reader_set_gradients(reader, thread, gradients);
     if (*result) {
         outcome = *result == Py_None || is_same(*result, given, picked) ? UNCHANGED : CHANGED;
-        for (Py_ssize_t i = 0; step->isolated && i < picked; i++)
-            if (versions[i] != UNVERSIONED && reader_version(reader, given[i]) != versions[i]) {
-                PyObject *told = PyObject_CallMethod(program->told, "mutated", "nn", index, i);
-                Py_XDECREF(told);
-                outcome = FAILED;
-                break;
-            }
+        Py_ssize_t written = step->isolated ? reader_written(reader, given, picked, versions) : -1;
+        if (written >= 0) {
+            PyObject *told = PyObject_CallMethod(program->told, "mutated", "nn", index, written);
+            Py_XDECREF(told);
+            outcome = FAILED;
+        }
         if (outcome != CHANGED) Py_CLEAR(*result);
     }
     lock_release(step->lock);
@@ -512,7 +527,7 @@ static PyObject *run_replacement(Thread *thread, Program *program, Run *run) {
         PyErr_SetString(PyExc_SystemError, "the inputs of a call have changed");
     else if (!lock_acquire(step->lock, thread)) {
         thread->off++;
-        result = PyObject_Vectorcall(step->func, given, step->positional | PY_VECTORCALL_ARGUMENTS_OFFSET, step->names);
+        result = call_routine(step->func, given, step->positional, step->names);
         thread->off--;
         lock_release(step->lock);
     }
@@ -648,9 +663,10 @@ static PyObject *run_on_values(Program *self, const Reader *reader, PyObject *va
         if (!reader_is_tensor(reader, given.items[i]) && !reader_is_plain(reader, given.items[i]))
             Py_RETURN_NOTIMPLEMENTED;
     }
-    int gradients = reader_gradients(reader);
+    Thread *thread = thread_state();
+    int gradients = reader_gradients(reader, thread);
     for (int i = 0; i < self->before + self->after; i++) {
-        Outcome outcome = run_step(thread_state(), reader, gradients, self, i, given.items, count, &result);
+        Outcome outcome = run_step(thread, reader, gradients, self, i, given.items, count, &result);
         if (outcome == FAILED) return NULL;
         if (outcome == UNSUITED) return Py_BuildValue("(iO)", i - 1, Py_None);
         if (outcome == CHANGED) return Py_BuildValue("(iN)", i, result);
@@ -772,7 +788,7 @@ PyObject *memo_run(Thread *thread, Call *call) {
     Memo *memo = (Memo *)call->plan;
     const Reader *reader = call->site->reader;
     int gradients = 0;
-    uint64_t key = reader ? reader_key(reader, call->given, memo->sized, &gradients) : 0;
+    uint64_t key = reader ? reader_key(reader, thread, call->given, memo->sized, &gradients) : 0;
     PyObject *known = key ? map_get(&memo->entries, key) : NULL;
     if (!known) return hand_over(thread, call, key, NULL);
     if (known == Py_None) return call_op(thread, call);

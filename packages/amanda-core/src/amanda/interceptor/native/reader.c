@@ -1,56 +1,8 @@
 /* What native code may know of a framework's tensors: read by functions of the framework's own library. */
-#include "amanda.h"
+#include "reader.h"
 
-#define TYPE_LIMIT 16
-#define FUNCTION_LIMIT 8
 #define DEPTH_LIMIT 3
 #define LENGTH_LIMIT 64
-
-typedef int32_t (*Describe)(const void *tensor, int64_t *out);
-typedef bool (*Ask)(const void *);
-typedef bool (*AskMode)(uint16_t);
-typedef int32_t (*Sizes)(const void *tensor, int64_t **out);
-typedef const void *const *(*Tangent)(const void *tensor, uint64_t level, const void *handle);
-
-struct Reader {
-    PyObject_HEAD
-    PyTypeObject *tensors[TYPE_LIMIT], *plain[TYPE_LIMIT]; /* owned */
-    int tensor_count, plain_count, mode_count;
-    Py_ssize_t offset;
-    Describe describe[FUNCTION_LIMIT + 1]; /* ends with NULL */
-    PyObject *extents;                     /* owned: name of an attribute */
-    struct {
-        AskMode ask;
-        uint16_t which;
-    } modes[FUNCTION_LIMIT];
-    Ask needs_gradient, unversioned;
-    int64_t (*version)(const void *);
-    bool (*gradients_on)(void);
-    void (*set_gradients)(bool);
-    uint64_t (*clock)(void);
-    /* For values in the place of others; sizes is NULL where Python alone puts them there. */
-    Sizes sizes;
-    Describe rank;
-    Tangent tangent;
-    Ask is_leaf;
-    Py_ssize_t memory;                   /* offset in a tensor of the pointer to its memory */
-    const void *plain_kind, *no_tangent; /* what a plain tensor begins with; what it has for a tangent */
-    PyObject *through;                   /* owned; through(original, value) */
-};
-
-static inline int among(PyTypeObject *const *types, int count, PyTypeObject *type) {
-    for (int i = 0; i < count; i++)
-        if (types[i] == type) return 1;
-    return 0;
-}
-
-static inline const void *tensor_at(const Reader *reader, PyObject *value) {
-    return (const char *)value + reader->offset;
-}
-
-int reader_is_tensor(const Reader *reader, PyObject *value) {
-    return among(reader->tensors, reader->tensor_count, Py_TYPE(value));
-}
 
 int reader_is_plain(const Reader *reader, PyObject *value) {
     PyTypeObject *type = Py_TYPE(value);
@@ -76,7 +28,7 @@ static int mix_extents(Mixed *mixed, PyObject *value) {
     return hash != -1;
 }
 
-static inline int mix_tensor(Mixed *mixed, PyObject *value) {
+static inline int mix_described(Mixed *mixed, PyObject *value) {
     const Reader *reader = mixed->reader;
     const void *tensor = tensor_at(reader, value);
     uint64_t word = 1;
@@ -87,6 +39,17 @@ static inline int mix_tensor(Mixed *mixed, PyObject *value) {
     }
     word = word << 1 | (mixed->gradients && reader->needs_gradient(*(void *const *)tensor));
     mixed->key = mix(mixed->key, word);
+    return !mixed->sized || mix_extents(mixed, value);
+}
+
+static inline int mix_tensor(Mixed *mixed, PyObject *value) {
+    const Reader *reader = mixed->reader;
+    const char *tensor = laid_out_at(reader, value);
+    if (!tensor) return mix_described(mixed, value);
+    uint64_t kind = *(const uint32_t *)(tensor + reader->layout.kind);
+    uint64_t rank = *(const uint64_t *)(tensor + reader->layout.rank);
+    int needed = mixed->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
+    mixed->key = mix(mixed->key, (kind | rank << 32) << 1 | (uint64_t)needed);
     return !mixed->sized || mix_extents(mixed, value);
 }
 
@@ -139,9 +102,9 @@ int reader_is_kept_out(const Reader *reader) {
    arguments, and of tensors also what `describe` says, their extents if `sized`, and which of them
    need a gradient, if gradients are on. 0 where that cannot be told, or a mode is in force that
    wants Python. */
-uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int *needed) {
+uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *needed) {
     if (reader_is_kept_out(reader)) return 0;
-    int gradients = *needed = reader->gradients_on();
+    int gradients = *needed = reader_gradients(reader, thread);
     Mixed start = {reader, gradients, sized, mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL))};
     Mixed *mixed = &start;
     if (given->self && !mix_value(mixed, given->self, 0)) return 0;
@@ -158,23 +121,18 @@ uint64_t reader_key(const Reader *reader, const Arguments *given, int sized, int
     return mixed->key ? mixed->key : 1;
 }
 
-uint64_t reader_version(const Reader *reader, PyObject *value) {
-    if (reader_is_tensor(reader, value)) {
-        const void *tensor = tensor_at(reader, value);
-        return reader->unversioned(tensor) ? UNVERSIONED : (uint64_t)reader->version(tensor);
-    }
+
+uint64_t reader_other_version(const Reader *reader, PyObject *value) {
     uint64_t versions = UNVERSIONED;
-    if (PyTuple_Check(value) || PyList_Check(value))
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
-            versions = mix(versions, reader_version(reader, PySequence_Fast_GET_ITEM(value, i)));
+    if (!PyTuple_Check(value) && !PyList_Check(value)) return versions;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(value, i);
+        versions = mix(versions, reader_is_tensor(reader, item) ? tensor_version(reader, item) : reader_other_version(reader, item));
+    }
     return versions;
 }
 
 uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
-
-int reader_gradients(const Reader *reader) { return reader->gradients_on(); }
-
-void reader_set_gradients(const Reader *reader, int on) { reader->set_gradients(on); }
 
 /* ---- values in the place of others ---- */
 
@@ -286,15 +244,30 @@ static int read_values(Reader *reader, PyObject *tuple) {
     return 0;
 }
 
+static int read_layout(Reader *reader, PyObject *tuple) {
+    unsigned long long switches;
+    if (!PyArg_ParseTuple(tuple, "nnnnnKnb", &reader->layout.counter, &reader->layout.number, &reader->layout.kind,
+                          &reader->layout.rank, &reader->layout.autodiff, &switches, &reader->layout.byte,
+                          &reader->layout.bit))
+        return -1;
+    if (!switches || !reader->plain_kind) {
+        PyErr_SetString(PyExc_ValueError, "a layout goes with an address, and with values");
+        return -1;
+    }
+    reader->layout.switches = (char *(*)(void))(uintptr_t)switches;
+    reader->layout.known = 1;
+    return 0;
+}
+
 static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", NULL};
-    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None;
+    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", "layout", NULL};
+    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None, *layout = Py_None;
     Py_ssize_t offset;
     int count = 0, described = 0;
     void *functions[FUNCTION_LIMIT];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|O", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|OO", names, &PyTuple_Type, &tensors, &PyTuple_Type,
                                      &plain, &offset, &PyTuple_Type, &describe, &extents, &PyTuple_Type, &modes,
-                                     &PyTuple_Type, &autodiff, &values))
+                                     &PyTuple_Type, &autodiff, &values, &layout))
         return NULL;
     Reader *reader = (Reader *)type->tp_alloc(type, 0);
     if (!reader) return NULL;
@@ -316,6 +289,7 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     reader->set_gradients = (void (*)(bool))functions[4];
     reader->clock = (uint64_t(*)(void))functions[5];
     if (values != Py_None && read_values(reader, values)) goto failed;
+    if (layout != Py_None && read_layout(reader, layout)) goto failed;
     return (PyObject *)reader;
 failed:
     Py_DECREF(reader);
@@ -338,11 +312,11 @@ static PyObject *reader_key_of(Reader *self, PyObject *args) {
                        .count = PyTuple_GET_SIZE(positional),
                        .dict = keywords};
     int gradients;
-    return PyLong_FromUnsignedLongLong(reader_key(self, &given, sized, &gradients));
+    return PyLong_FromUnsignedLongLong(reader_key(self, thread_state(), &given, sized, &gradients));
 }
 
 static PyObject *reader_version_of(Reader *self, PyObject *value) {
-    uint64_t version = reader_version(self, value);
+    uint64_t version = version_of(self, value);
     if (version == UNVERSIONED) Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(version);
 }
@@ -370,7 +344,8 @@ PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None): how native code reads tensors.\n\n"
+    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None): how native code\n"
+              "reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
               "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
@@ -382,7 +357,12 @@ PyTypeObject Reader_Type = {
               "values: what it takes to put values in the place of others: addresses of `int32_t sizes(handle *,\n"
               "int64_t **out)`, `int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level,\n"
               "handle *)` and `bool is_leaf(handle *)`, false where a backward op made the tensor; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
-              "and through(original, value), which gives the value with its gradients' way back to the original.",
+              "and through(original, value), which gives the value with its gradients' way back to the original.\n"
+              "layout: offsets in what the handle of a plain tensor points to, by which no function has to be called: of\n"
+              "the pointer to what counts its writes (NULL: nothing does), in that, of the 32 bits that count; of 32 bits\n"
+              "for dtype and device; of 64 for the rank; of a pointer that is NULL where it needs no gradient.  And the\n"
+              "address of `char *switches()` of a thread, which byte of these and which bit of that is set while\n"
+              "gradients are on.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,

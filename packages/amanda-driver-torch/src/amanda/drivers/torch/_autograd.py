@@ -1,6 +1,7 @@
 """The backward pass: which nodes an op made, and hooks where a tool wants them."""
 
 import functools
+import operator
 import sys
 import threading
 from abc import abstractmethod
@@ -23,7 +24,7 @@ from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
 from torch.autograd.graph import GradientEdge
 
 from ._graphs import relieve
-from ._hooks import place_hooks_quickly
+from ._hooks import Hooks, place_hooks_quickly, remove
 from ._overrides import Unseen
 from ._saved import end_traceback_in_torch
 
@@ -158,13 +159,13 @@ class _Backward:
             found = _graphs.marked(roots)
         with self._changing:
             self._found = found
-            self._shared = {id(node) for node, *_ in found}.intersection(
-                id(node) for other in self.under_way for node, *_ in other._found
-            )
+            if self.under_way:
+                self._shared = {id(node) for node, *_ in found}.intersection(
+                    id(node) for other in self.under_way for node, *_ in other._found
+                )
             self.under_way.append(self)
         settling = self._state.settles and not self._create_graph
-        settled_hooks = BackwardStep.settled
-        layer = self._state.layer
+        layer, shared, handles = self._state.layer, self._shared, self._handles
         others: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
         for node, mark, number in found:
             kind, trace = type(node), mark.trace
@@ -176,28 +177,27 @@ class _Backward:
             else:
                 others[id(mark)] = others.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + others[id(mark)]
-            if id(node) in self._shared:
+            if shared and id(node) in shared:
                 continue
             place += mark.order * _ORDER_STEP
-            if settling and trace.layer is layer:
-                settled = settled_hooks(self._driver, trace, kind, place)
-                if settled is not None:
-                    self._place_hooks(node, settled.before, settled.after)
+            if settling and trace.plan.layer is layer:
+                settled = trace.plan.backward.steps.get((kind, place)) or BackwardStep.settled(
+                    self._driver, trace, kind, place
+                )
+                if settled is not None:  # the way of most nodes, so no call that can be spared
+                    before, after = settled
+                    if before is not None:
+                        handles.append((node, node.register_prehook(before)))
+                    if after is not None:
+                        handles.append((node, node.register_hook(after)))
                     continue
             self._steps.append(trace)
             step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, mark.order + 1)
             if step.wanted or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _Hooks(step, mark, self._driver, self._is_done)
-                self._place_hooks(node, hooks.before, hooks.after)
-
-    def _place_hooks(
-        self, node: Any, before: Callable[..., Any] | None, after: Callable[..., Any] | None
-    ) -> None:
-        if before is not None:
-            self._handles.append((node, node.register_prehook(before)))
-        if after is not None:
-            self._handles.append((node, node.register_hook(after)))
+                handles.append((node, node.register_prehook(hooks.before)))
+                handles.append((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
         """Leave the graph without hooks of ours but those that another pass needs.
@@ -208,9 +208,9 @@ class _Backward:
             others = [one for one in self.under_way if one is not self]
             while self._handles:
                 node, handle = self._handles[-1]
-                heir = next((other for other in others if id(node) in other._shared), None)
+                heir = None if not others else next((one for one in others if id(node) in one._shared), None)
                 if heir is None:
-                    handle.remove()
+                    remove(handle)
                 else:
                     heir._handles.append((node, handle))
                 self._handles.pop()
@@ -254,7 +254,7 @@ def remove_abandoned_hooks() -> None:
             uninterrupted(one.remove_hooks)
 
 
-class _Hooks:
+class _Hooks(Hooks):
     """The two hooks of one node."""
 
     def __init__(
@@ -290,6 +290,4 @@ class _Hooks:
 
 
 def _changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
-    if len(old) == len(new) and all(one is other for one, other in zip(old, new, strict=True)):
-        return None
-    return tuple(new)
+    return None if len(old) == len(new) and all(map(operator.is_, old, new)) else tuple(new)

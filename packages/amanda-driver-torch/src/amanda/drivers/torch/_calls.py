@@ -67,7 +67,7 @@ class TorchCall(Call):
     def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Of an autograd.Function: those that it marked dirty, which alone it gives back themselves."""
         if self._site.key != "Function.apply":
-            return super().written(inputs, outputs)
+            return super().written(inputs, outputs) if self.targets else []
         return [one for one in inputs if isinstance(one, torch.Tensor) and any(one is out for out in outputs)]
 
     def may_write(self) -> bool:

@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Call, EagerDriver, Namespace, State, Trace, digest
 from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
+from amanda.plan import spread
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
@@ -189,7 +190,18 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def identities(self, call: Call) -> list[Any]:
         """The parameters that tell the call from others; none of one that brings parameters elsewhere."""
-        return [] if getattr(call.op, "__name__", "") in _MOVES else super().identities(call)
+        if getattr(call.op, "__name__", "") in _MOVES:
+            return []
+        found = []
+        for value in call.inputs:
+            kind = type(value)
+            if kind is torch.nn.Parameter:
+                found.append(value)
+            elif isinstance(value, (list, tuple)) or (
+                kind is not torch.Tensor and isinstance(value, torch.Tensor)
+            ):
+                found += [one for one in spread([value]) if isinstance(one, self.identity_types)]
+        return found
 
     def variable_of(self, value: Any) -> Any:
         """The parameter, or the leaf, that a tensor is or is a view of."""

@@ -11,30 +11,35 @@ from amanda.interceptor import NATIVE, Hook
 _numbers = count(-1, -1)  # handles count upwards from 0
 
 
-class Handle(tuple[OrderedDict[int, Any], int]):
-    """The hooks of a node, and which is meant."""
+class Hooks:
+    """A base of objects whose methods are hooks that we remove ourselves, by `remove`."""
 
     __slots__ = ()
 
-    def remove(self) -> None:
-        """Take the hook away."""
-        self[0].pop(self[1], None)
+
+def remove(handle: Any) -> None:
+    """Take a hook away by what putting it there has returned."""
+    if type(handle) is tuple:
+        hooks, number = handle
+        hooks.pop(number, None)
+    else:
+        handle.remove()
 
 
 def place_hooks_quickly(attributes: Attributes) -> None:
-    """Make torch put native hooks into a node's hooks without a `RemovableHandle`; others as ever."""
+    """Make torch put our own hooks into a node's hooks without a `RemovableHandle`; others as ever."""
     original = getattr(torch.autograd.Function, "_register_hook", None)
     if original is None or not NATIVE:
         return
 
     def register_hook(hooks: Any, hook: Any) -> tuple[Any, Any]:
-        if type(hook) is not Hook:
+        if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), Hooks):
             registered: tuple[Any, Any] = original(hooks, hook)
             return registered
         if hooks is None:
             hooks = OrderedDict()
         number = next(_numbers)
         hooks[number] = hook
-        return hooks, Handle((hooks, number))
+        return hooks, (hooks, number)
 
     attributes.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))

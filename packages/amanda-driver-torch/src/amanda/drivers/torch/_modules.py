@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -54,13 +53,15 @@ def module_path(subjects: Sequence[Any]) -> str:
 
     What libraries wrap around a model, such as DDP, is no part of it.
     """
-    modules = [one for one in subjects if isinstance(one, torch.nn.Module)]
-    parts = [
-        without_wrappers(outer, _name_within(outer, inner))
-        for outer, inner in pairwise(modules)
-        if inner is not outer
-    ]
-    return ".".join(part for part in parts if part)
+    parts: list[str] = []
+    outer = None
+    for inner in subjects:
+        if not isinstance(inner, torch.nn.Module):
+            continue
+        if outer is not None and inner is not outer:
+            parts.append(without_wrappers(outer, _name_within(outer, inner)))
+        outer = inner
+    return ".".join(filter(None, parts))
 
 
 def part_of(value: Any, variable: Any) -> str:
@@ -112,10 +113,24 @@ def _held_at(module: torch.nn.Module, path: str) -> Any:
 
 
 def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
-    for name, module in outer.named_modules():
-        if module is inner:
-            return str(name)
-    return f"({type(inner).__name__})"
+    """Return the first path of a module in another, or its type where that does not hold it."""
+    names = _names.get(outer)
+    name = None if names is None else names.get(id(inner))
+    if name is None or not _is_at(outer, name, inner):
+        names = _names[outer] = {id(one): path for path, one in reversed([*outer.named_modules()])}
+        name = names.get(id(inner))
+    return f"({type(inner).__name__})" if name is None else name
+
+
+_names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+"""Paths in each module by the `id` of what lies there; used after a look whether it still does."""
+
+
+def _is_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
+    module: torch.nn.Module | None = outer
+    for name in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(name)
+    return module is inner
 
 
 def _place_within(outer: Any, inner: Any) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ def overridden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a mode is active, or a tensor among the arguments overrides what functions do."""
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         return True
-    return any(isinstance(value, (list, tuple)) and has_torch_function(value) for value in args)
+    return any(map(has_torch_function, [value for value in args if isinstance(value, (list, tuple))]))
 
 
 def is_recorded() -> bool:

@@ -2,18 +2,17 @@
 
 import ctypes
 import logging
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from amanda import interceptor
 
+from ._layout import Functions, layout
+
 logger = logging.getLogger("amanda")
 
 _native: Any = torch._C  # its stubs lack what is used here
-_LIBRARIES = {"linux": "lib{}.so", "darwin": "lib{}.dylib"}
 
 _DESCRIBE = ("aoti_torch_get_dtype", "aoti_torch_get_dim", "aoti_torch_get_device_type",
              "aoti_torch_get_device_index")  # fmt: skip
@@ -46,7 +45,7 @@ def reader(through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
     through: gives a value with its gradient's way back to an original.
     """
     try:
-        functions = _Functions()
+        functions = Functions()
         mode = functions.address(_FUNCTION_MODE)
         included = functions.address(_KEY_INCLUDED)
         found = interceptor.Reader(
@@ -58,6 +57,7 @@ def reader(through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
             modes=((mode, 0), *((included, int(_native._parse_dispatch_key(key))) for key in _KEYS)),
             autodiff=functions.addresses(_AUTODIFF),
             values=(*functions.addresses(_VALUES), _memory(), torch.empty(1), through),
+            layout=layout(functions),
         )
         if _reads(found):
             return found
@@ -66,27 +66,6 @@ def reader(through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int
         reason = f"it lacks {error}"
     logger.info("native code cannot read the tensors of torch %s, Python does: %s", torch.__version__, reason)
     return None
-
-
-class _Functions:
-    """Addresses of functions in torch's libraries."""
-
-    def __init__(self) -> None:
-        home = Path(torch.__file__).parent / "lib"
-        names = [_LIBRARIES[sys.platform].format(name) for name in ("torch_cpu", "c10")]
-        self._libraries = [ctypes.CDLL(str(home / name)) for name in names]
-
-    def address(self, name: str) -> int:
-        """Return where a function lies; LookupError where it does not."""
-        for library in self._libraries:
-            function = getattr(library, name, None)
-            if function is not None:
-                return ctypes.cast(function, ctypes.c_void_p).value or 0
-        raise LookupError(name)
-
-    def addresses(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Return where each of these functions lies."""
-        return tuple(map(self.address, names))
 
 
 def _offset() -> int:

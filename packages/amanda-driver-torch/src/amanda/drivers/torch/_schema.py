@@ -75,13 +75,13 @@ class Binding:
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """The values that are not tensors, by name, defaults of absent arguments included."""
-        present = zip(self.names, inputs, strict=True)
-        given = {
-            name: value
-            for i, (name, value) in enumerate(present)
-            if not (holds_tensor(value) or (value is None and i in self._optional_tensors))
-        }
-        return {**self.defaults, **given}
+        found = dict(self.defaults)
+        for i, value in enumerate(inputs):
+            if value is None and i in self._optional_tensors:
+                continue
+            if not holds_tensor(value):
+                found[self.names[i]] = value
+        return found
 
 
 class _Rearranged(Binding):
@@ -213,9 +213,9 @@ def _running_statistics(indices: Mapping[str, int]) -> tuple[int, tuple[int, ...
 
 def holds_tensor(value: Any) -> bool:
     """Return True if value is a tensor or a list or tuple with a tensor in it."""
-    if isinstance(value, list | tuple):
-        return any(holds_tensor(each) for each in value)
-    return isinstance(value, torch.Tensor)
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, (list, tuple)) and any(holds_tensor(each) for each in value)
 
 
 OutputSpec = Callable[[Sequence[Any]], Any]

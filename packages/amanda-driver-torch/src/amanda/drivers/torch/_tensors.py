@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._saved import Reached, SavedTensors, has_hooks
 from ._schema import flatten_outputs
-from ._views import overlaps
+from ._views import PLAIN, overlaps
 
 
 class StraightThrough(torch.autograd.Function):
@@ -120,9 +120,7 @@ class TorchTensors:
     def versions(self, values: Sequence[Any]) -> list[Any]:
         """The version of each value; a hot path, so the common case is spelt out."""
         try:
-            return [
-                value._version if type(value) is torch.Tensor else self.version(value) for value in values
-            ]
+            return [value._version if type(value) in PLAIN else self.version(value) for value in values]
         except RuntimeError:  # an inference tensor has none
             return [self.version(value) for value in values]
 

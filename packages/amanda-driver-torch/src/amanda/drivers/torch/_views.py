@@ -8,6 +8,9 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that override nothing."""
+
 
 class TorchViews(Views):
     """`Views` of PyTorch, where tensors with one storage share memory."""
@@ -17,7 +20,7 @@ class TorchViews(Views):
         kind = type(value)
         if kind is Written:
             value, kind = value.tensor, type(value.tensor)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return _storage(value)
         if not isinstance(value, torch.Tensor) or kind.__torch_dispatch__ is not _NO_DISPATCH:
             return None
@@ -282,5 +285,4 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__

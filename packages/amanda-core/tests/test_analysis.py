@@ -1,0 +1,161 @@
+"""Analysis of an op that is met for the first time."""
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import amanda
+from amanda.interceptor.opid import FRAMEWORK, CodeRegistry
+from amanda.plan.action import Action, ActionType, InstrumentationPoint
+from amanda.plan.analysis import Draft, Drafts
+from amanda.plan.context import OpContext
+from amanda.plan.facts import OpFacts
+from amanda.plan.layer import Layer
+from amanda.plan.plan import Plan
+from amanda.plugins import manager
+from amanda.plugins.hookspecs import hookimpl
+
+
+def facts() -> OpFacts:
+    return OpFacts(len, 7, amanda.Namespace("fake/1/eager"), ("x",), [1], attributes={"a": 2}, scope="m.n")
+
+
+def draft(layer: Layer) -> Draft[Plan]:
+    context = OpContext(facts(), layer.analyse)
+    return Draft(Plan(layer, context), context)
+
+
+def test_a_draft_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:
+    drafts, layer = Drafts(), Layer([], None)
+    first = drafts.share("key", lambda: None, lambda: draft(layer))
+    assert drafts.share("key", lambda: None, lambda: draft(layer)) is first
+    del first
+    gc.collect()
+    assert not drafts._drafts
+
+
+def test_a_plan_that_is_known_is_shared_once_no_draft_is_left() -> None:
+    drafts, layer = Drafts(), Layer([], None)
+    known = draft(layer).plan
+    assert drafts.share("key", lambda: known, lambda: draft(layer)) is known
+    assert not drafts._drafts
+
+
+def test_a_draft_that_dies_late_leaves_the_next_one() -> None:
+    drafts, layer = Drafts(), Layer([], None)
+    old = drafts.share("key", lambda: None, lambda: draft(layer))
+    reference = drafts._drafts["key"]
+    del old
+    new = drafts.share("key", lambda: None, lambda: draft(layer))
+    assert drafts._drafts["key"] is not reference
+    assert drafts._drafts["key"]() is new
+
+
+def test_nothing_is_noted_of_backward_ops_that_nobody_watches() -> None:
+    plans = [draft(Layer([], None)).plan for _ in range(2)]
+    assert not any(plan.wants_backward(gradients) for plan in plans for gradients in (None, 3))
+    assert plans[0].backward is plans[1].backward
+    assert not plans[0].backward.complete
+    assert plans[0].backward.quiet == {None}
+    assert plans[0].is_complete(3)
+
+
+def test_facts_of_a_backward_op_are_those_of_its_op_but_for_its_own() -> None:
+    forward = facts()
+    forward.grad_outputs, forward.dropped = [3], True
+    backward = forward.at_backward("op", 8, False, 2)
+    assert (backward.backward_op, backward.backward_op_id, backward.backward_order) == ("op", 8, 2)
+    assert (backward.replaceable, backward.dropped) == (False, False)
+    assert backward.grad_outputs is None
+    assert (backward.op, backward.op_id, backward.scope) == (len, 7, "m.n")
+    assert backward.inputs is forward.inputs
+    assert backward.attributes is forward.attributes
+    assert forward.backward_op_id is None
+
+
+@pytest.mark.parametrize("kind", ActionType)
+def test_kinds_of_actions_say_what_they_are(kind: ActionType) -> None:
+    assert kind.is_backward is ("backward" in kind.value)
+    assert kind.is_after is ("after" in kind.value)
+    assert kind.is_replacement is ("replace" in kind.value)
+    assert {kind: 1}[ActionType(kind.value)] == 1
+
+
+@pytest.mark.parametrize("point", InstrumentationPoint)
+def test_points_say_what_they_are(point: InstrumentationPoint) -> None:
+    assert InstrumentationPoint.of(point.is_backward, point.is_after) is point
+
+
+def marked() -> list[Any]:
+    class Tool(amanda.Tool):
+        @amanda.observer
+        def method(self, run: dict[str, Any]) -> None: ...
+
+        def plain(self, *values: Any) -> None: ...
+
+    class Callable:
+        def __call__(self, x: Any, *, run: dict[str, Any]) -> None: ...
+
+    tool = Tool()
+    own = amanda.observer(Callable())
+    return [
+        (tool.method, True, True), (tool.plain, False, False), (own, True, True), (Callable(), False, True),
+        (amanda.observer(lambda x: x), True, False), (lambda x, run: x, False, True), (max, False, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("routine", "observes", "takes_run"), marked())
+def test_marks_and_parameters_of_a_routine_are_found(routine: Any, observes: bool, takes_run: bool) -> None:
+    action = Action(ActionType.INSERT_BEFORE_OP, routine, amanda.Tool(), None, {})
+    assert (action.observer, action.takes_run) == (observes, takes_run)
+    assert not action.differentiable
+    given = Action(ActionType.INSERT_BEFORE_OP, routine, amanda.Tool(), None, {"run": 1})
+    assert not given.takes_run
+
+
+def test_a_hook_that_is_registered_late_hears_of_each_analysis() -> None:
+    told: list[OpContext] = []
+
+    class Plugin:
+        @hookimpl
+        def amanda_op_analysed(self, context: OpContext) -> None:
+            told.append(context)
+
+    layer, plugin = Layer([], None), Plugin()
+    context = OpContext(facts(), layer.analyse)
+    context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP)
+    assert not told
+    manager.plugin_manager().register(plugin)
+    try:
+        context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP)
+    finally:
+        manager.plugin_manager().unregister(plugin)
+    assert told == [context]
+    context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP)
+    assert len(told) == 1
+
+
+def test_the_innermost_frame_is_told_by_file_and_by_code() -> None:
+    registry = CodeRegistry(lambda: None)
+
+    def inner() -> Any:
+        import sys
+
+        return registry.innermost(sys._getframe(), but=FRAMEWORK)
+
+    def outer() -> Any:
+        return inner()
+
+    assert outer().f_code is inner.__code__
+    registry.add_code(inner.__code__, FRAMEWORK)
+    assert outer().f_code is outer.__code__
+    registry.add_root(__file__, FRAMEWORK)
+    assert outer().f_code.co_filename != __file__
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(outer()))
+    registry.add_root(threading.__file__, FRAMEWORK)
+    thread.start()
+    thread.join()
+    assert found == [None]
