@@ -85,6 +85,7 @@ class Action:
     kwargs: what the tool injects into every call of the routine.
     reads: of a replacement in a graph, inputs of other ops that it is given: op ids and positions.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
+    takes_shapes: whether the routine, unless it replaces, has a keyword `shapes`, for those of one execution.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
     parameters: those of a replacement that the op's inputs may fill; None of one written in C.
     """
@@ -102,6 +103,7 @@ class Action:
     opening: bool = field(init=False)
     innermost: bool = field(init=False)
     takes_run: bool = field(init=False)
+    takes_shapes: bool = field(init=False)
     takes_original: bool = field(init=False)
     parameters: Parameters | None = field(init=False)
 
@@ -110,6 +112,7 @@ class Action:
         for mark in ("differentiable", "traceable", "observer", "opening", "innermost"):
             object.__setattr__(self, mark, mark in carried)
         object.__setattr__(self, "takes_run", self._takes("run"))
+        object.__setattr__(self, "takes_shapes", not self.type.is_replacement and self._takes("shapes"))
         object.__setattr__(self, "takes_original", self.type is REPLACE_OP and self._takes("original"))
         object.__setattr__(self, "parameters", self._parameters() if self.type is REPLACE_OP else None)
 
@@ -118,7 +121,7 @@ class Action:
         return parameters_of(self.func, [*taken, "reads"] if self.reads else taken)
 
     def _takes(self, name: str) -> bool:
-        return name not in self.kwargs and has_parameter(self.func, name)
+        return name not in self.kwargs and has_parameter(self.func, name, alone=name == "shapes")
 
     def __str__(self) -> str:
         return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"
@@ -129,17 +132,22 @@ def has_run(func: Routine) -> bool:
     return has_parameter(func, "run")
 
 
-def has_parameter(func: Routine, name: str) -> bool:
-    """Return True if a routine has a parameter of this name."""
+def has_parameter(func: Routine, name: str, alone: bool = False) -> bool:
+    """Return True if a routine has a parameter of this name.
+
+    alone: whether it has to be one that only a keyword fills.
+    """
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(function, FunctionType) and not function.__dict__.keys() & {"__wrapped__", "__signature__"}:
         # A tenth of what inspect takes; a tool may record thousands of actions.
         code = function.__code__
-        return name in code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount]
+        start = code.co_argcount if alone else first
+        return name in code.co_varnames[start : code.co_argcount + code.co_kwonlyargcount]
     try:
-        return name in inspect.signature(func).parameters
+        found = inspect.signature(func).parameters.get(name)
     except (TypeError, ValueError):
         return False
+    return found is not None and (not alone or found.kind is found.KEYWORD_ONLY)
 
 
 def marks(func: Routine) -> frozenset[str]:

@@ -182,10 +182,12 @@ class _Backward:
             if settling and trace.layer is layer:
                 settled = settled_hooks(self._driver, trace, kind, place)
                 if settled is not None:
+                    settled = settled if settled.at is None else settled.at(mark.shapes or trace.shapes)
                     self._place_hooks(node, settled.before, settled.after)
                     continue
             self._steps.append(trace)
-            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, mark.order + 1)
+            order = mark.order + 1
+            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, order, mark.shapes)
             if step.wanted or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _Hooks(step, mark, self._driver, self._is_done)
@@ -284,7 +286,8 @@ class _Hooks:
         end = _sequence()
         if end == self._start or not torch.is_grad_enabled():
             return
-        mark = Mark(self._mark.trace.again(), self._start, self._start, end, self._mark.order + 1)
+        trace = self._mark.trace.again(self._mark.shapes)
+        mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
         with Unseen():
             _graphs.mark(grad_inputs, mark, False)
 
