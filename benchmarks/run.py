@@ -16,8 +16,8 @@ from page import PAGE
 
 HERE = Path(__file__).parent
 NAMES = (
-    "ops", "steps", "backward", "analysis", "cache", "graphs", "compiled", "sessions", "startup", "memory",
-    "instructions", "profiling", "tools", "remat", "distributed",
+    "ops", "steps", "backward", "analysis", "cache", "shapes", "graphs", "compiled", "sessions", "startup",
+    "memory", "instructions", "profiling", "tools", "remat", "distributed",
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class Tool:
         backward: at backward ops.  require_outputs: after the op, when its outputs are known.
         guard: what the routine decides by beyond the op and its inputs' dtype, rank and device:
         "shape", or a callable from the list of inputs to a hashable; another value, another analysis.
+        "read": the shapes, at the ops at which it asks the context for them, by `get_input_shapes`.
         """
         self._register(callback, backward, require_outputs, guard, closing=False)
 
@@ -70,8 +71,8 @@ class Tool:
     ) -> None:
         if not callable(callback):
             raise ToolError(f"add_inst_for_op wants a callable, not {callback!r}")
-        if guard is not None and guard != "shape" and not callable(guard):
-            raise ToolError(f'guard is "shape" or a callable from inputs to a hashable, not {guard!r}')
+        if guard not in (None, "shape", "read") and not callable(guard):
+            raise ToolError(f'guard is "read", "shape" or a callable of inputs to a hashable, not {guard!r}')
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(Analysis(self, callback, point, guard, closing))
         self._amanda.version += 1

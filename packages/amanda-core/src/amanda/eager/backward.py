@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda import interceptor
@@ -38,14 +38,20 @@ def _settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> SettledS
     whole = Actions.merged(several)
     if any(action.takes_run for action in whole.all):
         return None
-    rest = _Rest(ops, facts)
-    hooks: list[interceptor.Hook | None] = []
-    for actions in (whole.before, whole.after):
-        program = program_on_values(actions, facts) if actions else None
-        if actions and program is None:
-            return None
-        hooks.append(None if program is None else program.hook(ops.reader, rest, actions))
-    return SettledStep(*hooks)
+    rest, reader = _Rest(ops, facts), ops.reader
+    sides = (whole.before, whole.after)
+    programs = [program_on_values(actions, facts) if actions else None for actions in sides]
+    if any(actions and program is None for actions, program in zip(sides, programs, strict=True)):
+        return None
+
+    def at(*shapes: tuple[Any, ...]) -> SettledStep:
+        before, after = (
+            None if program is None else program.hook(reader, rest, actions, *shapes)
+            for actions, program in zip(sides, programs, strict=True)
+        )
+        return SettledStep(before, after)
+
+    return SettledStep(None, None, at) if any(action.takes_shapes for action in whole.all) else at()
 
 
 class SettledStep(NamedTuple):
@@ -53,10 +59,12 @@ class SettledStep(NamedTuple):
 
     before, after: called with the gradients that enter the op, and with those that leave it; they give
     gradients that shall do so instead, or None. None themselves where there is no routine.
+    at: makes them for an execution whose op had these shapes; None where they are those of all executions.
     """
 
     before: interceptor.Hook | None
     after: interceptor.Hook | None
+    at: Callable[[tuple[Any, ...]], SettledStep] | None = None
 
 
 class _Rest:
@@ -68,14 +76,18 @@ class _Rest:
         self._ops = ops
         self._facts = facts
 
-    def __call__(self, actions: list[Action], grads: tuple[Any, ...], done: Any) -> tuple[Any, ...] | None:
+    def __call__(
+        self, actions: list[Action], grads: tuple[Any, ...], done: Any, shapes: Any = None
+    ) -> tuple[Any, ...] | None:
         step, returned = (-1, None) if done is NotImplemented else done
         given = values = list(grads)
         with interceptor.Suspension():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED
-                    values = run_routine(self._ops, action, values, self._facts, {}, False, (), result)
+                    values = run_routine(
+                        self._ops, action, values, self._facts, {}, False, (), result, shapes=shapes
+                    )
         return None if values is given else tuple(values)
 
 
@@ -84,12 +96,14 @@ class BackwardStep:
 
     def __init__(
         self, ops: EagerExecution, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
-        order: int = 1,
+        order: int = 1, shapes: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
+        """shapes: those of the op in this execution, where its mark has them."""
         assert trace.facts is not None
         self._ops = ops
         self._trace = trace
         self._state = state
+        self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
         self._fresh: list[tuple[Plan, Draft[Actions]]] = []
@@ -194,7 +208,7 @@ class BackwardStep:
         for plan, draft in self._fresh:
             draft.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             plan.backward.actions[self.id] = draft.plan
-            if self._state.cache and not plan.layer.has(self._trace.op_id, plan):  # its model died meanwhile
+            if self._state.cache and self._trace.op_id not in plan.layer.plans:  # its model died meanwhile
                 plan.layer.bury(self._trace.op_id)
         self._fresh = []
         for action in in_turn((one for actions in self._known for one in actions.after), True):
@@ -207,7 +221,15 @@ class BackwardStep:
     def _run(self, action: Action, grads: list[Any]) -> list[Any]:
         if not self._state.is_open(action.tool):
             return grads
-        return run_routine(self._ops, action, grads, self._facts, self._trace.run, self._state.autodiff)
+        shapes = self._shapes_so_far() if action.takes_shapes else None
+        run, autodiff = self._trace.run, self._state.autodiff
+        return run_routine(self._ops, action, grads, self._facts, run, autodiff, shapes=shapes)
+
+    def _shapes_so_far(self) -> tuple[Any, ...]:
+        """Return the shapes of the op's inputs and outputs, and of the gradients that there are."""
+        assert self._shapes is not None
+        grads = (self._facts.grad_outputs, self._facts.grad_inputs)
+        return (*self._shapes, *(self._ops.shapes(one) for one in grads if one is not None))
 
     def _replaced(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
         result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)

@@ -55,7 +55,7 @@ class EagerExecution(EagerOps):
             state.report(*obstacle)
             return site.invoke(args, kwargs)
         call = self.bind(site, args, kwargs)
-        signature = layer.key(self, call.inputs)
+        signature = layer.key(self, call.inputs, op_id)
         if memo is None or signature not in memo.plans:
             return self._first(call, state, op_id, signature)
         plan = memo.plans[signature]
@@ -73,6 +73,7 @@ class EagerExecution(EagerOps):
             parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
             part_of=self.part_of, device_of=self.device_of,
             compute=call.computation(), aliases=self.scope_aliases(subjects),
+            input_shapes=self.shapes(call.inputs) if layer.by_reads else (),
         )  # fmt: skip
         analysis = Analysis(facts, self, layer, key, state.cache)
         result = self._execute(analysis.plan, call, state, op_id, analysis)
@@ -80,7 +81,7 @@ class EagerExecution(EagerOps):
             analysis.keep()
             if call.mutable:
                 layer.writers.add(op_id)
-            self._keep(layer, op_id, key, analysis.plan)
+            self._keep(layer, op_id, analysis.plan)
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
         return result
@@ -100,10 +101,15 @@ class EagerExecution(EagerOps):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         tracing = self.tracing() if plan.watches else None
         step, returned = called
+        shapes: tuple[Any, ...] | None = None
+        if analysis is not None or plan.watches or any(action.takes_shapes for action in plan.inserted):
+            shapes = (self.shapes(call.inputs),)
         for i, action in enumerate(plan.before):
             if i >= step:
                 result = returned if i == step else NOT_CALLED
-                inputs = run_routine(self, action, inputs, told, run, state.autodiff, call.mutable, result)
+                inputs = run_routine(
+                    self, action, inputs, told, run, state.autodiff, call.mutable, result, shapes=shapes
+                )
         if inputs is not call.inputs:
             inputs = call.fitted(inputs)
         gradients = self.gradients(inputs) if plan.watches else None
@@ -123,16 +129,19 @@ class EagerExecution(EagerOps):
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._written_back(call, inputs, versions, values)
             outputs = rebuild(values)
+        if shapes is not None:
+            shapes = (*shapes, self.shapes(values))
         if analysis is not None:
             told.inputs, told.outputs = list(inputs), list(values)
             plan = analysis.after()
         if trace is not None:
+            trace.shapes = shapes
             trace.keep(self, told, inputs, values)
             self.attach_trace(trace, made, [*values, *(call.inputs[i] for i in call.mutable)])
         written = call.written(inputs, values)
         if written and saved is None and plan.gives_outputs:
             saved = self.saved_of(written)
-        changed = self._run_after(plan.after, values, written, told, run, state, saved=saved)
+        changed = self._run_after(plan.after, values, written, told, run, state, shapes, saved=saved)
         if self.views is not None:
             changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
@@ -184,6 +193,7 @@ class EagerExecution(EagerOps):
         told: OpFacts,
         run: dict[str, Any],
         state: State,
+        shapes: Hashable,
         returned: Any = NOT_CALLED,
         saved: Saved | None = None,
     ) -> list[Any]:
@@ -191,7 +201,9 @@ class EagerExecution(EagerOps):
         keep = None if saved is None else saved.keep
         for action in actions:
             mutable = [i for i, one in enumerate(values) if any(one is own for own in written)]
-            values = run_routine(self, action, values, told, run, state.autodiff, mutable, returned, keep)
+            values = run_routine(
+                self, action, values, told, run, state.autodiff, mutable, returned, keep, shapes
+            )
             returned = NOT_CALLED
         return values
 
@@ -224,7 +236,8 @@ class EagerExecution(EagerOps):
             first, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
         saved = self.saved_of(written) if written else None
-        changed = self._run_after(plan.after[first:], values, written, told, {}, state, returned, saved)
+        rest, shapes = plan.after[first:], (self.shapes(call.inputs), self.shapes(values))
+        changed = self._run_after(rest, values, written, told, {}, state, shapes, returned, saved)
         if self.views is not None:
             changed = self._tied(self.views, call, inputs, values, changed, told)
         return outputs if changed is values else rebuild(changed)
@@ -250,13 +263,13 @@ class EagerExecution(EagerOps):
         """Return the values that tell the call's op apart; its plan dies with any of them."""
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
-    def _keep(self, layer: Layer, op_id: int, key: Hashable, plan: Plan) -> None:
+    def _keep(self, layer: Layer, op_id: int, plan: Plan) -> None:
+        """Let the interceptor know the plans that the layer has of an op."""
         known = layer.table.get(op_id)
         if isinstance(known, interceptor.Memo):
-            known.plans[key] = plan
             known.forget()
         elif plan or plan.watches or layer.guards or self._watches(layer, op_id):
-            layer.table.set(op_id, interceptor.Memo({key: plan}, layer.by_extents))
+            layer.table.set(op_id, interceptor.Memo(layer.plans.get(op_id, {}), layer.is_sized(op_id)))
         else:
             layer.table.set(op_id, None)
 

@@ -66,6 +66,7 @@ def _tracer(
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
         trace = Trace(facts.op_id, gradients, plan, {})
         values = ops.flatten(outputs)[0]
+        trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
         if plan.is_complete(gradients):
             memo.forget()  # less is left to do
@@ -107,7 +108,7 @@ def _program_of(
     )
     return _program(
         plan.before, plan.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        replaced_by=plan.replace,
+        trace is not None and plan.hands_on_shapes, replaced_by=plan.replace,
     )  # fmt: skip
 
 
@@ -156,8 +157,8 @@ def _replacement(ops: EagerOps, action: Action, call: Call) -> tuple[tuple[Any, 
 
 
 def _step(action: Action) -> tuple[Any, ...]:
-    lock = action.tool._amanda.lock
-    return action.func, action.select, dict(action.kwargs), lock, not action.differentiable
+    lock, isolated = action.tool._amanda.lock, not action.differentiable
+    return action.func, action.select, dict(action.kwargs), lock, isolated, action.takes_shapes
 
 
 class _FailureNotes:

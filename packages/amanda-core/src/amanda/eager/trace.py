@@ -18,11 +18,12 @@ class Trace:
 
     gradients: which inputs needed a gradient.
     plan: of the scope that it was made in.
+    shapes: of the op's inputs and outputs; None where marks have them, or nobody asks.
     anew: whether its backward ops are analysed in each pass, as without the cache.
     """
 
     __slots__ = (
-        "__weakref__", "anew", "facts", "gradients", "op_id", "pending", "plan", "run"
+        "__weakref__", "anew", "facts", "gradients", "op_id", "pending", "plan", "run", "shapes"
     )  # fmt: skip
 
     def __init__(
@@ -33,6 +34,7 @@ class Trace:
         self.gradients = gradients
         self.plan = plan
         self.run = run
+        self.shapes: tuple[Any, ...] | None = None
         self.facts: OpFacts | None = None
         self.pending: set[int] = set()
 
@@ -41,9 +43,10 @@ class Trace:
         """The tools of the scope that it was made in."""
         return self.plan.layer
 
-    def again(self) -> Trace:
-        """A trace for the backward ops of this execution's backward ops."""
+    def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
+        """A trace for the backward ops of this execution's backward ops.  shapes: those of its mark."""
         trace = copy(self)
+        trace.shapes = shapes or self.shapes
         trace.pending = set()
         return trace
 

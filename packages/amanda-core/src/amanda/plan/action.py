@@ -79,13 +79,14 @@ class Action:
     kwargs: what the tool injects into every call of the routine.
     reads: of a replacement in a graph, inputs of other ops that it is given: op ids and positions.
     takes_run: whether the routine has a parameter `run`, for what one execution hands on.
+    takes_shapes: whether the routine, unless it replaces, has a keyword `shapes`, for those of one execution.
     takes_original: whether a replacement has a parameter `original`, for what computes the op.
     parameters: those of a replacement that the op's inputs may fill; None of one written in C.
     """
 
     __slots__ = (
         "differentiable", "func", "innermost", "kwargs", "observer", "opening", "parameters", "reads",
-        "select", "takes_original", "takes_run", "tool", "traceable", "type",
+        "select", "takes_original", "takes_run", "takes_shapes", "tool", "traceable", "type",
     )  # fmt: skip
 
     # Recorded by the thousand, so this is no dataclass: a frozen one takes twice as long to make.
@@ -111,6 +112,7 @@ class Action:
         self.opening = "opening" in carried
         self.innermost = "innermost" in carried
         self.takes_run = self._takes("run")
+        self.takes_shapes = not type.is_replacement and self._takes("shapes")
         self.takes_original = type is REPLACE_OP and self._takes("original")
         self.parameters = self._parameters() if type is REPLACE_OP else None
 
@@ -119,7 +121,7 @@ class Action:
         return parameters_of(self.func, [*taken, "reads"] if self.reads else taken)
 
     def _takes(self, name: str) -> bool:
-        return name not in self.kwargs and has_parameter(self.func, name)
+        return name not in self.kwargs and has_parameter(self.func, name, alone=name == "shapes")
 
     def __str__(self) -> str:
         return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"
@@ -130,18 +132,22 @@ def has_run(func: Routine) -> bool:
     return has_parameter(func, "run")
 
 
-def has_parameter(func: Routine, name: str) -> bool:
-    """Return True if a routine has a parameter of this name."""
+def has_parameter(func: Routine, name: str, alone: bool = False) -> bool:
+    """Return True if a routine has a parameter of this name.
+
+    alone: whether it has to be one that only a keyword fills.
+    """
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(function, FunctionType) and not _is_described_elsewhere(function.__dict__):
         # A tenth of what inspect takes; a tool may record thousands of actions.
         code = function.__code__
-        end = code.co_argcount + code.co_kwonlyargcount
-        return end > first and name in code.co_varnames[first:end]
+        start, end = code.co_argcount if alone else first, code.co_argcount + code.co_kwonlyargcount
+        return end > start and name in code.co_varnames[start:end]
     try:
-        return name in inspect.signature(func).parameters
+        found = inspect.signature(func).parameters.get(name)
     except (TypeError, ValueError):
         return False
+    return found is not None and (not alone or found.kind is found.KEYWORD_ONLY)
 
 
 def _is_described_elsewhere(attributes: Mapping[str, Any]) -> bool:

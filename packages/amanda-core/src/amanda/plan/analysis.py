@@ -90,8 +90,9 @@ class Analysis:
         self.facts = facts
         self.fresh: list[tuple[Hashable, Draft[Plan]]] = []
         plan: Plan | None = None
+        called = facts.op_id if facts.namespace[-1] == "eager" else None
         for one in layer.chain:
-            own = key if one is layer else one.key(ops, facts.inputs or ())
+            own = key if one is layer else one.key(ops, facts.inputs or (), called)
             plan = self._plan(one, own, plan, cache)
         assert plan is not None
         self.plan = plan
@@ -107,7 +108,8 @@ class Analysis:
 
         draft: Draft[Plan] | Plan
         if cache:
-            draft = layer.drafts.share((op_id, key), lambda: layer.plans.get(op_id, {}).get(key), begin)
+            shared = (op_id, key, self.facts.input_shapes) if layer.by_reads else (op_id, key)
+            draft = layer.drafts.share(shared, lambda: layer.plans.get(op_id, {}).get(key), begin)
         else:
             draft = begin()
         if isinstance(draft, Plan):
@@ -125,5 +127,8 @@ class Analysis:
 
     def keep(self) -> None:
         """Keep the plans for when the op is met again."""
-        for key, draft in self.fresh:
-            draft.plan.layer.plans.setdefault(self.facts.op_id, {})[key] = draft.plan
+        op_id, read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
+        layers = [draft.plan.layer for _, draft in self.fresh]
+        apart = [layer.is_sized(op_id) or not layer.by_reads for layer in layers]
+        for (key, draft), layer, known in zip(self.fresh, layers, apart, strict=True):
+            layer.keep(op_id, key, draft.plan, None if known else read)

@@ -81,7 +81,7 @@ def refused(
 
     inputs, names: what could have been selected.
     """
-    taken = {"run": None} if action.takes_run else {}
+    taken = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}
     try:
         inspect.signature(action.func).bind(*given, **{**taken, **action.kwargs, **kwargs})
     except TypeError as error:

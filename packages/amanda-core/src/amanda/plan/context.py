@@ -90,6 +90,24 @@ class OpContext(dict[str, Any]):
         """Names of the inputs in the order of the op's schema, which may name more than were given."""
         return tuple(self._facts.names)
 
+    def get_input_shapes(self) -> tuple[Any, ...]:
+        """Return the shape of each input: a tuple for a tensor, a tuple of these for a list, None for others.
+
+        What the op's tools record then holds for these shapes alone: for others the op is analysed again.
+        Raises AmandaError outside forward analysis routines of tools that one was registered for with
+        `guard="read"`, and in graphs, where tensors may have no shape yet.
+        """
+        tool = self._tool
+        guards = [] if tool is None else [one.guard for one in tool._amanda.analyses]
+        if not self.is_eager() or self.is_backward() or not {"read", "shape"}.intersection(guards):
+            raise AmandaError(
+                f"get_input_shapes of {self._facts.name} in {self.namespace} is for forward analysis "
+                'routines of eager mode, of a tool that has registered one with guard="read"; at other '
+                "points read the shapes of tensors, or give a routine a keyword `shapes`"
+            )
+        self._facts.reads_shapes = True
+        return tuple(self._facts.input_shapes)
+
     def get_outputs(self) -> list[Any] | None:
         """The op's outputs; None before it has run."""
         if self._facts.outputs is None and not self._facts.dropped:
@@ -303,4 +321,10 @@ class OpContext(dict[str, Any]):
         if wrapped is None:
             return
         chosen = None if select is None else selected(self._facts, kind, select)
-        self._actions.append(Action(kind, wrapped, self._tool, chosen, dict(kwargs) or NO_KWARGS, reads))
+        action = Action(kind, wrapped, self._tool, chosen, dict(kwargs) or NO_KWARGS, reads)
+        if action.takes_shapes and not self.is_eager():
+            raise ActionError(
+                f"{action} has a keyword `shapes`, which eager mode alone gives; {self._facts.name} is an op "
+                f"of {self.namespace}: read the shapes of the values that the routine is given"
+            )
+        self._actions.append(action)

@@ -28,7 +28,8 @@ class OpFacts:
     of a graph, which keeps nothing of the graph.  variable_of: what holds an input's value; path_of: where in
     the model that is; part_of: names the part of a variable that a value is, "" for all of it.
     device_of: names the device of a value, "" where that is not known.
-    aliases: other paths of the module of `scope`.
+    aliases: other paths of the module of `scope`.  input_shapes: of an op that runs as it is called.
+    reads_shapes: whether an analysis routine has asked for them.
     """
 
     op: Any
@@ -59,6 +60,8 @@ class OpFacts:
     compute: Callable[[Sequence[Any]], Any] | None = None
     backward_order: int = 0
     aliases: Sequence[str] = ()
+    input_shapes: Sequence[Any] = ()
+    reads_shapes: bool = False
 
     def drop_values(self) -> None:
         """Drop every tensor; a context that lives on knows the op alone."""

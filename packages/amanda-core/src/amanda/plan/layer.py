@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from amanda.plan.tools import Analysis, AnyTool
 
 LAYERS_PER_TOOL = 16
+PLANS_PER_OP = 256
 
 
 class Layer:
     """The tools of one scope, in order, above the layers of the scopes around it.
 
     by_extents, by_callables: whether the guards ask for shapes, and more than that, of what an op is given.
+    by_reads: whether shapes decide where analysis routines ask for them.
+    sized: ids of the ops where they have.
     writers: ids of the ops that write into tensors that they are given.
     twice: whether gradients have been differentiated in turn, so that backward ops have backward ops.
     drafts: the plans that threads make at this moment.
@@ -43,6 +46,8 @@ class Layer:
         for routines in self.routines.values():
             self.guards += [one for one in routines if one.guard is not None]
         self.by_extents = any(one.guard == "shape" for one in self.guards)
+        self.by_reads = any(one.guard == "read" for one in self.guards)
+        self.sized: set[int] = set()
         self.by_callables = any(callable(one.guard) for one in self.guards)
         self.wants_backward = any(self.routines[point] for point in self.routines if point.is_backward)
         self.twice = False
@@ -70,18 +75,43 @@ class Layer:
                 raise
         hooks.tell("amanda_op_analysed", context=context)
 
-    def key(self, ops: TensorOps, inputs: Sequence[Any]) -> Hashable:
-        """Return the key of a plan: the signature of the op's inputs, and what the guards answer."""
+    def is_sized(self, op_id: int | None) -> bool:
+        """Return True if the shapes of an op's inputs decide its plan; None for any op of a graph."""
+        if self.by_extents or not self.by_reads:
+            return self.by_extents
+        return op_id is None or any(op_id in layer.sized for layer in self.chain)
+
+    def key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
+        """Return the key of a plan: the signature of the op's inputs, and what the guards answer.
+
+        op_id: that of an op which runs as it is called.
+        """
         if not self.guards:
             return ops.signature(inputs)
         answers: list[Hashable] = [ops.signature(inputs)]
-        for tool, _, _, guard, _ in self.guards:
-            try:
-                answers.append(guard(list(inputs)) if callable(guard) else ops.shapes(inputs))
-            except BaseException as error:
-                add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
-                raise
-        return tuple(answers)
+        for tool, _, _, guard, _ in self.guards if self.by_callables else ():
+            if callable(guard):
+                try:
+                    answers.append(guard(list(inputs)))
+                except BaseException as error:
+                    add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
+                    raise
+        return (*answers, ops.shapes(inputs)) if self.is_sized(op_id) else tuple(answers)
+
+    def keep(self, op_id: int, key: Hashable, plan: Plan, read: Hashable = None) -> None:
+        """Keep a plan under its key; where there are many, the one made first goes.
+
+        read: the shapes that its analysis has read, if it is the first at the op that has read any.
+        """
+        if read is not None:
+            self.forget(op_id)  # what is there for other dtypes is found by shape from now on
+            self.sized.add(op_id)
+            assert isinstance(key, tuple)
+            key = (*key, read)
+        plans = self.plans.setdefault(op_id, {})
+        plans[key] = plan
+        if len(plans) > PLANS_PER_OP:
+            del plans[next(iter(plans))]
 
     def differentiate_twice(self) -> bool:
         """Note that backward ops will have backward ops; return True if that was not reckoned with before."""
@@ -112,14 +142,11 @@ class Layer:
             else:
                 self.relearn(op_id)
 
-    def has(self, op_id: int, plan: Plan) -> bool:
-        """Return True if a plan of an op is kept."""
-        return any(one is plan for one in self.plans.get(op_id, {}).values())
-
     def forget(self, op_id: int) -> None:
         """Drop every plan of an op."""
         self.plans.pop(op_id, None)
         self.writers.discard(op_id)
+        self.sized.discard(op_id)
         self.table.discard(op_id)
 
     def bury(self, op_id: int) -> None:

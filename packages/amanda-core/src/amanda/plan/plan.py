@@ -145,6 +145,12 @@ class Plan(Actions):
         known = [one for plan in self.chain for one in (plan.own, *plan.backward.actions.values())]
         return any(action.takes_run for actions in known for action in actions.all)
 
+    @property
+    def hands_on_shapes(self) -> bool:
+        """Return True if a routine at a backward op that is known takes shapes."""
+        known = [one for plan in self.watching for one in plan.backward.actions.values()]
+        return any(action.takes_shapes for actions in known for action in actions.all)
+
     def is_complete(self, gradients: Hashable) -> bool:
         """Return True if every backward op of executions with this need of gradients has been analysed."""
         return all(gradients in plan.backward.complete for plan in self.watching)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,14 @@ def run_routine(
     mutable: Sequence[int] = (),
     returned: Any = NOT_CALLED,
     keep_saved: Callable[[], None] | None = None,
+    shapes: Hashable = None,
 ) -> list[Any]:
     """Call a routine on the selected values: `values` itself where it changes none, else a new list.
 
     autodiff: whether every routine takes part in the backward pass.
     mutable: positions of the user's tensors that the op writes into; a change is copied into them.
     returned: what the routine returned, where it was called already.
+    shapes: of the execution, for a routine that takes them.
     keep_saved: copies what backward ops have saved of the user's tensors, before these are written.
     """
     select = action.select
@@ -48,7 +50,7 @@ def run_routine(
         if returned is NOT_CALLED:
             flags = [i in mutable for i in positions] if mutable else ()
             given = _given(ops, action, picked, flags, isolated)
-            results = _call(ops, action, picked, given, run, isolated)
+            results = _call(ops, action, picked, given, run, isolated, shapes)
         else:
             results = matched(action, returned, picked)
         if results is None:
@@ -174,8 +176,11 @@ def _call(
     given: list[Any],
     run: dict[str, Any],
     isolated: bool,
+    shapes: Hashable,
 ) -> Sequence[Any] | None:
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
+    if action.takes_shapes:
+        kwargs = {**kwargs, "shapes": shapes}
     with action.tool._amanda.lock:
         versions = ops.versions(given) if isolated or given is not picked else []
         if not isolated:

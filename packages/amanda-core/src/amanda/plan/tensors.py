@@ -27,8 +27,8 @@ class TensorOps(ABC):
         return str(getattr(value, "device", "")) if self.is_tensor(value) else ""
 
     @abstractmethod
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
-        """Shape of every tensor among the inputs."""
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Shape of each input: a tuple for a tensor, a tuple of these for a list, else None."""
 
     @abstractmethod
     def isolated(self) -> AbstractContextManager[Any]:

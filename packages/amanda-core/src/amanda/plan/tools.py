@@ -14,7 +14,7 @@ from amanda.plan.context import OpContext
 AnalysisRoutine = Callable[[OpContext], None]
 Admission = Callable[[OpContext], bool]
 Wrapper = Callable[[OpContext, ActionType, Routine], Routine | None]
-Guard = Literal["shape"] | Callable[[Sequence[Any]], Hashable] | None
+Guard = Literal["shape", "read"] | Callable[[Sequence[Any]], Hashable] | None
 
 
 class AnyTool(Protocol):

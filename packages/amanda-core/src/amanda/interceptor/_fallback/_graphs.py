@@ -10,12 +10,15 @@ class Mark:
 
     _alive = 0
 
-    def __init__(self, trace: Any, begin: int, start: int, end: int, order: int = 0) -> None:
+    def __init__(
+        self, trace: Any, begin: int, start: int, end: int, order: int = 0, shapes: Any = None
+    ) -> None:
         self.trace = trace
         self.begin = begin
         self.start = start
         self.end = end
         self.order = order
+        self.shapes = shapes
         Mark._alive += 1
 
     def __del__(self) -> None:

@@ -36,7 +36,7 @@ class Hook(_NativeAlone):
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
-    def hook(self, reader: "Reader", go_on: Callable[..., Any], first: Any) -> Hook:
+    def hook(self, reader: "Reader", go_on: Callable[..., Any], first: Any, shapes: Any = None) -> Hook:
         """Runs the routines on a tuple of values that it is called with."""
         raise NotImplementedError
 

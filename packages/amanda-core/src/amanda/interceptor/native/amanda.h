@@ -175,6 +175,8 @@ uint64_t reader_clock(const Reader *reader);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */
+PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,
+                        PyObject *before); /* new; `before` itself where it equals them; NULL: an exception */
 int reader_fits(const Reader *reader, PyObject *original, PyObject *value);
 PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients);
 
@@ -182,7 +184,8 @@ PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *valu
 
 extern PyTypeObject Leaving_Type;
 int marks_written(PyObject *leaving); /* whether it wants the value that the op wrote */
-int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written);
+int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
+               PyObject *shapes);
 int graph_boot(PyObject *names);
 
 /* ---- stub.c: interception ---- */

@@ -9,7 +9,7 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *trace; /* owned */
+    PyObject *trace, *shapes; /* owned */
     long long begin, start, end;
     int order;
 } Mark;
@@ -17,11 +17,12 @@ typedef struct {
 static Py_ssize_t alive;
 static PyTypeObject Mark_Type;
 
-static Mark *make_mark(PyTypeObject *type, PyObject *trace, long long begin, long long start, long long end,
-                       int order) {
+static Mark *make_mark(PyTypeObject *type, PyObject *trace, long long begin, long long start, long long end, int order,
+                       PyObject *shapes) {
     Mark *mark = (Mark *)type->tp_alloc(type, 0);
     if (!mark) return NULL;
     mark->trace = Py_NewRef(trace);
+    mark->shapes = Py_NewRef(shapes ? shapes : Py_None);
     mark->begin = begin;
     mark->start = start;
     mark->end = end;
@@ -31,16 +32,17 @@ static Mark *make_mark(PyTypeObject *type, PyObject *trace, long long begin, lon
 }
 
 static PyObject *mark_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *trace;
+    PyObject *trace, *shapes = NULL;
     long long begin, start, end;
     int order = 0;
-    if (!PyArg_ParseTuple(args, "OLLL|i", &trace, &begin, &start, &end, &order)) return NULL;
-    return (PyObject *)make_mark(type, trace, begin, start, end, order);
+    if (!PyArg_ParseTuple(args, "OLLL|iO", &trace, &begin, &start, &end, &order, &shapes)) return NULL;
+    return (PyObject *)make_mark(type, trace, begin, start, end, order, shapes);
 }
 
 static void mark_dealloc(Mark *self) {
     alive--;
     Py_CLEAR(self->trace);
+    Py_CLEAR(self->shapes);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -54,6 +56,7 @@ static PyMemberDef mark_members[] = {
     {"begin", T_LONGLONG, offsetof(Mark, begin), READONLY, "The number before its routines, which may make ops too."},
     {"start", T_LONGLONG, offsetof(Mark, start), READONLY, "The number before the op."},
     {"end", T_LONGLONG, offsetof(Mark, end), READONLY, "The number after the op."},
+    {"shapes", T_OBJECT, offsetof(Mark, shapes), READONLY, "Those of the op's inputs and outputs; None: they were not asked for."},
     {"order", T_INT, offsetof(Mark, order), READONLY,
      "0 for the backward ops of an op, 1 for those of its backward ops, and so on."},
     {0}};
@@ -62,7 +65,7 @@ static PyTypeObject Mark_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Mark",
     .tp_basicsize = sizeof(Mark),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Mark(trace, begin, start, end, order=0): which execution made backward ops, told by their numbers.",
+    .tp_doc = "Mark(trace, begin, start, end, order=0, shapes=None): which execution made backward ops, told by their numbers.",
     .tp_new = mark_new,
     .tp_dealloc = (destructor)mark_dealloc,
     .tp_methods = mark_methods,
@@ -302,9 +305,10 @@ static PyObject *graphs_leaving(Graphs *self, PyObject *args) {
 
 int marks_written(PyObject *leaving) { return ((Leaving *)leaving)->bases; }
 
-int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written) {
+int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
+               PyObject *shapes) {
     Leaving *self = (Leaving *)leaving;
-    Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0);
+    Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0, shapes);
     int wrong = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
                 (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, 3));
     Py_XDECREF(mark);

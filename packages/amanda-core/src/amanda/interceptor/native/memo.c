@@ -10,6 +10,7 @@ typedef struct {
     PyObject *func, *kwargs, *names; /* owned; names: of kwargs; both NULL for none */
     Lock *lock;                      /* owned */
     int isolated, everything;
+    int shapes;                      /* it is given those of the values, by the last of the names */
     uint8_t count, positional, select[VALUE_LIMIT]; /* the rest of those selected are given by name */
 } Step;
 
@@ -25,6 +26,8 @@ typedef struct {
     int before, after;
     int replaces;    /* the step after all others runs instead of the op */
     int substitutes; /* values may be put in the place of others here */
+    int shaped;      /* shapes are wanted, by steps or at backward ops */
+    PyObject *shapes; /* owned; those of the last call, which the next one has too where they are the same; NULL: none */
     Step steps[];
 } Program;
 
@@ -32,8 +35,8 @@ typedef struct {
 
 static int read_step(Step *step, PyObject *told) {
     PyObject *func, *select, *kwargs, *lock;
-    int isolated;
-    if (!PyArg_ParseTuple(told, "OOO!O!p", &func, &select, &PyDict_Type, &kwargs, &Lock_Type, &lock, &isolated))
+    int isolated, shapes = 0;
+    if (!PyArg_ParseTuple(told, "OOO!O!p|p", &func, &select, &PyDict_Type, &kwargs, &Lock_Type, &lock, &isolated, &shapes))
         return -1;
     if (select != Py_None) {
         if (!PyTuple_Check(select) || PyTuple_GET_SIZE(select) > VALUE_LIMIT) goto unsuited;
@@ -50,9 +53,15 @@ static int read_step(Step *step, PyObject *told) {
     step->lock = (Lock *)Py_NewRef(lock);
     step->isolated = isolated;
     step->everything = select == Py_None;
-    if (!PyDict_GET_SIZE(kwargs)) return 0;
+    step->shapes = shapes;
+    if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
     step->names = step->kwargs ? PySequence_Tuple(kwargs) : NULL;
+    if (shapes && step->names) {
+        PyObject *last = Py_BuildValue("(s)", "shapes");
+        Py_SETREF(step->names, last ? PySequence_Concat(step->names, last) : NULL);
+        Py_XDECREF(last);
+    }
     return step->names ? 0 : -1;
 unsuited:
     PyErr_Format(PyExc_ValueError, "no native program has a step like %R", told);
@@ -112,12 +121,12 @@ static int read_sources(Program *program, PyObject *sources) {
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"before", "after", "told", "sources", "constants",
-                            "plan", "trace", "refuse", "replace", "substitutes", NULL};
+                            "plan", "trace", "refuse", "replace", "substitutes", "shaped", NULL};
     PyObject *before, *after, *told, *sources = Py_None, *constants = Py_None, *plan = Py_None;
     PyObject *trace = Py_None, *refuse = Py_None, *replace = Py_None;
-    int substitutes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOp", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes))
+    int substitutes = 0, shaped = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOpp", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
+                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes, &shaped))
         return NULL;
     if (sources != Py_None && (!PyTuple_Check(sources) || !PyTuple_Check(constants) ||
                                PyTuple_GET_SIZE(sources) != PyTuple_GET_SIZE(constants)))
@@ -128,6 +137,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!program) return NULL;
     program->replaces = replaces;
     program->substitutes = substitutes;
+    program->shaped = shaped;
     program->told = Py_NewRef(told);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
@@ -141,6 +151,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         wrong = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
     if (replaces && !wrong) wrong = read_replacement(&program->steps[count], replace);
+    for (Py_ssize_t i = 0; i < count; i++) program->shaped |= program->steps[i].shapes;
     if (wrong) Py_CLEAR(program);
     return (PyObject *)program;
 }
@@ -151,6 +162,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
     Py_VISIT(self->plan);
     Py_VISIT(self->trace);
     Py_VISIT(self->refuse);
+    Py_VISIT(self->shapes);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_VISIT(self->steps[i].func);
         Py_VISIT(self->steps[i].kwargs);
@@ -165,6 +177,7 @@ static void program_dealloc(Program *self) {
     Py_CLEAR(self->plan);
     Py_CLEAR(self->trace);
     Py_CLEAR(self->refuse);
+    Py_CLEAR(self->shapes);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         Py_CLEAR(self->steps[i].func);
         Py_CLEAR(self->steps[i].kwargs);
@@ -206,7 +219,8 @@ static int is_same(PyObject *result, PyObject *const *values, Py_ssize_t count) 
 }
 
 /* Lay out what a step is called with, in the array itself or after a free place in `stack`; NULL: it is unsuited. */
-static PyObject **laid_out(const Step *step, PyObject **values, Py_ssize_t count, PyObject **stack, Py_ssize_t *picked) {
+static PyObject **laid_out(const Step *step, PyObject **values, Py_ssize_t count, PyObject *shapes, PyObject **stack,
+                           Py_ssize_t *picked) {
     *picked = step->everything ? count : step->count;
     if (step->everything && !step->names) return values;
     PyObject **given = stack + 1, *name, *value;
@@ -217,6 +231,7 @@ static PyObject **laid_out(const Step *step, PyObject **values, Py_ssize_t count
     }
     Py_ssize_t position = 0, i = *picked;
     while (step->kwargs && PyDict_Next(step->kwargs, &position, &name, &value)) given[i++] = value;
+    if (step->shapes) given[i] = shapes;
     return given;
 }
 
@@ -231,12 +246,12 @@ static inline PyObject *call_routine(PyObject *func, PyObject **given, size_t co
 }
 
 static Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
-                        PyObject **values, Py_ssize_t count, PyObject **result) {
+                        PyObject **values, Py_ssize_t count, PyObject *shapes, PyObject **result) {
     Step *step = &program->steps[index];
-    PyObject *stack[1 + 2 * VALUE_LIMIT], **given = values;
+    PyObject *stack[2 + 2 * VALUE_LIMIT], **given = values;
     uint64_t versions[VALUE_LIMIT];
     Py_ssize_t picked = count;
-    if (!step->everything || step->names) given = laid_out(step, values, count, stack, &picked);
+    if (!step->everything || step->names) given = laid_out(step, values, count, shapes, stack, &picked);
     if (!given) return UNSUITED;
     Outcome outcome = FAILED;
     if (lock_acquire(step->lock, thread)) goto done;
@@ -330,10 +345,12 @@ typedef struct {
     uint32_t changed; /* which inputs are no more those of the call */
     int held;
     PyObject *holds[VALUE_LIMIT]; /* owned; values that routines gave */
+    PyObject *shapes; /* owned; a tuple of those of the inputs, and once the op has run, of the outputs; NULL: not wanted */
 } Run;
 
 static void end_run(Run *run) {
     while (run->held) Py_DECREF(run->holds[--run->held]);
+    Py_XDECREF(run->shapes);
     Py_XDECREF(run->inputs.made);
 }
 
@@ -435,16 +452,16 @@ static int is_computed(const Reader *reader, int gradients, const Run *run, PyOb
     return !reader_needs_gradient(reader, output) || (gradients && !reader_is_leaf(reader, output));
 }
 
-static int leave_trace(const Call *call, const Program *program, uint64_t begin, uint64_t start, uint64_t end,
-                       PyObject *outputs) {
+static int leave_trace(const Call *call, const Program *program, const Run *run, uint64_t begin, uint64_t start,
+                       uint64_t end, PyObject *outputs) {
     int marks = Py_IS_TYPE(program->trace, &Leaving_Type);
     if (marks && !marks_written(program->trace))
-        return leave_mark(program->trace, begin, start, end, outputs, NULL);
+        return leave_mark(program->trace, begin, start, end, outputs, NULL, run->shapes);
     Values inputs;
     inputs.made = NULL;
     Py_ssize_t count = gather_inputs(program, call->given, &inputs);
     if (marks && count > 0) {
-        int wrong = leave_mark(program->trace, begin, start, end, outputs, inputs.items[0]);
+        int wrong = leave_mark(program->trace, begin, start, end, outputs, inputs.items[0], run->shapes);
         Py_XDECREF(inputs.made);
         return wrong;
     }
@@ -459,14 +476,48 @@ static int leave_trace(const Call *call, const Program *program, uint64_t begin,
     return told ? 0 : -1;
 }
 
+/* Tells the shapes of one more side of an execution; -1: an exception. */
+static int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values, Py_ssize_t count) {
+    PyObject *own = reader_shapes(reader, values, count, NULL);
+    PyObject *last = own ? PyTuple_Pack(1, own) : NULL, *before = *shapes;
+    *shapes = last && before ? PySequence_Concat(before, last) : Py_XNewRef(last);
+    Py_XDECREF(before);
+    Py_XDECREF(last);
+    Py_XDECREF(own);
+    return *shapes ? 0 : -1;
+}
+
+/* What the op gave, once the shapes of its outputs have been told; takes over the reference. */
+static PyObject *with_shapes(const Reader *reader, Program *program, Run *run, PyObject *outputs) {
+    PyObject *const *values;
+    if (!outputs || !program->shaped) return outputs;
+    PyObject *before = Py_XNewRef(program->shapes), *inputs = run->shapes; /* a tuple of one */
+    Py_ssize_t count = spread_outputs(reader, &outputs, &values);
+    if (count < 0) {
+        values = &outputs;
+        count = 1;
+    }
+    PyObject *first = PyTuple_GET_ITEM(inputs, 0), *own;
+    own = reader_shapes(reader, values, count, before ? PyTuple_GET_ITEM(before, 1) : NULL);
+    int same = own && before && PyTuple_GET_ITEM(before, 0) == first && PyTuple_GET_ITEM(before, 1) == own;
+    run->shapes = same ? Py_NewRef(before) : own ? PyTuple_Pack(2, first, own) : NULL;
+    Py_XDECREF(own);
+    if (!run->shapes) Py_CLEAR(outputs);
+    else if (!same) Py_XSETREF(program->shapes, Py_NewRef(run->shapes));
+    Py_DECREF(inputs);
+    Py_XDECREF(before);
+    return outputs;
+}
+
 /* The op, and word of the backward ops that it made. */
-static PyObject *call_traced(Thread *thread, Call *call, Program *program, uint64_t begin) {
+static PyObject *call_traced(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
     uint64_t start = reader_clock(call->site->reader);
     PyObject *outputs = call_op(thread, call);
     uint64_t end = reader_clock(call->site->reader);
+    outputs = with_shapes(call->site->reader, program, run, outputs);
     if (!outputs || start == end) return outputs;
     thread->off++;
-    int wrong = leave_trace(call, program, begin, start, end, outputs);
+    int wrong = leave_trace(call, program, run, begin, start, end, outputs);
     thread->off--;
     if (wrong) Py_CLEAR(outputs);
     return outputs;
@@ -477,7 +528,7 @@ static PyObject *run_before(Thread *thread, Call *call, int gradients, Program *
     const Reader *reader = call->site->reader;
     PyObject *result = NULL;
     for (int i = 0; i < program->before; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, run->inputs.items, run->count, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, run->inputs.items, run->count, run->shapes, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) return NULL;
         int put = outcome == CHANGED && program->substitutes
@@ -522,7 +573,7 @@ static PyObject *run_replacement(Thread *thread, Program *program, Run *run) {
     Py_ssize_t index = program->before + program->after, picked;
     Step *step = &program->steps[index];
     PyObject *stack[1 + 2 * VALUE_LIMIT], *result = NULL;
-    PyObject **given = laid_out(step, run->inputs.items, run->count, stack, &picked);
+    PyObject **given = laid_out(step, run->inputs.items, run->count, NULL, stack, &picked);
     if (!given)
         PyErr_SetString(PyExc_SystemError, "the inputs of a call have changed");
     else if (!lock_acquire(step->lock, thread)) {
@@ -568,7 +619,7 @@ static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *p
     PyObject *const output = count == 1 ? kept.items[0] : NULL;
     int end = program->before + program->after;
     for (int i = program->before; !changed && i < end; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, kept.items, count, run->shapes, &result);
         if (outcome == UNCHANGED) continue;
         PyObject *now = alone && count ? kept.items[0] : NULL;
         if (now && outcome == CHANGED && run->count < 0) run->count = gather_inputs(program, call->given, &run->inputs);
@@ -604,10 +655,11 @@ static PyObject *run_after(Thread *thread, Call *call, int gradients, Program *p
 static PyObject *run_op(Thread *thread, Call *call, Program *program, Run *run, uint64_t begin) {
     if (program->replaces) {
         PyObject *result = run_replacement(thread, program, run);
-        if (result != Py_NotImplemented) return result;
+        if (result != Py_NotImplemented) return with_shapes(call->site->reader, program, run, result);
         Py_DECREF(result);
     }
-    return program->trace == Py_None ? call_op(thread, call) : call_traced(thread, call, program, begin);
+    if (program->trace != Py_None) return call_traced(thread, call, program, run, begin);
+    return with_shapes(call->site->reader, program, run, call_op(thread, call));
 }
 
 static PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
@@ -616,16 +668,27 @@ static PyObject *run_program(Thread *thread, Call *call, int gradients, Program 
     run.inputs.made = NULL;
     run.count = -1;
     run.changed = run.held = 0;
+    run.shapes = NULL;
     if (program->refuse != Py_None) {
         int refused = is_refused(thread, call->given, program);
         if (refused) return refused < 0 ? NULL : hand_over(thread, call, 0, NULL);
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
-    if (program->before || program->replaces) {
+    if (program->before || program->replaces || program->shaped) {
         run.count = gather_inputs(program, call->given, &run.inputs);
         if (run.count < 0) {
             Py_XDECREF(run.inputs.made);
             return PyErr_Occurred() ? NULL : hand_over(thread, call, 0, NULL);
+        }
+        if (program->shaped) {
+            PyObject *own = reader_shapes(reader, run.inputs.items, run.count,
+                                          program->shapes ? PyTuple_GET_ITEM(program->shapes, 0) : NULL);
+            run.shapes = own ? PyTuple_Pack(1, own) : NULL;
+            Py_XDECREF(own);
+            if (!run.shapes) {
+                end_run(&run);
+                return NULL;
+            }
         }
     }
     Call own = *call;
@@ -653,7 +716,7 @@ done:
 }
 
 /* The steps on values that belong to no call: None, or what Python goes on from. */
-static PyObject *run_on_values(Program *self, const Reader *reader, PyObject *values) {
+static PyObject *run_on_values(Program *self, const Reader *reader, PyObject *values, PyObject *shapes) {
     PyObject *result = NULL;
     Values given;
     Py_ssize_t count = PyTuple_GET_SIZE(values);
@@ -666,7 +729,7 @@ static PyObject *run_on_values(Program *self, const Reader *reader, PyObject *va
     Thread *thread = thread_state();
     int gradients = reader_gradients(reader, thread);
     for (int i = 0; i < self->before + self->after; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, self, i, given.items, count, &result);
+        Outcome outcome = run_step(thread, reader, gradients, self, i, given.items, count, shapes, &result);
         if (outcome == FAILED) return NULL;
         if (outcome == UNSUITED) return Py_BuildValue("(iO)", i - 1, Py_None);
         if (outcome == CHANGED) return Py_BuildValue("(iN)", i, result);
@@ -683,6 +746,7 @@ typedef struct {
     Reader *reader;   /* owned */
     PyObject *go_on;  /* owned */
     PyObject *first;  /* owned; what it is called with first */
+    PyObject *shapes; /* owned; those of the op; None: no routine is given any */
 } Hook;
 
 static PyTypeObject Hook_Type;
@@ -691,17 +755,27 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Hook *hook = (Hook *)self;
     if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
-    PyObject *done = run_on_values(hook->program, hook->reader, args[0]);
-    if (!done || done == Py_None) return done;
-    PyObject *values = PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done, NULL);
-    Py_DECREF(done);
+    PyObject *shapes = Py_NewRef(hook->shapes);
+    for (Py_ssize_t i = hook->program->shaped ? PyVectorcall_NARGS(flags) : 0; i--;) { /* those that entered come last */
+        if (!PyTuple_Check(args[i])) continue;
+        PyObject *const *items = ((PyTupleObject *)args[i])->ob_item;
+        if (add_shapes(hook->reader, &shapes, items, PyTuple_GET_SIZE(args[i]))) return NULL;
+    }
+    PyObject *done = run_on_values(hook->program, hook->reader, args[0], shapes), *values = done;
+    if (done && done != Py_None) {
+        values = PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done,
+                                              hook->program->shaped ? shapes : NULL, NULL);
+        Py_DECREF(done);
+    }
+    Py_DECREF(shapes);
     return values;
 }
 
 static PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
-    PyObject *go_on, *first;
-    if (!PyArg_ParseTuple(args, "O!OO", &Reader_Type, &reader, &go_on, &first)) return NULL;
+    PyObject *go_on, *first, *shapes = Py_None;
+    if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &go_on, &first, &PyTuple_Type, &shapes)) return NULL;
+    if (self->shaped && shapes == Py_None) return PyErr_Format(PyExc_TypeError, "routines want shapes: give those of the op");
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
     if (!hook) return NULL;
     hook->vectorcall = call_hook;
@@ -709,6 +783,7 @@ static PyObject *program_hook(Program *self, PyObject *args) {
     hook->reader = (Reader *)Py_NewRef(reader);
     hook->go_on = Py_NewRef(go_on);
     hook->first = Py_NewRef(first);
+    hook->shapes = Py_NewRef(shapes);
     PyObject_GC_Track(hook);
     return (PyObject *)hook;
 }
@@ -718,6 +793,7 @@ static int hook_traverse(Hook *self, visitproc visit, void *arg) {
     Py_VISIT(self->reader);
     Py_VISIT(self->go_on);
     Py_VISIT(self->first);
+    Py_VISIT(self->shapes);
     return 0;
 }
 
@@ -727,6 +803,7 @@ static void hook_dealloc(Hook *self) {
     Py_CLEAR(self->reader);
     Py_CLEAR(self->go_on);
     Py_CLEAR(self->first);
+    Py_CLEAR(self->shapes);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -747,9 +824,10 @@ int memo_boot(PyObject *names) {
 
 static PyMethodDef program_methods[] = {
     {"hook", (PyCFunction)program_hook, METH_VARARGS,
-     "hook(reader, go_on, first): what runs the routines on a tuple of values that it is called with; None: they are\n"
+     "hook(reader, go_on, first, shapes=None): what runs the routines on a tuple of values that it is called with; None: they are\n"
      "left as they are. Else go_on(first, values, done) is asked, with the last step that ran and what its routine\n"
-     "returned, or NotImplemented: Python has to run them."},
+     "returned, or NotImplemented: Python has to run them.  shapes: those of the op, to which those of the values, and of\n"
+     "what it is called with besides, are added for routines that are given shapes; go_on is then given them too."},
     {0}};
 
 PyTypeObject Program_Type = {
@@ -758,8 +836,8 @@ PyTypeObject Program_Type = {
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
-              "replace=None, substitutes=False): routines around an op.\n\n"
-              "before, after: steps (func, select, kwargs, lock, isolated).\n"
+              "replace=None, substitutes=False, shaped=False): routines around an op.\n\n"
+              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).\n"
               "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
               "for the one input that is a tuple of the arguments from the first to before the second.\n"
@@ -768,7 +846,8 @@ PyTypeObject Program_Type = {
               "the routines, and around the op; or what `Graphs.leaving` gives.\n"
               "refuse(input): whether a call whose first input is this is not for the program.\n"
               "replace: a step that runs instead of the op, and the names of the last of those that it selects.\n"
-              "substitutes: whether native code may put what routines return in the place of tensors.",
+              "substitutes: whether native code may put what routines return in the place of tensors.\n"
+              "shaped: whether marks shall have the shapes of the op; they are told too where a step is given them.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

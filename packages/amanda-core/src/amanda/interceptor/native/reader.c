@@ -132,6 +132,69 @@ uint64_t reader_other_version(const Reader *reader, PyObject *value) {
     return versions;
 }
 
+/* Extents of a tensor, of those in a list, or None: of what has none. */
+static PyObject *shape_of(const Reader *reader, PyObject *value, int depth) {
+    if (reader_is_tensor(reader, value)) {
+        int64_t rank = 0, *sizes = NULL;
+        const void *tensor = tensor_at(reader, value);
+        if (!reader->sizes || reader->rank(tensor, &rank) || reader->sizes(tensor, &sizes)) {
+            PyObject *extents = PyObject_GetAttr(value, reader->extents);
+            PyObject *shape = extents ? PySequence_Tuple(extents) : NULL;
+            Py_XDECREF(extents);
+            if (shape) return shape;
+            PyErr_Clear(); /* a tensor that has no extents */
+            Py_RETURN_NONE;
+        }
+        PyObject *shape = PyTuple_New(rank);
+        for (int64_t i = 0; shape && i < rank; i++) {
+            PyObject *extent = PyLong_FromLongLong(sizes[i]);
+            if (extent) PyTuple_SET_ITEM(shape, i, extent);
+            else Py_CLEAR(shape);
+        }
+        return shape;
+    }
+    if (!depth || (!PyTuple_Check(value) && !PyList_Check(value))) Py_RETURN_NONE;
+    PyObject *shapes = PyList_New(0);
+    for (Py_ssize_t i = 0; shapes && i < PySequence_Fast_GET_SIZE(value); i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(value, i);
+        if (!reader_is_tensor(reader, item)) continue;
+        PyObject *shape = shape_of(reader, item, 0);
+        if (!shape || PyList_Append(shapes, shape)) Py_CLEAR(shapes);
+        Py_XDECREF(shape);
+    }
+    PyObject *all = shapes ? PyList_AsTuple(shapes) : NULL;
+    Py_XDECREF(shapes);
+    return all;
+}
+
+/* Whether a value, plain or a tensor, has this shape; 0 where that takes longer to tell. */
+static int has_shape(const Reader *reader, PyObject *value, PyObject *shape) {
+    if (!reader_is_tensor(reader, value)) return shape == Py_None && !PyTuple_Check(value) && !PyList_Check(value);
+    int64_t rank = 0, *sizes = NULL;
+    const void *tensor = tensor_at(reader, value);
+    if (!PyTuple_CheckExact(shape) || !reader->sizes || reader->rank(tensor, &rank) || reader->sizes(tensor, &sizes))
+        return 0;
+    if (PyTuple_GET_SIZE(shape) != rank) return 0;
+    for (int64_t i = 0; i < rank; i++) {
+        PyObject *extent = PyTuple_GET_ITEM(shape, i);
+        if (!PyLong_CheckExact(extent) || PyLong_AsLongLong(extent) != sizes[i]) return 0;
+    }
+    return 1;
+}
+
+PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count, PyObject *before) {
+    int same = before && PyTuple_GET_SIZE(before) == count;
+    for (Py_ssize_t i = 0; same && i < count; i++) same = has_shape(reader, values[i], PyTuple_GET_ITEM(before, i));
+    if (same) return Py_NewRef(before);
+    PyObject *shapes = PyTuple_New(count);
+    for (Py_ssize_t i = 0; shapes && i < count; i++) {
+        PyObject *shape = shape_of(reader, values[i], 1);
+        if (shape) PyTuple_SET_ITEM(shapes, i, shape);
+        else Py_CLEAR(shapes);
+    }
+    return shapes;
+}
+
 uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
 
 /* ---- values in the place of others ---- */

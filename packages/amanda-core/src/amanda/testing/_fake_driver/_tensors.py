@@ -64,7 +64,7 @@ class FakeTensors(TensorOps):
         """dtype and rank of each tensor."""
         return tuple(_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
 
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor."""
         return tuple(_each(value, lambda tensor: tensor.shape) for value in inputs)
 

@@ -99,7 +99,7 @@ class MindSporeTensors:
         """dtype and rank of each tensor, also in lists."""
         return tuple([_signature(value) for value in inputs])
 
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 

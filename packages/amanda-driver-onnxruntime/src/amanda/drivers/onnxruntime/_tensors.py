@@ -28,7 +28,7 @@ class GraphTensors(TensorOps):
         """dtype and rank of each tensor, also in lists."""
         return tuple([_told(value, rank_alone=True) for value in inputs])
 
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor, as far as it is known, also in lists."""
         return tuple([_told(value, rank_alone=False) for value in inputs])
 

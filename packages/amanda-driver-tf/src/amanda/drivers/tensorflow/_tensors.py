@@ -74,7 +74,7 @@ class TensorFlowTensors:
             ]
         )  # fmt: skip
 
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor, also in lists; None for an extent or a rank that is not known."""
         return tuple([_shape(value) for value in inputs])
 

@@ -185,14 +185,17 @@ class _Backward:
                     self._driver, trace, kind, place
                 )
                 if settled is not None:  # the way of most nodes, so no call that can be spared
-                    before, after = settled
+                    before, after, at = settled
+                    if at is not None:
+                        before, after, _ = at(mark.shapes or trace.shapes)
                     if before is not None:
                         handles.append((node, node.register_prehook(before)))
                     if after is not None:
                         handles.append((node, node.register_hook(after)))
                     continue
             self._steps.append(trace)
-            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, mark.order + 1)
+            order = mark.order + 1
+            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, order, mark.shapes)
             if step.wanted or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _Hooks(step, mark, self._driver, self._is_done)
@@ -284,7 +287,8 @@ class _Hooks(Hooks):
         end = _sequence()
         if end == self._start or not torch.is_grad_enabled():
             return
-        mark = Mark(self._mark.trace.again(), self._start, self._start, end, self._mark.order + 1)
+        trace = self._mark.trace.again(self._mark.shapes)
+        mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
         with Unseen():
             _graphs.mark(grad_inputs, mark, False)
 

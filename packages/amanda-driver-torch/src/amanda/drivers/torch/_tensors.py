@@ -226,7 +226,7 @@ class TorchTensors:
                         bits = bits << 1 | one.requires_grad
         return None if bits & (bits - 1) == 0 else bits
 
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
@@ -275,7 +275,10 @@ def _shape(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if value.is_nested and value.layout is torch.strided:  # `shape` is an error
             return tuple(value._nested_tensor_size().flatten().tolist())
-        return tuple(value.shape)
+        try:
+            return tuple(value.shape)
+        except RuntimeError:  # of a parameter of a lazy module, which has none yet
+            return None
     if isinstance(value, (list, tuple)):
         return tuple([_shape(item) for item in value if isinstance(item, torch.Tensor)])
     return None

@@ -120,6 +120,11 @@ _ELEMENTWISE = {
 ELEMENTWISE = frozenset(_ELEMENTWISE)
 """Names of ops each of whose gradients takes one operation for each element, or none."""
 
+BY_SHAPES_ALONE = frozenset(
+    name for name, formula in _ELEMENTWISE.items() if formula not in (of.batch_norm, of.pooling)
+).union(["linear", "matmul", "addmm", "addmv", "baddbmm", "scaled_dot_product_attention"])
+"""Words of ops whose formulas, and those of their backward ops, read nothing but shapes."""
+
 _ATTENTION = [
     f"_scaled_dot_product_{kind}"
     for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",

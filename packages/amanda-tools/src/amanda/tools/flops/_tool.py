@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import amanda
 from amanda.tools.flops import _pytorch
+from amanda.tools.flops._by_shape import At, ByShape, are_plain, is_settled
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, shape_of, size, tensors
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, Inside
 from amanda.tools.flops._result import FlopsResult, OpCost
-from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, FORMULAS, MOVES, traffic
+from amanda.tools.flops._table import (
+    BY_SHAPES_ALONE,
+    CONTRACTIONS,
+    COPIES,
+    ELEMENTWISE,
+    FORMULAS,
+    MOVES,
+    traffic,
+)
 from amanda.tools.kit import leaves, packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize, local, share
 
@@ -30,7 +39,8 @@ class FlopsTool(amanda.Tool):
 
     formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
     before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
-    the gradients that enter and leave it.  Shapes decide, so an op is analysed once for each.
+    the gradients that enter and leave it.  Shapes decide: a formula is evaluated once for each, and an op
+    of which no formula tells the cost for all shapes is analysed for each.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
@@ -39,11 +49,12 @@ class FlopsTool(amanda.Tool):
         # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
         # an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
+        self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
         self._unseen: dict[Hashable, OpCost] = {}
         self._products = 0  # ops analysed so far that are products
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._look_at_inputs)
-        self.add_inst_for_op(self._forward, require_outputs=True, guard="shape")
+        self.add_inst_for_op(self._forward, require_outputs=True, guard="read")
         self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
 
     @property
@@ -75,8 +86,12 @@ class FlopsTool(amanda.Tool):
         outputs = context.get_outputs() or []
         shapes = _shapes(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
-        place = OpCost(context["phase"], names[1], context.get_scope(), context.get_source())
-        place.parameters = context["parameters"]
+        if context.is_eager():
+            if self._is_told_by_shapes(context, names, outputs):
+                self._count_by_shapes(context, outputs)
+                return
+            context.get_input_shapes()
+        place = self._new_place(context, names[1])
         if not _can_tell(names, shapes):
             context["cost"] = _AT_EXECUTION
             context.insert_after_op(
@@ -98,11 +113,50 @@ class FlopsTool(amanda.Tool):
         context["cost"], context["estimate"] = cost, place.estimate
         context.insert_after_op(self._count, outputs=[], place=self._shared(place))
 
+    def _new_place(self, context: Any, kind: str) -> OpCost:
+        place = OpCost(context["phase"], kind, context.get_scope(), context.get_source())
+        place.parameters = context["parameters"]
+        return place
+
+    def _is_told_by_shapes(
+        self, context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
+    ) -> bool:
+        """Return whether shapes and element types say what the op and its backward ops cost."""
+        inputs, custom = context.get_inputs(), any(name in self._custom for name in names)
+        if custom or names[1] not in BY_SHAPES_ALONE or self._products > context["products"]:
+            return False
+        if not are_plain([inputs, outputs], context["shape"]):
+            return False
+        is_view = context["is_view"](inputs, outputs)
+        if not (COPIES.isdisjoint(names) or is_settled(names[1], context, is_view)):
+            return False
+        context["is_view"] = lambda inputs, outputs: is_view
+        shapes = _shapes(context, inputs, outputs)
+        return self._cost(names, shapes, context.get_source()) is not None
+
+    def _count_by_shapes(self, context: amanda.OpContext, outputs: Sequence[Any]) -> None:
+        inputs = context.get_inputs()
+        op = ByShape(context, [inputs, outputs], self._place_at, self._costs, self._shared)
+        context["by_shape"] = op
+        self._products += bool(self._place_at(context).macs)
+        context["cost"], context["estimate"] = None, 0
+        context.insert_after_op(self._count_at, outputs=[], op=op)
+
+    def _place_at(self, context: At | amanda.OpContext, shapes: tuple[Any, ...] = ()) -> OpCost:
+        """Return where executions with the shapes of a context are counted."""
+        names, outputs = (context.get_op_type(), context["type"]), context.get_outputs() or []
+        place, told = self._new_place(context, names[1]), _shapes(context, context.get_inputs(), outputs)
+        cost = self._cost(names, told, place.source) if _can_tell(names, told) else None
+        place.macs, place.flops = cost or (None, None)
+        place.estimate = 0 if cost else told.estimate
+        place.bytes = _moved(context, names, outputs)
+        return place
+
     def _shared(self, place: OpCost, shapes: str = "") -> OpCost:
         """Return the place that stands for all ops that equal this one, executed with these shapes."""
         return self._places.setdefault((_key(place), shapes), place)
 
-    def _inside(self, context: amanda.OpContext) -> Inside | None:
+    def _inside(self, context: At | amanda.OpContext) -> Inside | None:
         """Return what an op calls, counted once for the op and its backward ops."""
         if "within" not in context:
             inside = context["inside"]
@@ -133,6 +187,19 @@ class FlopsTool(amanda.Tool):
                 self._count_gradients, place=place, names=(kind, kind), shape=context["shape"]
             )
             return
+        if "by_shape" in context:
+            self._count_gradients_by_shapes(context, kind)
+            return
+        place = self._shared(self._gradients_at(context))
+        context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
+
+    def _gradients_at(self, context: At | amanda.OpContext, shapes: tuple[Any, ...] = ()) -> OpCost:
+        """Return where executions of a backward op with the shapes of a context are counted."""
+        kind = context["backward_type"]
+        place = OpCost("backward", kind, context.get_scope(), context.get_source())
+        if shapes:
+            forward = context["by_shape"].of(shapes[:2])
+            context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
         cost = self._backward_cost(context, kind, grads)
         place.macs, place.flops = cost or (None, None)
@@ -140,7 +207,25 @@ class FlopsTool(amanda.Tool):
             within = context.get("within")
             place.estimate = (within and within.backward_macs) or 2 * int(context["estimate"])
         place.bytes = _bytes(context, [*(context.get_grad_outputs() or []), *grads])
-        context.insert_after_backward_op(self._count, grad_inputs=[], place=self._shared(place))
+        return place
+
+    def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str) -> None:
+        """Count a backward op of an op that is told by shapes, which it is mostly, too."""
+        forward = kind.removesuffix("_backward")
+        given = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
+        is_told = forward in BY_SHAPES_ALONE or forward.removesuffix("_backward") in CONTRACTIONS
+        is_told = is_told or forward in _NO_WORK or context.get_backward_order() > 1
+        is_told = is_told and kind not in self._custom and are_plain(given, context["shape"])
+        first = None if is_told else self._shared(self._gradients_at(context))
+        measure = self._gradients_at if is_told else self._gradients_unknown
+        forward_op = context["by_shape"]
+        op = ByShape(context, given, measure, self._costs, self._shared, forward_op, first)
+        context.insert_after_backward_op(self._count_at, grad_inputs=[], op=op)
+
+    def _gradients_unknown(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
+        """Return where executions are counted whose cost only an analysis with these shapes would tell."""
+        kind = context["backward_type"]
+        return OpCost("backward", kind, context.get_scope(), context.get_source(), macs=None, flops=None)
 
     def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
         """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
@@ -148,7 +233,7 @@ class FlopsTool(amanda.Tool):
         names = (context.get_op_type(), context["type"])
         return self._cost(names, shapes, context.get_source()) if shapes.are_known else None
 
-    def _backward_cost(self, context: amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
+    def _backward_cost(self, context: At | amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
         forward, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self._custom:
             return self._custom[kind](_shapes(context, context.get_grad_outputs() or [], grads))
@@ -217,6 +302,13 @@ class FlopsTool(amanda.Tool):
 
     @staticmethod
     @amanda.observer
+    def _count_at(*, op: ByShape, shapes: tuple[Any, ...]) -> None:
+        if shapes is not op.shapes:
+            op.turn_to(shapes)
+        op.place.calls += 1
+
+    @staticmethod
+    @amanda.observer
     def _count(place: OpCost) -> None:
         place.calls += 1
 
@@ -248,10 +340,13 @@ def _formula(names: tuple[str, str]) -> Formula | None:
 
 def _key(place: OpCost) -> Hashable:
     """Return the parts that equal ops have in common."""
-    return astuple(replace(place, calls=0))
+    return (
+        place.phase, place.type, place.module, place.source, place.macs, place.flops, place.parameters,
+        place.bytes, place.estimate,
+    )  # fmt: skip
 
 
-def _shapes(context: amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]) -> Shapes:
+def _shapes(context: At | amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]) -> Shapes:
     return Shapes.of(
         context["type"], inputs, outputs, context["shape"], context.get_attrs(),
         context["weight_index"], context["weight_layout"],
@@ -263,7 +358,7 @@ def _can_tell(names: tuple[str, str], shapes: Shapes) -> bool:
     return names[0] in _pytorch.OF_NESTED or shapes.are_known
 
 
-def _moved(context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
+def _moved(context: At | amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
     """Return the bytes that one execution moves."""
     inputs, in_place = context.get_inputs(), context["in_place"]
     if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
@@ -272,7 +367,7 @@ def _moved(context: amanda.OpContext, names: tuple[str, str], outputs: Sequence[
     return traffic(names, read, written, in_place)
 
 
-def _bytes(context: amanda.OpContext, values: Iterable[Any]) -> int:
+def _bytes(context: At | amanda.OpContext, values: Iterable[Any]) -> int:
     """Return the bytes of tensors, also of those in lists."""
     sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
     return sum(elements * (itemsize(context["dtype"](value)) or 4) for value, elements in sizes if elements)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
+@cache
 def itemsize(dtype: str | None) -> int | None:
     """Bytes of an element of a type, by the name that `context["dtype"]` gives; None of another name.
 

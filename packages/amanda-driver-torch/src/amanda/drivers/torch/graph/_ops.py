@@ -37,9 +37,9 @@ class ExportedTensors(TorchTensors):
 class GraphTensors(TorchTensors):
     """`TensorOps` of values that may have symbols for sizes."""
 
-    def shapes(self, inputs: Sequence[Any]) -> Hashable:
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor, also in lists."""
-        return str(super().shapes(inputs))
+        return (str(super().shapes(inputs)),)
 
 
 current_state = State.current
