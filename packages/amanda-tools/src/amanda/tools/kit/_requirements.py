@@ -35,6 +35,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "tensorflow.python.framework.ops:EagerTensor._handle_data",
         "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     ),
+    ("nan", "torch"): ("torch:Tensor._version",),
     ("partition", "torch"): (
         "torch:Tensor._version",
         "torch:_C._current_graph_task_id",
