@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -134,6 +135,47 @@ def test_an_op_that_writes_into_its_input_is_told_with_what_it_was_given() -> No
     first = look(lambda: x.sqrt_()).result.first
     assert first is not None
     assert (first.inputs[0].nan, first.inputs[0].mean) == (0, -1.0)
+
+
+WRITES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "out": (lambda x, held: torch.log(x, out=held), "log"),
+    "list": (lambda x, held: torch._foreach_sqrt_([held.add_(x)]), "_foreach_sqrt"),
+    "running": (
+        lambda x, held: F.batch_norm(x * torch.ones(2, 3) / (x.min() > 0), held, held + 1, training=True),
+        "batch_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_an_op_writes_counts_as_it_was_before(kind: str, mode: Callable[[], Any]) -> None:
+    write, found = WRITES[kind]
+    with mode(), amanda.apply(tool := NanTool()):
+        for x in (torch.ones(3), torch.ones(3), torch.tensor([-1.0, 1.0, 1.0])):
+            write(x, torch.zeros(3))
+    assert [one.type for one in tool.result.findings] == [found]
+
+
+def test_an_op_that_begins_to_write_later_is_told_as_well() -> None:
+    mean, variance = torch.zeros(3), torch.ones(3)
+    tool = NanTool()
+    with amanda.apply(tool):
+        for training in (False, False, True):
+            x = torch.full((2, 3), float("inf") if training else 1.0)
+            F.batch_norm(x, mean, variance, training=training)
+    assert [one.type for one in tool.result.findings] == ["batch_norm"]
+
+
+def test_the_inputs_of_an_op_that_raises_are_let_go_of() -> None:
+    x = torch.rand(3, 4, requires_grad=True) * 2
+    alive = ref(x)
+    with amanda.apply(NanTool()):
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                torch.mm(x, x)
+        del x
+        assert alive() is None
 
 
 def test_an_inf_is_found_and_a_nan_comes_before_it() -> None:

@@ -29,6 +29,7 @@ from amanda.tools.quantize import (
     make_observer,
     sqnr,
 )
+from amanda.tools.quantize._pytorch import _straight_through
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -167,6 +168,30 @@ def test_nan_passes_no_gradient_and_leaves_those_of_others() -> None:
         assert y.isnan().tolist() == [True, False, False]
         assert x.grad is not None
         assert x.grad.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("axes", [(), (1,)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_values_and_gradients_have_the_bits_of_the_estimator(axes: tuple[int, ...], symmetric: bool) -> None:
+    grid, special = Grid.of(8, symmetric), [np.nan, np.inf, -np.inf, 1e30, -1e30, 3e38, -0.0, 1e-40]
+    x = torch.from_numpy(values(np.float32(0.05), shape=(64, 16)))
+    x[::9, :8] = torch.tensor(special)
+    scale = torch.linspace(0.001, 0.3, 16) if axes else torch.tensor(0.03)
+    zero_point = torch.zeros_like(scale) if symmetric else torch.full_like(scale, 77.0)
+    gradient = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    gradient[0] = np.inf
+    found = []
+    for make in (
+        lambda x: fake_quantize(x, scale, zero_point, grid, axes),
+        lambda x: _straight_through().apply(x, scale, zero_point, grid.low, grid.high)[0],
+        lambda x: fake_quantize(x, scale, zero_point, grid, axes, kernel=False),
+    ):
+        leaf = x.clone().requires_grad_()
+        made = make(leaf)
+        (passed,) = torch.autograd.grad(made, leaf, gradient)
+        found.append([one.detach().contiguous().view(torch.int32) for one in (made, passed)])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert torch.equal(found[0][0], found[2][0])
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -14,7 +14,7 @@ from amanda.tools.kit._packed import packed_inputs
 from amanda.tools.kit._parameters import Held, parameters
 from amanda.tools.kit._parts import Parts, makes_a_weight
 from amanda.tools.kit._progress import Progress
-from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, TensorTool, op_tensors
+from amanda.tools.kit._tensor_tool import Dtype, OpRecord, OpTensor, TensorTool, op_tensors
 from amanda.tools.kit._tensors import Tensors, TensorsError, numpy_type, tensors_of
 from amanda.tools.kit._weight import Form, Present, Weight, WeightError
 from amanda.tools.kit._weight_input import (
@@ -32,7 +32,7 @@ from amanda.tools.kit._weights import ELSEWHERE, SEVERAL, Weights
 from amanda.tools.kit._windows import Window, spatial_axes, windows_of
 
 __all__ = [
-    "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Form", "FoundMemory", "Held",
+    "ELSEWHERE", "SEVERAL", "BitField", "Dataflow", "DataflowNode", "Dtype", "Form", "FoundMemory", "Held",
     "HeldError", "Holders", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
     "Present", "Progress", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
     "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",

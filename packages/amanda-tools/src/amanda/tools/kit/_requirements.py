@@ -35,6 +35,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "tensorflow.python.framework.ops:EagerTensor._handle_data",
         "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     ),
+    ("nan", "torch"): ("torch:Tensor._version",),
     ("partition", "torch"): (
         "torch:Tensor._version",
         "torch:_C._current_graph_task_id",
@@ -50,6 +51,7 @@ REQUIRED: dict[tuple[str, str], tuple[str, ...]] = {
         "torch:ops.profiler._record_function_enter_new",
         "torch:ops.profiler._record_function_exit._RecordFunction",
     ),
+    ("quantize", "torch"): ("torch:_C._are_functorch_transforms_active",),
     ("quantize", "tensorflow"): (*_RECORD, "tensorflow.python.framework.op_def_registry:get"),
     ("remat", "torch"): (
         *_MEMORY,

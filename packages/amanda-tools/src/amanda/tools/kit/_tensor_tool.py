@@ -17,8 +17,8 @@ from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
 """Beginnings of the names of element types that hold numbers."""
 
-
 Dtype = Callable[[Any], str | None]
+"""Gives the name of a tensor's element type, None of any other value: `dtype` of StandardMapping."""
 
 
 class OpTensor(NamedTuple):

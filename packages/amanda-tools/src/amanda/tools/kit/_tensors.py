@@ -110,6 +110,11 @@ class Tensors:
         with np.errstate(all="ignore"):
             return numbers.sum(dtype=None if numbers.dtype.itemsize >= 4 else np.float32)
 
+    def checksum(self, x: Any) -> float:
+        """Return a number that is finite only if each stored element is; 0 for a tensor without elements."""
+        numbers = self.stored_values(x, widen=True)
+        return 0.0 if numbers is None else float(self.total(numbers))
+
     def bytes_at(self, x: Any, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the bytes of elements: a row for each position in the flattened tensor."""
         return _rows(np.asarray(to_numpy(x)))[positions]

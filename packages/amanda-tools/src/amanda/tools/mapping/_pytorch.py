@@ -54,8 +54,13 @@ def dtype(value: Any) -> str | None:
     kind = None if isinstance(value, type) else getattr(value, "dtype", None)
     if kind is None or not _has_shape(value):
         return None
-    name = str(kind).removeprefix("torch.")
     own: Any = type(value)
+    return _dtype_name(own, kind)
+
+
+@cache
+def _dtype_name(own: Any, kind: Any) -> str:
+    name = str(kind).removeprefix("torch.")
     return f"{own.__name__}[{name}]" if _is_packed(own) else name
 
 

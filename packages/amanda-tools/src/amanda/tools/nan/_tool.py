@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import reduce
-from operator import or_
-from typing import Any, NamedTuple
+from _thread import get_ident
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import OpTensor, op_tensors, packed_inputs
+from amanda.tools.kit import Dtype, packed_inputs
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan import _pytorch
+from amanda.tools.nan._given import Floats, Given, Kept, floating
 from amanda.tools.nan._result import Entered, Finding, NanResult
 from amanda.tools.nan._scaled import Scaled
-from amanda.tools.nan._summary import NAN, Summary, held
+from amanda.tools.nan._summary import NAN, held
 
-_FLOATING = ("float", "bfloat", "half", "complex")
 _MOVES = frozenset(
     """
     Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
@@ -39,40 +39,27 @@ class NotFiniteError(AmandaError, ArithmeticError):
         self.finding = finding
 
 
-class _Op(NamedTuple):
-    """An op and the paths of the parameters among its inputs, by position.
+@dataclass(frozen=True, eq=False, slots=True)
+class _Op:
+    """An op, what it is given, and the paths of the parameters among its inputs, by position.
 
-    moves: whether it only hands on.  reads: whether it gives what a variable holds.
+    dtype: what StandardMapping writes.  moves: whether it only hands on.  reads: whether it gives what a
+    variable holds.
     """
 
     phase: str
     type: str
     module: str
     source: str
-    parameters: Mapping[int, str]
-    moves: bool
+    dtype: Dtype
+    given: Given
+    parameters: Mapping[int, str] = field(default_factory=dict)
+    moves: bool = False
     reads: bool = False
 
     @property
     def place(self) -> tuple[str, str, str, str]:
         return self.phase, self.type, self.module, self.source
-
-
-class _Floats(NamedTuple):
-    """The floating tensors that an execution read or made, by flat index.
-
-    holds: flags of NaN and Inf, of the tensors that hold any.
-    """
-
-    tensors: Mapping[int, OpTensor] = {}
-    holds: Mapping[int, int] = {}
-
-    @property
-    def flags(self) -> int:
-        return reduce(or_, self.holds.values(), 0)
-
-    def summaries(self, chosen: Iterable[int]) -> dict[int, Summary]:
-        return {i: Summary.of(self.tensors[i].tensor, self.tensors[i].dtype) for i in chosen}
 
 
 class NanTool(amanda.Tool):
@@ -88,6 +75,7 @@ class NanTool(amanda.Tool):
         self._stop, self._inf, self._limit = stop, inf, limit
         self.clear()
         self._packed: dict[str, None] = {}  # what is not read
+        self._kept: dict[tuple[int, _Op], Kept] = {}  # by thread and op, while the op runs
         self.depends_on(StandardMapping(), MappingTool([["pytorch", _pytorch.roles]]))
         self.add_inst_for_op(self._forward)
         if backward:
@@ -123,54 +111,63 @@ class NanTool(amanda.Tool):
             return
         if role == "scale":
             context.insert_after_op(self._begin_scaled, outputs=[])
-        kind, dtype = context["type"], context["dtype"]
+        kind, dtype, is_eager = context["type"], context["dtype"], context.namespace.matches("*/*/eager")
         self._packed.update(dict.fromkeys(packed_inputs(context)))
-        place = (context["phase"], kind, context.get_scope(), context.get_source())
-        op = _Op(*place, _parameters(context), kind in _MOVES, context.get_op_type() in _READS)
-        in_place = context["in_place"]
-        context.insert_before_op(self._entering, dtype=dtype, side="forward", in_place=in_place)
-        context.insert_after_op(self._leaving, dtype=dtype, side="forward", op=op)
+        op = _Op(
+            context["phase"], kind, context.get_scope(), context.get_source(), dtype,
+            Given(dtype, self._inf, context["in_place"], is_eager), _parameters(context),
+            moves=kind in _MOVES, reads=context.get_op_type() in _READS,
+        )  # fmt: skip
+        context.insert_before_op(self._begin if is_eager else self._begin_in_graph, op=op)
+        context.insert_after_op(self._end if is_eager else self._end_in_graph, op=op)
 
     def _backward(self, context: amanda.OpContext) -> None:
-        kind = context["backward_type"]
+        kind, dtype, is_eager = (
+            context["backward_type"], context["dtype"], context.namespace.matches("*/*/eager"),
+        )  # fmt: skip
         if kind == "accumulate_grad":
             return
-        op = _Op("backward", kind, context.get_scope(), context.get_source(), {}, False)
-        side, dtype = str(context.get_backward_op_id()), context["dtype"]
-        context.insert_before_backward_op(self._entering, dtype=dtype, side=side, in_place=False)
-        context.insert_after_backward_op(self._leaving, dtype=dtype, side=side, op=op)
+        given = Given(dtype, self._inf, in_place=False, is_eager=is_eager)
+        op = _Op("backward", kind, context.get_scope(), context.get_source(), dtype, given)
+        context.insert_before_backward_op(self._begin if is_eager else self._begin_in_graph, op=op)
+        context.insert_after_backward_op(self._end if is_eager else self._end_in_graph, op=op)
 
     @amanda.observer
-    def _entering(self, *values: Any, dtype: Any, side: str, in_place: bool, run: dict[str, Any]) -> None:
-        given = self._floats(values, dtype)
-        if in_place:  # the op is about to write into the first
-            tensors = {i: _copied(one) if one.position == 0 else one for i, one in given.tensors.items()}
-            given = given._replace(tensors=tensors)
-        run[side] = given
+    def _begin(self, *values: Any, op: _Op) -> None:
+        self._kept[get_ident(), op] = op.given.keep(values)  # an eager op ends on the thread it began on
 
     @amanda.observer
-    def _leaving(self, *values: Any, dtype: Any, side: str, op: _Op, run: dict[str, Any]) -> None:
-        given: _Floats = run.pop(side, None) or _Floats()
+    def _end(self, *values: Any, op: _Op) -> None:
+        self._look(values, self._kept.pop((get_ident(), op), None), op)
+
+    @staticmethod
+    @amanda.observer
+    def _begin_in_graph(*values: Any, op: _Op, run: dict[Any, Any]) -> None:
+        run[op] = op.given.keep(values)
+
+    @amanda.observer
+    def _end_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any]) -> None:
+        self._look(values, run.pop(op, None), op)
+
+    def _look(self, values: Sequence[Any], kept: Kept | None, op: _Op) -> None:
         execution, self._executions = self._executions, self._executions + 1
-        made = self._floats(values, dtype)
-        if not made.holds:
+        if kept is not None:
+            op.given.settle(kept)
+        if not any(held(one.tensor, self._inf) for one in floating(values, op.dtype)):
             return
-        if made.flags & NAN and not given.tensors and op.reads:
-            given = made
-        before, after = given.flags, made.flags
+        made = Floats.of(values, op.dtype, self._inf)
+        read = Floats() if kept is None else op.given.floats(kept)
+        if made.flags & NAN and not read.tensors and op.reads:
+            read = made
+        before, after = read.flags, made.flags
         if (after & NAN and not before & NAN) or not before:
-            inputs, outputs = given.summaries(given.tensors), made.summaries(made.holds)
+            inputs, outputs = read.summaries(read.tensors), made.summaries(made.holds)
             self._keep(Finding(*op.place, execution, inputs, outputs))
         else:
             self._passed_on += 1
         if after & NAN and not op.moves:
-            self._name(op, execution, given)
+            self._name(op, execution, read)
             self._is_known = True
-
-    def _floats(self, values: Any, dtype: Any) -> _Floats:
-        tensors = {one.flat_index: one for one in op_tensors(values, dtype, kinds=_FLOATING)}
-        found = {i: held(one.tensor, self._inf) for i, one in tensors.items()}
-        return _Floats(tensors, {i: what for i, what in found.items() if what})
 
     def _keep(self, finding: Finding | Entered) -> None:
         if self._scaled.takes(finding):
@@ -185,7 +182,7 @@ class NanTool(amanda.Tool):
         if self._stop:
             raise NotFiniteError(finding)
 
-    def _name(self, op: _Op, execution: int, given: _Floats) -> None:
+    def _name(self, op: _Op, execution: int, given: Floats) -> None:
         """Name the parameters that hold NaN, and the inputs where no op that was seen gave it."""
         for i, what in given.holds.items():
             position = given.tensors[i].position
@@ -225,8 +222,3 @@ def _parameters(context: amanda.OpContext) -> dict[int, str]:
         if path is not None:
             found[i] = path
     return found
-
-
-def _copied(one: OpTensor) -> OpTensor:
-    """Return a tensor that stays when an op writes into this one."""
-    return one._replace(tensor=one.tensor.clone()) if hasattr(one.tensor, "clone") else one

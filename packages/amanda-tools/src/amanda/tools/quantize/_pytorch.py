@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.tools.kit._requirements import check
 from amanda.tools.quantize._grid import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+SMALL = 1 << 15
+"""Elements up to which calls of Python take longer than one pass over the elements."""
 
 
 def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Tensor | None:
@@ -29,8 +34,11 @@ def kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[in
         return _fused(x, scale, zero_point, grid, axes, shape)
     s, z = (one.to(x.device, x.dtype).reshape(shape) for one in (scale, zero_point))
     if torch.is_grad_enabled() and x.requires_grad:
-        result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
-        return result
+        check("quantize", "torch")
+        if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
+            result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
+            return result
+        return _with_native_gradient(x, s, z, grid)
     return _integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
 
 
@@ -54,13 +62,32 @@ def _fused(
         return torch.clamp(x, min=made, max=made, out=made)
 
 
+def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Return what `_straight_through` does, with the gradient of a product, which autograd computes itself.
+
+    That takes one pass over the elements more, and no call of Python in the backward pass.
+    """
+    import torch
+
+    with torch.no_grad():
+        integers = _integers(x, scale, zero_point)
+        clipped = integers.clamp(grid.low, grid.high)
+        passes = clipped == integers
+    made = x * passes
+    with torch.no_grad():
+        return torch.mul(clipped.sub_(zero_point), scale, out=made)
+
+
 def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return (x * (1 / scale)).round_().add_(zero_point)
 
 
 @functools.cache
 def _straight_through() -> Any:
-    """Return the straight-through estimator, whose gradient passes where values were not clipped."""
+    """Return the straight-through estimator, whose gradient passes where values were not clipped.
+
+    It is for large tensors, and for torch.func's transforms, which take no `out=`.
+    """
     import torch
 
     class StraightThrough(torch.autograd.Function):

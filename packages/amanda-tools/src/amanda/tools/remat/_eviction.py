@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from heapq import heapify, heappop, heapreplace
 
 from amanda.tools.remat._heuristics import Heuristic
 from amanda.tools.remat._ledger import Ledger
 from amanda.tools.remat._pytorch import Torch
 from amanda.tools.remat._records import BudgetError, OpCounts, Operation, Ref, Storage
 
+EXACT, PART = 128, 8
+"""One order serves one eviction, and one more for each `PART` storages beyond `EXACT`."""
 logger = logging.getLogger("amanda")
 
 
@@ -16,6 +20,7 @@ class Eviction:
     """Eviction of storages that can be made again, so that the live bytes stay within a budget.
 
     budget: bytes, None for no bound.  strict: raise BudgetError where it cannot be held.
+    returned: storages that were made again.
     """
 
     def __init__(
@@ -23,7 +28,10 @@ class Eviction:
     ) -> None:
         self.torch, self.ledger, self.budget, self.strict = torch, ledger, budget, strict
         self._heuristic = heuristic
+        self.returned: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._generation = 0
+        self._order: list[tuple[float, int, weakref.ref[Storage]]] = []  # a heap
+        self._left = self._most = 0  # storages that are taken from it
 
     def make_room(self, need: int, counts: OpCounts, certain: bool = True) -> None:
         """Evict until `need` more bytes fit in the budget, or nothing more can be evicted.
@@ -47,23 +55,53 @@ class Eviction:
 
     def _drop_unneeded(self) -> None:
         """Drop the copies of storages that were made again and read for the last time."""
-        for one in self.ledger.storages():
-            if one.copy is not None and not (one.handles or one.locks) and one.maker and one.maker.is_over:
+        for one in list(self.returned):
+            if one.copy is None or one.maker is None:
+                self.returned.discard(one)
+            elif not (one.handles or one.locks) and one.maker.is_over:
                 one.copy = None
         self.ledger.drain()
 
     def _victim(self, passed: set[Storage]) -> Storage | None:
-        """Return the storage with the lowest score."""
-        scores = {
-            one: self._heuristic(one, self.ledger.clock - one.touched + 1e-9)
-            for one in self.ledger.storages()
-            if one.maker and not one.locks and one.size and one not in passed and self._is_ours(one)
-        }
-        return min(scores, key=scores.__getitem__, default=None)
+        """Return the storage with the lowest score; None if nothing more can be evicted.
+
+        Many storages are put in order once for several evictions: the score of the first is computed anew,
+        and it is evicted, or put back where others are lower.
+        """
+        if self._left <= 0 or not self._order:
+            self._put_in_order(passed)
+        while self._order:
+            score, number, reference = self._order[0]
+            storage = reference()
+            if storage is None or not self._is_candidate(storage, passed):
+                heappop(self._order)
+            elif (now := self._score(storage)) > score:
+                heapreplace(self._order, (now, number, reference))
+            else:
+                heappop(self._order)
+                self._left -= 1
+                return storage
+            if not self._order and self._left < self._most:
+                self._put_in_order(passed)
+        return None
+
+    def _put_in_order(self, passed: set[Storage]) -> None:
+        found = [one for one in self.ledger.storages() if self._is_candidate(one, passed)]
+        self._order = [(self._score(one), i, weakref.ref(one)) for i, one in enumerate(found)]
+        heapify(self._order)
+        self._left = self._most = max((len(found) - EXACT) // PART, 1)
+
+    def _score(self, storage: Storage) -> float:
+        return self._heuristic(storage, self.ledger.clock - storage.touched + 1e-9)
+
+    def _is_candidate(self, one: Storage, passed: set[Storage]) -> bool:
+        return bool(one.maker and not one.locks and one.size and one not in passed and self._is_ours(one))
 
     def _is_ours(self, storage: Storage) -> bool:
         """Return True if only this tool holds a storage."""
-        own = sum(handle.tensor is not None for handle in storage.handles) + (storage.copy is not None)
+        own = sum(handle.tensor is not None for handle in storage.handles.alive()) + (
+            storage.copy is not None
+        )
         return own > 0 and self.torch.uses(storage.address) == own
 
     def _fall_short(self, need: int, counts: OpCounts) -> None:
@@ -83,7 +121,7 @@ class Eviction:
         maker = storage.maker
         if maker is None or not self.commit(maker):
             return False
-        held = [handle for handle in storage.handles if handle.tensor is not None]
+        held = [handle for handle in storage.handles.alive() if handle.tensor is not None]
         for handle in held:
             handle.tensor = None
         storage.copy = None

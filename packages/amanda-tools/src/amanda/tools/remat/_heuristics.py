@@ -50,7 +50,7 @@ def parents(storage: Storage) -> list[Storage]:
 
 def children(storage: Storage) -> list[Storage]:
     """Return the storages that are gone and need this one to be made again."""
-    consumers = list(storage.consumers)
+    consumers = storage.consumers.alive()
     return [product for operation in consumers for product in operation.products if product.is_gone]
 
 

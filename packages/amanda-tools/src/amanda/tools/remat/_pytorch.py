@@ -234,6 +234,10 @@ class Torch:
         with hooks(lambda one: saved.append(one.detach()), lambda packed: packed):
             return self.results(compute(inputs)), saved
 
+    def unseen(self) -> AbstractContextManager[Any]:
+        """Return a context that hides what is read of tensors from the user's modes and tensor subclasses."""
+        return self.torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
+
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Return a context that hides calls from the user's modes and tensor subclasses."""

@@ -79,6 +79,7 @@ class Recomputation:
         storage.touched = self.ledger.clock
         self.ledger.add(memory, storage, counts=True)
         self.ledger.hold(storage, self.torch.whole(memory))
+        self._eviction.returned.add(storage)
 
     def _input(self, value: Any) -> Any:
         if isinstance(value, Scratch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amanda.errors import AmandaError
 
@@ -43,6 +43,33 @@ class _Weak:
     __slots__ = ("__weakref__",)
 
 
+RecordT = TypeVar("RecordT")
+
+
+class WeakList(Generic[RecordT]):
+    """Records by weak references, in the order in which they were added; far cheaper than a WeakSet."""
+
+    __slots__ = ("_most", "_references")
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[RecordT]] = []
+        self._most = 8
+
+    def add(self, record: RecordT) -> None:
+        """Add a record; now and then drop the references of those that are gone."""
+        if len(self._references) >= self._most:
+            self._references = [one for one in self._references if one() is not None]
+            self._most = 2 * len(self._references) + 8
+        self._references.append(weakref.ref(record))
+
+    def alive(self) -> list[RecordT]:
+        """Return the records that are not gone."""
+        return [record for one in self._references if (record := one()) is not None]
+
+    def __bool__(self) -> bool:
+        return any(one() is not None for one in self._references)
+
+
 @dataclass(eq=False, slots=True)
 class Storage(_Weak):
     """Memory that tensors share: alive, or gone and made again by running `maker`.
@@ -60,8 +87,8 @@ class Storage(_Weak):
     memory: weakref.ref[Any] | None = None
     maker: Operation | None = None
     slot: tuple[int, bool] = (0, False)
-    handles: weakref.WeakSet[Handle] = field(default_factory=weakref.WeakSet)
-    consumers: weakref.WeakSet[Operation] = field(default_factory=weakref.WeakSet)
+    handles: WeakList[Handle] = field(default_factory=WeakList)
+    consumers: WeakList[Operation] = field(default_factory=WeakList)
     copy: Any = None
     version: int | None = None
     touched: float = 0.0

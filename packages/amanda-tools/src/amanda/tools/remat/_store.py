@@ -129,12 +129,13 @@ class Store:
 
     def unpack(self, handle: Handle) -> Any:
         """Return the tensor that a handle stands for, computed again if it was evicted."""
-        with self._alone():
+        with self.lock, self.torch.unseen():
             storage = handle.storage
             tensor = handle.tensor
             if tensor is None:
                 assert storage is not None
-                return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
+                with self._alone():
+                    return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
             if storage is not None:
                 storage.touched = self.ledger.clock
             if handle.version not in (None, tensor._version):
