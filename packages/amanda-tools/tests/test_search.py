@@ -414,37 +414,3 @@ def test_a_function_is_a_candidate(model: nn.Sequential, images: Tensor) -> None
     with amanda.apply(tool):
         found = model(images)
     assert torch.equal(found, model[2:](model[0](images) / 2))
-
-
-WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
-    (lambda tool: Choice(["keep", "convx"], type="conv2d"), "the choice at type=conv2d is 'convx'"),
-    (lambda tool: Choice(["keep", "bits9"], type="conv2d"), "is 'bits9'; it is one of keep, skip, conv5"),
-    (lambda tool: Choice("keep", type="conv2d"), "has candidates 'keep'; give a list of two or more"),
-    (lambda tool: Choice(["keep", "keep"], type="conv2d"), "has keep twice"),
-    (lambda tool: SearchTool(["conv2d"]), "a choice is 'conv2d'; write type@module=candidate"),
-    (lambda tool: setattr(tool, "architecture", {"0/conv": "keep"}),
-     "'0/conv' is no op with a choice; such are 0/conv2d"),
-    (lambda tool: setattr(tool, "architecture", {"0/conv2d": "relu"}),
-     "'relu' is no candidate of 0/conv2d; it has keep"),
-    (lambda tool: SearchTool().flops(), "the costs of ops are not known; call prepare"),
-    (lambda tool: SearchTool().finalize(nn.ReLU()), "no op with a choice was met; call prepare"),
-    (lambda tool: Search(tool, 3), "evaluate is 3; give a function"),  # type: ignore[arg-type]
-    (lambda tool: Search(SearchTool(), lambda: 1), "has met no op with a choice; call tool.prepare"),
-    (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; it is one of"),  # type: ignore[arg-type]
-    (lambda tool: Search(tool, lambda: 1, costs=["time"]), "a cost is 'time'; it is one of 'flops', 'size'"),
-    (lambda tool: Search(tool, lambda: 1, costs=[lambda: 1, lambda: 2]), "give each a name of its own"),
-    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "whose folder does not exist"),
-    (lambda tool: tool.settle({"time": 1}), "a limit is 'time'; it is one of 'flops', 'size'"),  # type: ignore[dict-item]
-    (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
-    (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
-    (lambda tool: Evolution(sample="few"), "sample is 'few'; give a number from 1 on"),  # type: ignore[arg-type]
-    (lambda tool: Evolution(population=0), "population is 0; give a number from 1 on"),
-    (lambda tool: SearchTool(architecture=Path("none.json")), "none.json holds no architecture"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("wrong", "told"), WRONG)
-def test_bad_input_is_an_error(wrong: Any, told: str, model: nn.Module, images: Tensor) -> None:
-    with pytest.raises(SearchError) as caught:
-        wrong(prepared(model, images))
-    assert told in str(caught.value)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from amanda.tools.search._candidates import SearchError
+from amanda.tools.search._checks import check_integer, check_real
 from amanda.tools.search._result import dominates
 
 Space = Mapping[str, Sequence[str]]
@@ -49,9 +49,8 @@ class Evolution(Random):
     """
 
     def __init__(self, population: int = 20, sample: int = 5) -> None:
-        for name, value in (("population", population), ("sample", sample)):
-            if not isinstance(value, int) or value < 1:
-                raise SearchError(f"Evolution: {name} is {value!r}; give a number from 1 on")
+        check_integer("Evolution: population", population, 1)
+        check_integer("Evolution: sample", sample, 1)
         self._population, self._sample = population, sample
         self._alive: list[tuple[Architecture, tuple[float, ...]]] = []
 
@@ -85,6 +84,8 @@ class PolicyGradient:
     """
 
     def __init__(self, rate: float = 1.0, decay: float = 0.9) -> None:
+        check_real("PolicyGradient: rate", rate)
+        check_real("PolicyGradient: decay", decay, 1)
         self._rate, self._decay = rate, decay
         self._logits: dict[str, Any] = {}
         self._baseline: float | None = None

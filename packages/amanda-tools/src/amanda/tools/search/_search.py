@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -13,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 import amanda
-from amanda.errors import AmandaError
-from amanda.tools.kit import Progress, check_number, check_one_of
-from amanda.tools.search._candidates import SearchError
+from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
+from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
@@ -25,8 +23,6 @@ _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
 }  # fmt: skip
 _COSTS = ("flops", "size")
 _DRAWS = 1000
-
-logger = logging.getLogger("amanda")
 
 
 class Search:
@@ -60,17 +56,34 @@ class Search:
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
     ) -> None:
+        check_type("Search: tool", tool, SearchTool, "a SearchTool")
         if not callable(evaluate):
             raise SearchError(f"Search: evaluate is {evaluate!r}; give a function that gives a number")
+        if train is not None and not callable(train):
+            raise SearchError(f"Search: train is {train!r}; give a function of no arguments, or None")
         if not tool.space:
             raise SearchError(
                 "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
             )
+        if isinstance(costs, str) or not isinstance(costs, Sequence):
+            raise SearchError(f"Search: costs is {costs!r}; give a list of 'flops', 'size', or functions")
+        for one in (cost for cost in costs if not callable(cost)):
+            check_one_of("Search: a cost", one, _COSTS, SearchError)
+        check_limits("Search: a limit", limits, _COSTS)
+        check_integer("Search: seed", seed, 0)
+        check_type("Search: progress", progress, bool, "True or False")
+        check_type("Search: metric", metric, str, "a name for the number")
+        check_type("Search: file", file, (str, Path, type(None)), "the path of a file, or None")
+        check_one_of("Search: compiled", compiled, ("eager", "instrument"), SearchError)
         if isinstance(controller, str):
             check_one_of("Search: controller", controller, tuple(_CONTROLLERS), SearchError)
             controller = _CONTROLLERS[controller]()
-        for one in (*(cost for cost in costs if not callable(cost)), *(limits or ())):
-            check_one_of("Search: a cost", one, _COSTS, SearchError)
+        is_one = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
+        if not is_one or isinstance(controller, type):
+            known = ", ".join(map(repr, _CONTROLLERS))
+            raise SearchError(
+                f"Search: controller is {controller!r}; give {known}, or an object with ask and tell"
+            )
         self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
         self._calculated = {"flops": tool.flops, "size": tool.size}
         names = [one if isinstance(one, str) else getattr(one, "__name__", str(one)) for one in costs]
@@ -106,6 +119,10 @@ class Search:
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
+        if trials is not None:
+            check_integer("Search.run: trials", trials, 0)
+        if seconds is not None:
+            check_real("Search.run: seconds", seconds)
         begun, self._stopped = perf_counter(), ""
         if self._tool.mixture:
             raise SearchError(
@@ -140,35 +157,38 @@ class Search:
         for draw in range(2 * _DRAWS):
             source = self._controller if draw < _DRAWS else Random()
             found = source.ask(self._space, numbers)
+            self._check(source, found)
             is_within = all(self._calculated[name](found) <= most for name, most in self._limits.items())
             if is_within and found not in known:
                 return found
         return None
 
+    def _check(self, controller: Controller, architecture: Any) -> None:
+        """Raise SearchError for what is no architecture of the space."""
+        is_one = isinstance(architecture, Mapping) and architecture.keys() == self._space.keys()
+        if not is_one or any(label not in self._space[name] for name, label in architecture.items()):
+            told = f"{type(controller).__name__}.ask gave {architecture!r}"
+            raise SearchError(f"Search: {told}; give a dict from each name of {self._space} to a label")
+
     def _trial(self, architecture: Mapping[str, str]) -> Trial:
         self._tool.architecture = architecture
-        begun, metric, error = perf_counter(), None, ""
-        costs: dict[str, float] = {}
-        try:
+        begun, found = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
+
+        def measure() -> float:
             with amanda.apply(self._tool, compiled=self._compiled):
                 if self._train is not None:
                     self._train()
-                found = check_number(self._evaluate(), self._evaluate, SearchError)
+                found[self._metric] = check_number(self._evaluate(), self._evaluate, SearchError)
                 for name, cost in self._costs.items():
                     value = self._calculated[name]() if isinstance(cost, str) else cost()
-                    costs[name] = check_number(value, cost, SearchError)
-            for name, value in {self._metric: found, **costs}.items():
-                if not isfinite(value):
-                    raise ValueError(f"{name} is {value}")
-            metric = found
-        except AmandaError:
-            raise
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-            costs |= dict.fromkeys(self._costs.keys() - costs.keys(), float("nan"))
-            logger.warning("no %s of %s: %s", self._metric, " ".join(architecture.values()), error)
-        ordered = {name: costs[name] for name in self._costs}
-        return Trial(dict(architecture), metric, ordered, perf_counter() - begun, error)
+                    found[name] = check_number(value, cost, SearchError)
+            for name, number in found.items():
+                check_finite(name, number)
+            return found[self._metric]
+
+        metric, error = attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
+        costs = {name: found[name] for name in self._costs}
+        return Trial(dict(architecture), metric, costs, perf_counter() - begun, error)
 
     def _write(self) -> None:
         if self._file is not None:
