@@ -176,3 +176,46 @@ def test_a_search_in_a_session() -> None:
         result = Search(tool, evaluate, "random", costs=["size"], progress=False).run(trials=20)
         assert len(result.trials) == 9
     assert len({one.metric for one in result.trials}) == 9
+
+
+def test_a_skipped_layer_leaves_its_activation(images: Any) -> None:
+    layers = keras.layers
+    convolution = {"kernel_size": 3, "padding": "same", "activation": "sigmoid"}
+    model = keras.Sequential(
+        [
+            layers.Input((4, 4, 4)), layers.Conv2D(4, use_bias=False, name="bare", **convolution),
+            layers.Conv2D(4, name="biased", **convolution),
+            layers.Conv2D(4, 1, activation="relu", name="last"),
+        ]
+    )  # fmt: skip
+    tool = prepared(
+        model, images, ["conv2d=keep|skip", Choice(["keep", "skip", "tanh"], type=["sigmoid", "relu"])]
+    )
+    for chosen in (["skip", "keep", "keep"], ["skip", "tanh", "keep"], ["keep", "skip", "skip"]):
+        names = ("bare/Conv2D", "bare/Sigmoid", "last/Relu")
+        tool.architecture = dict(zip(names, chosen, strict=True))
+        with amanda.apply(tool):
+            wanted = model(images)
+        assert np.array_equal(tool.finalize(model)(images), wanted), chosen
+    tool.architecture = {"biased/Conv2D": "skip"}
+    with pytest.raises(SearchError, match=r"'skip' of biased/Conv2D .* is no module: biased adds a bias"):
+        tool.finalize(model)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_layers_that_share_a_choice_change_together(model: Any, images: Any, mixture: bool) -> None:
+    choices = [Choice(["keep", "gelu", "tanh"], type=["sigmoid", "relu"], shared=True)]
+    tool = prepared(model, images, choices, mixture=mixture)
+    (name,) = tool.space
+    if mixture:
+        (alpha,) = tool.alphas()
+        with amanda.apply(tool), tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images) ** 2)
+        assert np.all(tape.gradient(loss, alpha) != 0)
+        tool.settle()
+    tool.architecture = {name: "gelu"}
+    with amanda.apply(tool):
+        wanted = model(images)
+    clone = tool.finalize(model)
+    assert np.array_equal(clone(images), wanted)
+    assert clone.get_layer("first").activation is keras.activations.gelu

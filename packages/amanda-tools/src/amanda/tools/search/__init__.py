@@ -9,6 +9,8 @@ found = tool.finalize(model)
 from amanda.tools.search._checks import SearchError
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._lstm import LSTMPolicy
+from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import ChoicesResult, SearchResult, Trial
 from amanda.tools.search._search import Search
 from amanda.tools.search._site import Site
@@ -19,6 +21,8 @@ __all__ = [
     "ChoicesResult",
     "Controller",
     "Evolution",
+    "LSTMPolicy",
+    "OptunaController",
     "PolicyGradient",
     "Random",
     "Search",

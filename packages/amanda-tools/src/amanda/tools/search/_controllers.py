@@ -45,7 +45,8 @@ class Evolution(Random):
 
     population: how many live.  sample: how many of these compete to be the parent; they are drawn without
     replacement, where the paper draws with it.  A child differs from its parent at one op.  With costs, the
-    parent is the one that the fewest others of the sample dominate.
+    parent is the one that the fewest others of the sample dominate, the first drawn of equal ones, and the
+    oldest dies that another dominates.
     """
 
     def __init__(self, population: int = 20, sample: int = 5) -> None:
@@ -60,7 +61,7 @@ class Evolution(Random):
             return super().ask(space, numbers)
         drawn = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
         sample = [self._alive[i] for i in drawn]
-        parent, _ = min(sample, key=lambda one: (self._dominators(one[1], sample), [-x for x in one[1]]))
+        parent, _ = min(sample, key=lambda one: self._dominators(one[1], sample))
         name = list(space)[numbers.integers(len(space))]
         others = [label for label in space[name] if label != parent[name]]
         return {**parent, name: others[numbers.integers(len(others))]}
@@ -73,7 +74,9 @@ class Evolution(Random):
         """Add an architecture to the population; the oldest leaves one that is full."""
         if scores:
             self._alive.append((dict(architecture), tuple(scores)))
-            self._alive = self._alive[-self._population :]
+        if len(self._alive) > self._population:
+            ages = enumerate(self._alive) if len(scores) > 1 else ()
+            del self._alive[next((i for i, one in ages if self._dominators(one[1], self._alive)), 0)]
 
 
 class PolicyGradient:

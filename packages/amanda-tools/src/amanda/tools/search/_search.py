@@ -15,11 +15,14 @@ import amanda
 from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
 from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._lstm import LSTMPolicy
+from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
-    "random": Random, "evolution": Evolution, "policy": PolicyGradient
+    "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
+    "optuna": OptunaController,
 }  # fmt: skip
 _COSTS = ("flops", "size")
 _DRAWS = 1000
@@ -30,7 +33,7 @@ class Search:
 
     tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
         higher the better, with the architecture in force; what it trains is trained for those that follow.
-    controller: "random", "evolution", "policy", or a `Controller`.
+    controller: "random", "evolution", "policy", "lstm", "optuna", or a `Controller`.
     train: called ahead of each evaluation with the architecture in force, to train what architectures share.
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
@@ -46,7 +49,7 @@ class Search:
         self,
         tool: SearchTool,
         evaluate: Callable[[], Any],
-        controller: Literal["random", "evolution", "policy"] | Controller = "evolution",
+        controller: Literal["random", "evolution", "policy", "lstm", "optuna"] | Controller = "evolution",
         train: Callable[[], Any] | None = None,
         costs: Sequence[str | Callable[[], Any]] = (),
         limits: Mapping[str, float] | None = None,
@@ -100,6 +103,11 @@ class Search:
             raise SearchError(
                 f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first"
             )
+        if isinstance(controller, OptunaController):
+            self._trials = controller.begin(self._space, list(self._costs))
+            if self._trials and self._file is not None:
+                told = f"file is {str(self._file)!r}, and the study has {len(self._trials)} trials"
+                raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
         if self._file is not None and self._file.exists():
             self._trials = self._read(self._file)
             for trial in self._trials:
