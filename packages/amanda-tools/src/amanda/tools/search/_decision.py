@@ -11,6 +11,7 @@ import numpy as np
 from amanda.tools.search._checks import SearchError
 
 if TYPE_CHECKING:
+    from amanda.tools.search._libraries import Library
     from amanda.tools.search._site import Site
 
 _SPREAD = 1e-3
@@ -66,9 +67,9 @@ class Decision:
         """The mixture weights ahead of softmax; None without."""
         return self.sites[0].state("alpha") if self._mixed else None
 
-    def shares(self, like: Any) -> Mapping[str, Any]:
+    def shares(self, like: Any, library: Library) -> Mapping[str, Any]:
         """Return softmax of the mixture weights, in the element type of a tensor, by label."""
-        first = self.sites[0]
+        first = self.sites[0].within(library)
         alpha = first.read("alpha", like)
         if self._mixed != self.labels:
             gone = np.array([0.0 if one in self.labels else -np.inf for one in self._mixed], np.float32)

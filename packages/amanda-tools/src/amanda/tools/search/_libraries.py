@@ -49,6 +49,10 @@ class Library:
         """Return an input as the output of an op."""
         return x
 
+    def collected(self, value: Any, collect: Callable[[Any], None]) -> Any:
+        """Return a parameter whose gradient is handed to a function where no tape leads to the parameter."""
+        return value
+
     def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Return why a convolution cannot have another window or groups; change: of its sizes."""
         return "the padding and groups of the graph are fixed"
@@ -131,6 +135,22 @@ class TensorFlowLibrary(Library):
 
         return tensorflow.identity(x)
 
+    def collected(self, value: Any, collect: Callable[[Any], None]) -> Any:
+        """Return an equal tensor; in functions its gradient is handed over as the routine's is computed."""
+        import tensorflow
+
+        if not self.trains:
+            return value
+
+        def passed(x: Any) -> Any:
+            def backward(gradient: Any) -> Any:
+                collect(gradient)
+                return gradient
+
+            return tensorflow.identity(x), backward
+
+        return tensorflow.custom_gradient(passed)(value)
+
     def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse other padding than "same", and groups in the model's own convolution."""
         attributes = context.get_attrs()
@@ -168,7 +188,8 @@ def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
 def frameworks() -> MappingTool:
     """Return the rules, which put the library of an op's framework under "search"."""
     graph = (
-        "no tape leads to the parameters of candidates in functions and sessions of TensorFlow: train eagerly"
+        "no tape leads to the parameters of candidates in functions of TensorFlow, nor in sessions: hand "
+        "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
         ["*", _put(Library())], ["pytorch", _put(TorchLibrary())],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import amanda
@@ -49,6 +52,8 @@ class Site:
         self.calls = 0
         self.left: dict[str, str] = {}
         self._keep = keep
+        self._gradients: dict[str, Any] = {}
+        self._lock = Lock()
         for one in candidates:
             reason = one.fit(context, self)
             if reason:
@@ -92,7 +97,28 @@ class Site:
 
     def read(self, name: str, like: Any) -> Any:
         """Return state in the element type of a tensor."""
-        return self.library.cast(self._xp.read(self._states[name]), like)
+        value = self._xp.read(self._states[name])
+        if name in self._trained:
+            value = self.library.collected(value, partial(self._collect, name))
+        return self.library.cast(value, like)
+
+    def _collect(self, name: str, gradient: Any) -> None:
+        with self._lock:
+            known = self._gradients.get(name)
+            self._gradients[name] = gradient if known is None else known + gradient
+
+    def take_gradient(self, name: str) -> Any:
+        """Return the sum of a parameter's gradients since it was taken, None without one; forget it."""
+        with self._lock:
+            return self._gradients.pop(name, None)
+
+    def within(self, library: Library) -> Site:
+        """Return the op with the functions of another mode of its framework, and the same state."""
+        if library is self.library:
+            return self
+        other = copy(self)
+        other.library = library
+        return other
 
     def array(self, name: str) -> Any:
         """Return state as an array of NumPy."""
@@ -110,10 +136,9 @@ class Site:
 
     def compute(self, inputs: Sequence[Any], original: Original, mixed: bool) -> Any:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
-        self.calls += 1
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
             return self.library.fresh(output) if any(output is one for one in inputs) else output
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
-        shares = self.decision.shares(next(iter(outputs.values())))
+        shares = self.decision.shares(next(iter(outputs.values())), self.library)
         return sum(shares[label] * one for label, one in outputs.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +17,7 @@ from amanda.tools.search._checks import SearchError, check_integer, check_limits
 from amanda.tools.search._choice import Choice
 from amanda.tools.search._costs import Costs
 from amanda.tools.search._decision import Decision
-from amanda.tools.search._libraries import frameworks
+from amanda.tools.search._libraries import Library, frameworks
 from amanda.tools.search._residual import residual
 from amanda.tools.search._result import ChoicesResult
 from amanda.tools.search._settle import settled
@@ -105,6 +105,24 @@ class SearchTool(amanda.Tool):
         """Yield the parameters of candidates, which are trained with the model's."""
         for site in self._sites.values():
             yield from site.weights()
+
+    def gradients(self, parameters: Iterable[Any]) -> list[Any]:
+        """Return the gradients of parameters that functions of TensorFlow computed since they were taken.
+
+        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps; None where
+        there was none, as in eager mode, where a tape leads to the parameters.  Raises SearchError for what
+        is no parameter of the tool.
+        """
+        owners = [(site, name) for site in self._sites.values() for name in site.parameters]
+        found = []
+        for one in parameters:
+            owner = next((pair for pair in owners if pair[0].state(pair[1]) is one), None)
+            if owner is None:
+                raise SearchError(
+                    f"SearchTool.gradients: {one!r} is no parameter; give those of weights() or alphas()"
+                )
+            found.append(owner[0].take_gradient(owner[1]))
+        return found
 
     def settle(self, limits: Mapping[Literal["flops", "size"], float] | None = None) -> dict[str, str]:
         """Choose the candidate with the largest mixture weight at each op; return the architecture.
@@ -247,7 +265,7 @@ class SearchTool(amanda.Tool):
         library = context["search"]
         if library.trains and site.parameters:
             self._untrained = library.trains
-        context.replace_op(self._compute, site=site)
+        context.replace_op(self._compute, site=site, library=library)
 
     def _meet(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
@@ -276,5 +294,6 @@ class SearchTool(amanda.Tool):
             self._flow.made(node, leaves(context.get_outputs() or []))
 
     @amanda.differentiable
-    def _compute(self, *inputs: Any, site: Site, original: Original) -> Any:
-        return site.compute(inputs, original, self.mixture)
+    def _compute(self, *inputs: Any, site: Site, library: Library, original: Original) -> Any:
+        site.calls += 1
+        return site.within(library).compute(inputs, original, self.mixture)
