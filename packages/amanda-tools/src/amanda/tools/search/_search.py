@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -19,6 +18,7 @@ from amanda.tools.search._lstm import LSTMPolicy
 from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
+from amanda.tools.search._trials_file import read_trials, write_trials
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
@@ -109,7 +109,7 @@ class Search:
                 told = f"file is {str(self._file)!r}, and the study has {len(self._trials)} trials"
                 raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
         if self._file is not None and self._file.exists():
-            self._trials = self._read(self._file)
+            self._trials = read_trials(self._file, self._space, list(self._costs))
             for trial in self._trials:
                 controller.tell(self._space, trial.architecture, trial.scores)
 
@@ -150,7 +150,8 @@ class Search:
                     trial = self._trial(architecture)
                     self._trials.append(trial)
                     self._controller.tell(self._space, architecture, trial.scores)
-                    self._write()
+                    if self._file is not None:
+                        write_trials(self._file, self._space, self._trials)
                     progress.done(trial.error or f"{self._metric} {trial.metric:g}")
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
@@ -197,24 +198,3 @@ class Search:
         metric, error = attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
         costs = {name: found[name] for name in self._costs}
         return Trial(dict(architecture), metric, costs, perf_counter() - begun, error)
-
-    def _write(self) -> None:
-        if self._file is not None:
-            rows = [vars(one) for one in self._trials]
-            found = {"schema": "amanda.search_trials", "version": 1, "space": self._space, "trials": rows}
-            part = self._file.with_name(f"{self._file.name}.part")
-            part.write_text(json.dumps(found, indent=1), encoding="utf-8")
-            part.replace(self._file)
-
-    def _read(self, path: Path) -> list[Trial]:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            space = {name: tuple(labels) for name, labels in found["space"].items()}
-            trials = [Trial(**one) for one in found["trials"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SearchError(f"Search: {path} holds no trials of a search: {error!r}") from error
-        if space != self._space:
-            raise SearchError(f"Search: {path} is of a search over {space}, not over {self._space}")
-        if any(list(one.costs) != list(self._costs) for one in trials):
-            raise SearchError(f"Search: {path} has costs {list(trials[0].costs)}, not {list(self._costs)}")
-        return trials
