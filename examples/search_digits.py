@@ -1,22 +1,23 @@
 """Architecture search on scikit-learn's digits, from one source in PyTorch and Keras.
 
-The starting CNN has two 3x3 convolutions and sigmoids, as LeNet has. Found models have its FLOPs
-at most, and are trained from nothing as it is.  python examples/search_digits.py [torch|keras] [SEEDS]
+The starting CNN has three 3x3 convolutions and ReLU. Found models have its FLOPs at most, and are
+trained from nothing as it is.  python examples/search_digits.py [torch|keras] [SEEDS] [FIRST]
 """
 
 import sys
+from copy import copy
 from statistics import mean, stdev
 
 import numpy as np
 from sklearn.datasets import load_digits
 
 import amanda
-from amanda.tools.search import Choice, Search, SearchTool
+from amanda.tools.search import Choice, Evolution, Random, Search, SearchTool
 
-EPOCHS, SEARCHED, BATCH, RATE = 20, 6, 32, 0.01
+EPOCHS, SEARCHED, TRIALS, REPEATS, BATCH, RATE = 20, 6, 24, 2, 32, 0.01
 CHOICES = [
-    Choice(["keep", "conv1", "conv5", "conv3g2", "conv5g4"], type="conv2d"),
-    Choice(["keep", "relu", "tanh", "gelu"], type="sigmoid"),
+    Choice(["keep", "skip", "conv1", "conv5", "conv3g2", "conv5g2", "conv5g4"], type="conv2d"),
+    Choice(["keep", "tanh", "gelu", "silu"], type="relu", shared=True),
 ]
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by the number of seeds
 
@@ -31,8 +32,9 @@ class Torch:
         self.torch, conv = torch, {"kernel_size": 3, "padding": 1}
         torch.manual_seed(seed)
         self.model = nn.Sequential(
-            nn.Conv2d(1, 8, **conv), nn.Sigmoid(), nn.MaxPool2d(2), nn.Conv2d(8, 16, **conv), nn.Sigmoid(),
-            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+            nn.Conv2d(1, 4, **conv), nn.ReLU(), nn.Conv2d(4, 4, **conv, bias=False), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Conv2d(4, 8, **conv), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(32, 10),
         )  # fmt: skip
 
     def tensor(self, images):
@@ -77,11 +79,12 @@ class Keras:
 
         self.keras, self.tf, layers = keras, tensorflow, keras.layers
         keras.utils.set_random_seed(seed)
-        conv = {"kernel_size": 3, "padding": "same", "activation": "sigmoid"}
+        conv = {"kernel_size": 3, "padding": "same", "activation": "relu"}
         self.model = keras.Sequential(
             [
-                layers.Input((8, 8, 1)), layers.Conv2D(8, **conv), layers.MaxPooling2D(2),
-                layers.Conv2D(16, **conv), layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10),
+                layers.Input((8, 8, 1)), layers.Conv2D(4, **conv), layers.Conv2D(4, use_bias=False, **conv),
+                layers.MaxPooling2D(2), layers.Conv2D(8, **conv), layers.MaxPooling2D(2),
+                layers.Flatten(), layers.Dense(10),
             ]
         )  # fmt: skip
 
@@ -145,43 +148,48 @@ def trained(net, data, seed):
     return net
 
 
-def darts(net, tool, train, held_out, seed, epochs, trials):
+def darts(net, tool, train, held_out, seed, trials):
     """Learn mixture weights on batches that are held out, and the other weights on those to train on."""
     weights, alphas = net.trainer(net.weights() + list(tool.weights())), net.trainer(list(tool.alphas()))
     with amanda.apply(tool):
-        pairs = zip(batches(train, epochs, seed), batches(held_out, 3 * epochs, seed), strict=False)
+        pairs = zip(batches(train, SEARCHED, seed), batches(held_out, 3 * SEARCHED, seed), strict=False)
         for batch, other in pairs:
             weights(*batch)
             alphas(*other)
     tool.settle(limits={"flops": tool.flops(first(tool))})
 
 
-def sampled(controller):
-    """Train architectures drawn at random on shared weights, then search with these."""
+def sampled(make):
+    """Train each architecture from nothing, several times, and take the mean accuracy on what is held out."""
 
-    def search(net, tool, train, held_out, seed, epochs, trials):
-        step, numbers = net.trainer(net.weights() + list(tool.weights())), np.random.default_rng(seed)
-        with amanda.apply(tool):
-            for batch in batches(train, epochs, seed):
-                tool.architecture = {name: str(numbers.choice(labels)) for name, labels in tool.space.items()}
-                step(*batch)
+    def search(net, tool, train, held_out, seed, trials):
+        def evaluate():
+            with amanda.disabled():
+                nets = [trained(finalized(net, tool, number), train, number) for number in range(REPEATS)]
+                return mean(accuracy(one, held_out) for one in nets)
+
         limits = {"flops": tool.flops(first(tool))}
-        found = Search(
-            tool, lambda: accuracy(net, held_out), controller, limits=limits, seed=seed, progress=False
-        )
-        found.run(trials=trials)
+        Search(tool, evaluate, make(), limits=limits, seed=seed, progress=False).run(trials=trials)
 
     return search
+
+
+def finalized(net, tool, seed):
+    """Return the network of the present architecture, with new weights."""
+    made = copy(net)
+    made.model = tool.finalize(net.model)
+    made.renewed(seed)
+    return made
 
 
 def first(tool):
     return {name: labels[0] for name, labels in tool.space.items()}
 
 
-METHODS = {"darts": darts, "evolution": sampled("evolution"), "random": sampled("random")}
+METHODS = {"darts": darts, "evolution": sampled(lambda: Evolution(8, 4)), "random": sampled(Random)}
 
 
-def compare(kind, seed, methods=METHODS, epochs=SEARCHED, trials=30):
+def compare(kind, seed, methods=METHODS, trials=TRIALS):
     """Return the accuracy on the test set, and FLOPs, of the starting CNN and what each method finds."""
     train, held_out, test = split(seed)
     found = {}
@@ -192,15 +200,20 @@ def compare(kind, seed, methods=METHODS, epochs=SEARCHED, trials=30):
         if not found:
             start = trained(kind(seed), train, seed)
             found["start"] = accuracy(start, test), tool.flops(first(tool)), first(tool)
-        search(net, tool, train, held_out, seed, epochs, trials)
-        net.model = tool.finalize(net.model)
-        net.renewed(seed)
-        found[method] = accuracy(trained(net, train, seed), test), tool.flops(), tool.architecture
+        search(net, tool, train, held_out, seed, trials)
+        net = trained(finalized(net, tool, seed), train, seed)
+        found[method] = accuracy(net, test), tool.flops(), tool.architecture
     return found
 
 
-def main(name="torch", seeds="3"):
-    runs = [compare({"torch": Torch, "keras": Keras}[name], seed) for seed in range(int(seeds))]
+def main(name="torch", seeds="3", first="0"):
+    numbers = range(int(first), int(first) + int(seeds))
+    runs = []
+    for seed in numbers:
+        runs.append(compare({"torch": Torch, "keras": Keras}[name], seed))
+        for method, (score, flops, architecture) in runs[-1].items():
+            told = " ".join(architecture.values())
+            print(f"seed {seed} {method:10} {100 * score:6.2f}%  {flops:,.0f} FLOPs: {told}", flush=True)
     print(f"{name}: accuracy on 497 images, over {seeds} seeds; gain over the start with its 95% interval")
     for method in runs[0]:
         values = [run[method][0] for run in runs]
@@ -212,4 +225,4 @@ def main(name="torch", seeds="3"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -301,6 +301,25 @@ def test_a_search_over_bits_finds_the_front_of_an_enumeration(tmp_path: Path) ->
     assert "The search ended: every architecture that was drawn is known" in str(result)
 
 
+def test_evolution_finds_the_front_of_an_enumeration_with_fewer_visits() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+    model, x = nn.Sequential(*layers), torch.randn(400, 8)
+    labels = model(x).argmax(1)
+
+    def accuracy() -> float:
+        with torch.no_grad():
+            return float((model(x).argmax(1) == labels).float().mean())
+
+    tool = prepared(model, x[:1], ["linear=keep|bits8|bits4|bits3|bits2"])
+    made: dict[str, Any] = {"costs": ["size"], "progress": False}
+    whole = Search(tool, accuracy, "random", **made).run(trials=125)
+    some = Search(tool, accuracy, Evolution(population=20, sample=10), **made).run(trials=90)
+    fronts = [[(one.metric, one.costs["size"]) for one in result.front] for result in (whole, some)]
+    assert (len(whole.trials), len(some.trials), len(fronts[0])) == (125, 90, 13)
+    assert fronts[0] == fronts[1]
+
+
 def reward(tool: SearchTool) -> Callable[[], float]:
     """A metric that knows the best candidate of each op."""
     wanted = {
@@ -313,7 +332,7 @@ def reward(tool: SearchTool) -> Callable[[], float]:
     return lambda: sum(wanted[name] == label for name, label in tool.architecture.items())
 
 
-@pytest.mark.parametrize("name", ["random", "evolution", "policy"])
+@pytest.mark.parametrize("name", ["random", "evolution", "policy", "lstm", "optuna"])
 def test_a_search_goes_on_from_a_file(name: Any, model: nn.Module, images: Tensor, tmp_path: Path) -> None:
     tool = prepared(model, images)
     options: Any = {"costs": ["flops"], "progress": False, "seed": 4}
@@ -416,35 +435,114 @@ def test_a_function_is_a_candidate(model: nn.Sequential, images: Tensor) -> None
     assert torch.equal(found, model[2:](model[0](images) / 2))
 
 
-WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
-    (lambda tool: Choice(["keep", "convx"], type="conv2d"), "the choice at type=conv2d is 'convx'"),
-    (lambda tool: Choice(["keep", "bits9"], type="conv2d"), "is 'bits9'; it is one of keep, skip, conv5"),
-    (lambda tool: Choice("keep", type="conv2d"), "has candidates 'keep'; give a list of two or more"),
-    (lambda tool: Choice(["keep", "keep"], type="conv2d"), "has keep twice"),
-    (lambda tool: SearchTool(["conv2d"]), "a choice is 'conv2d'; write type@module=candidate"),
-    (lambda tool: setattr(tool, "architecture", {"0/conv": "keep"}),
-     "'0/conv' is no op with a choice; such are 0/conv2d"),
-    (lambda tool: setattr(tool, "architecture", {"0/conv2d": "relu"}),
-     "'relu' is no candidate of 0/conv2d; it has keep"),
-    (lambda tool: SearchTool().flops(), "the costs of ops are not known; call prepare"),
-    (lambda tool: SearchTool().finalize(nn.ReLU()), "no op with a choice was met; call prepare"),
-    (lambda tool: Search(tool, 3), "evaluate is 3; give a function"),  # type: ignore[arg-type]
-    (lambda tool: Search(SearchTool(), lambda: 1), "has met no op with a choice; call tool.prepare"),
-    (lambda tool: Search(tool, lambda: 1, "evolve"), "controller is 'evolve'; it is one of"),  # type: ignore[arg-type]
-    (lambda tool: Search(tool, lambda: 1, costs=["time"]), "a cost is 'time'; it is one of 'flops', 'size'"),
-    (lambda tool: Search(tool, lambda: 1, costs=[lambda: 1, lambda: 2]), "give each a name of its own"),
-    (lambda tool: Search(tool, lambda: 1, file="none/trials.json"), "whose folder does not exist"),
-    (lambda tool: tool.settle({"time": 1}), "a limit is 'time'; it is one of 'flops', 'size'"),  # type: ignore[dict-item]
-    (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
-    (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
-    (lambda tool: Evolution(sample="few"), "sample is 'few'; give a number from 1 on"),  # type: ignore[arg-type]
-    (lambda tool: Evolution(population=0), "population is 0; give a number from 1 on"),
-    (lambda tool: SearchTool(architecture=Path("none.json")), "none.json holds no architecture"),
-]  # fmt: skip
+class Activations(nn.Sequential):
+    """Two activations, and convolutions of which one has few channels."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+        )
 
 
-@pytest.mark.parametrize(("wrong", "told"), WRONG)
-def test_bad_input_is_an_error(wrong: Any, told: str, model: nn.Module, images: Tensor) -> None:
-    with pytest.raises(SearchError) as caught:
-        wrong(prepared(model, images))
-    assert told in str(caught.value)
+ACTIVATION = Choice(["keep", "gelu", "tanh"], type=["sigmoid", "relu"], shared=True)
+SHARED = "all type=sigmoid+relu"
+
+
+def test_a_shared_choice_is_one_of_all_its_ops() -> None:
+    torch.manual_seed(0)
+    model, x = Activations(), torch.rand(2, 1, 4, 4)
+    tool = prepared(model, x, [ACTIVATION, "all conv2d=keep|conv3g2|conv5|skip"])
+    assert tool.space == {"all type=conv2d": ("keep", "conv5"), SHARED: ("keep", "gelu", "tanh")}
+    assert list(tool.result.remarks) == [
+        "There is no conv3g2 at all type=conv2d: 0/conv2d cannot have it: 1 to 4 channels are not 2 groups.",
+        "There is no skip at all type=conv2d: 0/conv2d cannot have it: its output may have another shape "
+        "than its input.",
+    ]
+    whole = tool.flops()
+    tool.architecture = {SHARED: "tanh", "all type=conv2d": "conv5"}
+    with amanda.apply(tool):
+        found = model(x)
+    finalized = tool.finalize(model)
+    assert torch.equal(finalized(x), found)
+    assert [type(one) for one in finalized][1::2] == [nn.Tanh, nn.Tanh]
+    assert [finalized[i].kernel_size for i in (0, 2)] == [(5, 5), (5, 5)]
+    assert {(row[5], row[7]) for row in tool.result.rows()} == {
+        (SHARED, "tanh"),
+        ("all type=conv2d", "conv5"),
+    }
+    tool.architecture = {SHARED: "keep"}
+    assert tool.flops() == prepared(tool.finalize(model), x, []).flops() > whole
+
+
+@pytest.mark.parametrize("name", ["random", "evolution", "policy", "lstm", "optuna"])
+def test_a_search_tries_each_shared_choice_once(name: Any) -> None:
+    tool = prepared(Activations(), torch.rand(2, 1, 4, 4), [ACTIVATION])
+    result = Search(tool, lambda: 1.0, name, progress=False).run(trials=10)
+    assert sorted(one.architecture[SHARED] for one in result.trials) == ["gelu", "keep", "tanh"]
+
+
+def test_a_shared_mixture_has_the_sum_of_the_gradients_of_its_ops(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Activations(), torch.rand(2, 1, 4, 4)
+    shared = prepared(model, x, [ACTIVATION], mixture=True)
+    alone = prepared(model, x, [Choice(["keep", "gelu", "tanh"], type=["sigmoid", "relu"])], mixture=True)
+    (alpha,) = shared.alphas()
+    with torch.no_grad():
+        for one in alone.alphas():
+            one.copy_(alpha)
+    outputs = []
+    for tool in (shared, alone):
+        with amanda.apply(tool):
+            outputs.append(model(x))
+            outputs[-1].square().sum().backward()
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(alpha.grad, sum(one.grad for one in alone.alphas()))
+    assert len(list(shared.parameters())) == 1
+    again = SearchTool([ACTIVATION], mixture=True)
+    again.load_state_dict(shared.state_dict())
+    with amanda.apply(again):
+        assert torch.equal(model(x), outputs[0])
+    chances = shared.sites[0].decision.probabilities()
+    assert shared.settle() == {SHARED: max(chances, key=chances.__getitem__)}
+    again = SearchTool([ACTIVATION], architecture=shared.save(tmp_path / "found.json"))
+    again.prepare(model, x)
+    assert again.architecture == shared.architecture
+
+
+def test_a_mixture_drops_what_a_later_op_cannot_have() -> None:
+    torch.manual_seed(0)
+    first, x = nn.Linear(4, 4), torch.rand(3, 4)
+    second = nn.Linear(4, 5)
+    tool = prepared(first, x, ["all linear=keep|skip|bits4"], mixture=True)
+    (alpha,) = tool.alphas()
+    with torch.no_grad():
+        alpha.copy_(torch.tensor([0.0, 9.0, 1.0]))
+    with amanda.apply(tool), torch.no_grad():
+        second(first(x))
+    assert tool.space == {"all type=linear": ("keep", "bits4")}
+    assert any("no skip at all type=linear" in one for one in tool.result.remarks)
+    with amanda.apply(tool):
+        inside = first(x)
+        inside.square().sum().backward()
+    assert alpha.grad is not None
+    assert alpha.grad[1] == 0 != alpha.grad[0]
+    tool.settle()
+    parts = []
+    for label in ("keep", "bits4"):
+        tool.architecture = {"all type=linear": label}
+        with amanda.apply(tool):
+            parts.append(first(x))
+    shares = torch.softmax(torch.tensor([0.0, 1.0]), -1)
+    torch.testing.assert_close(inside, shares[0] * parts[0] + shares[1] * parts[1])
+
+
+def test_an_op_that_has_too_little_of_a_shared_choice_is_left_out() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)), torch.rand(3, 4)
+    tool = prepared(model, x, "all linear=keep|skip")
+    assert [one.name for one in tool.sites] == ["0/linear"]
+    assert list(tool.result.remarks) == [
+        "There is no skip at 1/linear: its output may have another shape than its input."
+    ]
+    tool.architecture = {"all type=linear": "skip"}
+    with amanda.apply(tool):
+        assert torch.equal(model(x), model[1](x))

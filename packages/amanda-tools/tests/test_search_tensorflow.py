@@ -176,3 +176,97 @@ def test_a_search_in_a_session() -> None:
         result = Search(tool, evaluate, "random", costs=["size"], progress=False).run(trials=20)
         assert len(result.trials) == 9
     assert len({one.metric for one in result.trials}) == 9
+
+
+def test_a_skipped_layer_leaves_its_activation(images: Any) -> None:
+    layers = keras.layers
+    convolution = {"kernel_size": 3, "padding": "same", "activation": "sigmoid"}
+    model = keras.Sequential(
+        [
+            layers.Input((4, 4, 4)), layers.Conv2D(4, use_bias=False, name="bare", **convolution),
+            layers.Conv2D(4, name="biased", **convolution),
+            layers.Conv2D(4, 1, activation="relu", name="last"),
+        ]
+    )  # fmt: skip
+    tool = prepared(
+        model, images, ["conv2d=keep|skip", Choice(["keep", "skip", "tanh"], type=["sigmoid", "relu"])]
+    )
+    for chosen in (["skip", "keep", "keep"], ["skip", "tanh", "keep"], ["keep", "skip", "skip"]):
+        names = ("bare/Conv2D", "bare/Sigmoid", "last/Relu")
+        tool.architecture = dict(zip(names, chosen, strict=True))
+        with amanda.apply(tool):
+            wanted = model(images)
+        assert np.array_equal(tool.finalize(model)(images), wanted), chosen
+    tool.architecture = {"biased/Conv2D": "skip"}
+    with pytest.raises(SearchError, match=r"'skip' of biased/Conv2D .* is no module: biased adds a bias"):
+        tool.finalize(model)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_layers_that_share_a_choice_change_together(model: Any, images: Any, mixture: bool) -> None:
+    choices = [Choice(["keep", "gelu", "tanh"], type=["sigmoid", "relu"], shared=True)]
+    tool = prepared(model, images, choices, mixture=mixture)
+    (name,) = tool.space
+    if mixture:
+        (alpha,) = tool.alphas()
+        with amanda.apply(tool), tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images) ** 2)
+        assert np.all(tape.gradient(loss, alpha) != 0)
+        tool.settle()
+    tool.architecture = {name: "gelu"}
+    with amanda.apply(tool):
+        wanted = model(images)
+    clone = tool.finalize(model)
+    assert np.array_equal(clone(images), wanted)
+    assert clone.get_layer("first").activation is keras.activations.gelu
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_functions_hand_over_the_gradients_of_candidates(model: Any, images: Any, mixture: bool) -> None:
+    tool = prepared(model, images, [LAYERS[0], LAYERS[1]], mixture=mixture)
+    if not mixture:
+        tool.architecture = {"first/Conv2D": "conv5"}
+    parameters = [*tool.weights(), *tool.alphas()]
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        return tape.gradient(loss, [one.value for one in model.trainable_variables])
+
+    with amanda.apply(tool):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images) ** 2)
+        wanted = tape.gradient(loss, parameters)
+        assert tool.gradients(parameters) == [None] * len(parameters)
+        function = tf.function(step)
+        function(images)
+        found = tool.gradients(parameters)
+        assert [one is None for one in found] == [one is None for one in wanted]
+        assert sum(one is not None for one in found) == (len(parameters) if mixture else 1)
+        for one, other in zip(found, wanted, strict=True):
+            if one is not None:
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        function(images)
+        function(images)
+        for one, other in zip(tool.gradients(parameters), found, strict=True):
+            if one is not None:
+                np.testing.assert_allclose(one, 2 * other, rtol=1e-5, atol=1e-6)
+    assert tool.gradients(parameters) == [None] * len(parameters)
+    with pytest.raises(SearchError, match="is no parameter; give those of weights"):
+        tool.gradients([images])
+
+
+def test_fit_trains_mixture_weights(model: Any, images: Any) -> None:
+    tool = prepared(model, images, ["sigmoid=keep|relu", "conv2d@first=keep|conv5"], mixture=True)
+    parameters = [*tool.weights(), *tool.alphas()]
+    before = [one.numpy() for one in parameters]
+    optimizer = keras.optimizers.Adam(0.1)
+
+    class Train(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            optimizer.apply_gradients(zip(tool.gradients(parameters), parameters, strict=True))
+
+    model.compile("sgd", "mse")
+    with amanda.apply(tool):
+        model.fit(images, tf.zeros((2, 10)), epochs=2, verbose=0, callbacks=[Train()])
+    assert all(np.all(one.numpy() != other) for one, other in zip(parameters, before, strict=True))

@@ -1,7 +1,7 @@
 """Bases for tools that change weights or observe tensors, arithmetic of tensors, and which op made which."""
 
 from amanda.tools.kit._callers import PerCaller
-from amanda.tools.kit._checks import check_number, check_one_of
+from amanda.tools.kit._checks import attempt, check_finite, check_number, check_one_of
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode, TensorMap
 from amanda.tools.kit._formats import BitField, bits_of, from_bytes, to_bytes
 from amanda.tools.kit._forms import OtherForm, SelectedRows
@@ -36,7 +36,8 @@ __all__ = [
     "HeldError", "Holders", "OpRecord", "OpTensor", "Origin", "OtherForm", "Parts", "PerCaller",
     "Present", "Progress", "SelectedRows", "TensorMap", "TensorTool", "Tensors", "TensorsError", "Weight",
     "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightSelection", "WeightTool",
-    "Weights", "Window", "bits_of", "canonical", "canonical_extents", "check_number", "check_one_of",
+    "Weights", "Window", "attempt", "bits_of", "canonical", "canonical_extents", "check_finite",
+    "check_number", "check_one_of",
     "from_bytes", "holders_of", "leaves", "makes_a_weight", "numpy_type", "op_tensors", "origin",
     "packed_inputs", "parameter_inputs", "parameters", "restored", "source", "spatial_axes", "tensors_of",
     "to_bytes", "weight_input", "windows_of",

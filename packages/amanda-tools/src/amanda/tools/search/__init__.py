@@ -6,18 +6,23 @@ print(Search(tool, accuracy, "evolution", costs=["flops"]).run(trials=50))
 found = tool.finalize(model)
 """
 
-from amanda.tools.search._candidates import SearchError
+from amanda.tools.search._checks import SearchError
+from amanda.tools.search._choice import Choice
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._lstm import LSTMPolicy
+from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import ChoicesResult, SearchResult, Trial
 from amanda.tools.search._search import Search
 from amanda.tools.search._site import Site
-from amanda.tools.search._tool import Choice, SearchTool
+from amanda.tools.search._tool import SearchTool
 
 __all__ = [
     "Choice",
     "ChoicesResult",
     "Controller",
     "Evolution",
+    "LSTMPolicy",
+    "OptunaController",
     "PolicyGradient",
     "Random",
     "Search",

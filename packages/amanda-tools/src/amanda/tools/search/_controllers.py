@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from amanda.tools.search._candidates import SearchError
+from amanda.tools.search._checks import check_integer, check_real
 from amanda.tools.search._result import dominates
 
 Space = Mapping[str, Sequence[str]]
@@ -45,13 +45,13 @@ class Evolution(Random):
 
     population: how many live.  sample: how many of these compete to be the parent; they are drawn without
     replacement, where the paper draws with it.  A child differs from its parent at one op.  With costs, the
-    parent is the one that the fewest others of the sample dominate.
+    parent is the one that the fewest others of the sample dominate, the first drawn of equal ones, and the
+    oldest dies that another dominates.
     """
 
     def __init__(self, population: int = 20, sample: int = 5) -> None:
-        for name, value in (("population", population), ("sample", sample)):
-            if not isinstance(value, int) or value < 1:
-                raise SearchError(f"Evolution: {name} is {value!r}; give a number from 1 on")
+        check_integer("Evolution: population", population, 1)
+        check_integer("Evolution: sample", sample, 1)
         self._population, self._sample = population, sample
         self._alive: list[tuple[Architecture, tuple[float, ...]]] = []
 
@@ -61,7 +61,7 @@ class Evolution(Random):
             return super().ask(space, numbers)
         drawn = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
         sample = [self._alive[i] for i in drawn]
-        parent, _ = min(sample, key=lambda one: (self._dominators(one[1], sample), [-x for x in one[1]]))
+        parent, _ = min(sample, key=lambda one: self._dominators(one[1], sample))
         name = list(space)[numbers.integers(len(space))]
         others = [label for label in space[name] if label != parent[name]]
         return {**parent, name: others[numbers.integers(len(others))]}
@@ -74,7 +74,9 @@ class Evolution(Random):
         """Add an architecture to the population; the oldest leaves one that is full."""
         if scores:
             self._alive.append((dict(architecture), tuple(scores)))
-            self._alive = self._alive[-self._population :]
+        if len(self._alive) > self._population:
+            ages = enumerate(self._alive) if len(scores) > 1 else ()
+            del self._alive[next((i for i, one in ages if self._dominators(one[1], self._alive)), 0)]
 
 
 class PolicyGradient:
@@ -85,6 +87,8 @@ class PolicyGradient:
     """
 
     def __init__(self, rate: float = 1.0, decay: float = 0.9) -> None:
+        check_real("PolicyGradient: rate", rate)
+        check_real("PolicyGradient: decay", decay, 1)
         self._rate, self._decay = rate, decay
         self._logits: dict[str, Any] = {}
         self._baseline: float | None = None

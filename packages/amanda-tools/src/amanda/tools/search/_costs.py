@@ -9,7 +9,7 @@ import amanda
 from amanda.tools.flops import Cost, FlopsTool
 from amanda.tools.kit import holders_of, parameter_inputs
 from amanda.tools.mapping import itemsize
-from amanda.tools.search._candidates import SearchError
+from amanda.tools.search._checks import SearchError
 from amanda.tools.search._site import Site
 
 
@@ -67,7 +67,7 @@ class Costs(amanda.Tool):
         shares: dict[int, tuple[float, float]] = {}
         skipped: set[int] = set()
         for site in sites:
-            chosen = site.candidates[architecture[site.name]]
+            chosen = site.candidates[architecture[site.decision.name]]
             shares |= dict.fromkeys(site.op_ids, chosen.shares(site))
             if chosen.skips and site.branch:
                 skipped |= site.branch

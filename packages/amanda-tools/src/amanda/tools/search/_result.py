@@ -22,14 +22,14 @@ class ChoicesResult(Result):
     title = "Choices"
     columns: ClassVar[Sequence[Column]] = (
         *(Column(key, show=partial(shortened, width=36)) for key in ("phase", "type", "module", "source")),
-        Column("op"), Column("candidates"), Column("chosen"), Column("mixture"),
+        Column("op"), Column("choice"), Column("candidates"), Column("chosen"), Column("mixture"),
         Column("calls", show="{:,}".format, total=True),
     )  # fmt: skip
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._rows = [
-            ("forward", one.type, one.module, one.source, one.name, " ".join(one.labels), one.chosen,
-             " ".join(f"{share:.3f}" for share in one.probabilities().values()), one.calls)
+            ("forward", one.type, one.module, one.source, one.name, one.decision.name, " ".join(one.labels),
+             one.chosen, " ".join(map("{:.3f}".format, one.decision.probabilities().values())), one.calls)
             for one in sites
         ]  # fmt: skip
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -13,20 +11,21 @@ from typing import Any, Literal
 import numpy as np
 
 import amanda
-from amanda.errors import AmandaError
-from amanda.tools.kit import Progress, check_number, check_one_of
-from amanda.tools.search._candidates import SearchError
+from amanda.tools.kit import Progress, attempt, check_finite, check_number, check_one_of
+from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_real, check_type
 from amanda.tools.search._controllers import Controller, Evolution, PolicyGradient, Random
+from amanda.tools.search._lstm import LSTMPolicy
+from amanda.tools.search._optuna import OptunaController
 from amanda.tools.search._result import SearchResult, Trial
 from amanda.tools.search._tool import SearchTool
+from amanda.tools.search._trials_file import read_trials, write_trials
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
-    "random": Random, "evolution": Evolution, "policy": PolicyGradient
+    "random": Random, "evolution": Evolution, "policy": PolicyGradient, "lstm": LSTMPolicy,
+    "optuna": OptunaController,
 }  # fmt: skip
 _COSTS = ("flops", "size")
 _DRAWS = 1000
-
-logger = logging.getLogger("amanda")
 
 
 class Search:
@@ -34,7 +33,7 @@ class Search:
 
     tool: prepared, so that its ops are known.  evaluate: a function of no arguments that gives a number, the
         higher the better, with the architecture in force; what it trains is trained for those that follow.
-    controller: "random", "evolution", "policy", or a `Controller`.
+    controller: "random", "evolution", "policy", "lstm", "optuna", or a `Controller`.
     train: called ahead of each evaluation with the architecture in force, to train what architectures share.
     costs: "flops", "size", or functions of no arguments, such as one that measures a latency; they are called
         with the architecture in force, and the lower the better.
@@ -50,7 +49,7 @@ class Search:
         self,
         tool: SearchTool,
         evaluate: Callable[[], Any],
-        controller: Literal["random", "evolution", "policy"] | Controller = "evolution",
+        controller: Literal["random", "evolution", "policy", "lstm", "optuna"] | Controller = "evolution",
         train: Callable[[], Any] | None = None,
         costs: Sequence[str | Callable[[], Any]] = (),
         limits: Mapping[str, float] | None = None,
@@ -60,17 +59,34 @@ class Search:
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
     ) -> None:
+        check_type("Search: tool", tool, SearchTool, "a SearchTool")
         if not callable(evaluate):
             raise SearchError(f"Search: evaluate is {evaluate!r}; give a function that gives a number")
+        if train is not None and not callable(train):
+            raise SearchError(f"Search: train is {train!r}; give a function of no arguments, or None")
         if not tool.space:
             raise SearchError(
                 "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
             )
+        if isinstance(costs, str) or not isinstance(costs, Sequence):
+            raise SearchError(f"Search: costs is {costs!r}; give a list of 'flops', 'size', or functions")
+        for one in (cost for cost in costs if not callable(cost)):
+            check_one_of("Search: a cost", one, _COSTS, SearchError)
+        check_limits("Search: a limit", limits, _COSTS)
+        check_integer("Search: seed", seed, 0)
+        check_type("Search: progress", progress, bool, "True or False")
+        check_type("Search: metric", metric, str, "a name for the number")
+        check_type("Search: file", file, (str, Path, type(None)), "the path of a file, or None")
+        check_one_of("Search: compiled", compiled, ("eager", "instrument"), SearchError)
         if isinstance(controller, str):
             check_one_of("Search: controller", controller, tuple(_CONTROLLERS), SearchError)
             controller = _CONTROLLERS[controller]()
-        for one in (*(cost for cost in costs if not callable(cost)), *(limits or ())):
-            check_one_of("Search: a cost", one, _COSTS, SearchError)
+        is_one = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
+        if not is_one or isinstance(controller, type):
+            known = ", ".join(map(repr, _CONTROLLERS))
+            raise SearchError(
+                f"Search: controller is {controller!r}; give {known}, or an object with ask and tell"
+            )
         self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
         self._calculated = {"flops": tool.flops, "size": tool.size}
         names = [one if isinstance(one, str) else getattr(one, "__name__", str(one)) for one in costs]
@@ -87,8 +103,13 @@ class Search:
             raise SearchError(
                 f"Search: file is {str(self._file)!r}, whose folder does not exist; make it first"
             )
+        if isinstance(controller, OptunaController):
+            self._trials = controller.begin(self._space, list(self._costs))
+            if self._trials and self._file is not None:
+                told = f"file is {str(self._file)!r}, and the study has {len(self._trials)} trials"
+                raise SearchError(f"Search: {told}; give a file, or a study with trials, not both")
         if self._file is not None and self._file.exists():
-            self._trials = self._read(self._file)
+            self._trials = read_trials(self._file, self._space, list(self._costs))
             for trial in self._trials:
                 controller.tell(self._space, trial.architecture, trial.scores)
 
@@ -106,6 +127,10 @@ class Search:
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
+        if trials is not None:
+            check_integer("Search.run: trials", trials, 0)
+        if seconds is not None:
+            check_real("Search.run: seconds", seconds)
         begun, self._stopped = perf_counter(), ""
         if self._tool.mixture:
             raise SearchError(
@@ -125,7 +150,8 @@ class Search:
                     trial = self._trial(architecture)
                     self._trials.append(trial)
                     self._controller.tell(self._space, architecture, trial.scores)
-                    self._write()
+                    if self._file is not None:
+                        write_trials(self._file, self._space, self._trials)
                     progress.done(trial.error or f"{self._metric} {trial.metric:g}")
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
@@ -140,53 +166,35 @@ class Search:
         for draw in range(2 * _DRAWS):
             source = self._controller if draw < _DRAWS else Random()
             found = source.ask(self._space, numbers)
+            self._check(source, found)
             is_within = all(self._calculated[name](found) <= most for name, most in self._limits.items())
             if is_within and found not in known:
                 return found
         return None
 
+    def _check(self, controller: Controller, architecture: Any) -> None:
+        """Raise SearchError for what is no architecture of the space."""
+        is_one = isinstance(architecture, Mapping) and architecture.keys() == self._space.keys()
+        if not is_one or any(label not in self._space[name] for name, label in architecture.items()):
+            told = f"{type(controller).__name__}.ask gave {architecture!r}"
+            raise SearchError(f"Search: {told}; give a dict from each name of {self._space} to a label")
+
     def _trial(self, architecture: Mapping[str, str]) -> Trial:
         self._tool.architecture = architecture
-        begun, metric, error = perf_counter(), None, ""
-        costs: dict[str, float] = {}
-        try:
+        begun, found = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
+
+        def measure() -> float:
             with amanda.apply(self._tool, compiled=self._compiled):
                 if self._train is not None:
                     self._train()
-                found = check_number(self._evaluate(), self._evaluate, SearchError)
+                found[self._metric] = check_number(self._evaluate(), self._evaluate, SearchError)
                 for name, cost in self._costs.items():
                     value = self._calculated[name]() if isinstance(cost, str) else cost()
-                    costs[name] = check_number(value, cost, SearchError)
-            for name, value in {self._metric: found, **costs}.items():
-                if not isfinite(value):
-                    raise ValueError(f"{name} is {value}")
-            metric = found
-        except AmandaError:
-            raise
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-            costs |= dict.fromkeys(self._costs.keys() - costs.keys(), float("nan"))
-            logger.warning("no %s of %s: %s", self._metric, " ".join(architecture.values()), error)
-        ordered = {name: costs[name] for name in self._costs}
-        return Trial(dict(architecture), metric, ordered, perf_counter() - begun, error)
+                    found[name] = check_number(value, cost, SearchError)
+            for name, number in found.items():
+                check_finite(name, number)
+            return found[self._metric]
 
-    def _write(self) -> None:
-        if self._file is not None:
-            rows = [vars(one) for one in self._trials]
-            found = {"schema": "amanda.search_trials", "version": 1, "space": self._space, "trials": rows}
-            part = self._file.with_name(f"{self._file.name}.part")
-            part.write_text(json.dumps(found, indent=1), encoding="utf-8")
-            part.replace(self._file)
-
-    def _read(self, path: Path) -> list[Trial]:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            space = {name: tuple(labels) for name, labels in found["space"].items()}
-            trials = [Trial(**one) for one in found["trials"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SearchError(f"Search: {path} holds no trials of a search: {error!r}") from error
-        if space != self._space:
-            raise SearchError(f"Search: {path} is of a search over {space}, not over {self._space}")
-        if any(list(one.costs) != list(self._costs) for one in trials):
-            raise SearchError(f"Search: {path} has costs {list(trials[0].costs)}, not {list(self._costs)}")
-        return trials
+        metric, error = attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
+        costs = {name: found[name] for name in self._costs}
+        return Trial(dict(architecture), metric, costs, perf_counter() - begun, error)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from threading import Lock
 from typing import Any
-from zlib import crc32
-
-import numpy as np
 
 import amanda
 from amanda.tools.kit import canonical_extents, tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.search._candidates import Candidate, Original
-from amanda.tools.search._rules import Library
-
-Keeper = Callable[[str, Callable[[], Any], bool], Any]
-
-_SPREAD = 1e-3
-"""Standard deviation of the mixture weights at the start, as in the code of Liu et al. 2019."""
+from amanda.tools.search._decision import Decision
+from amanda.tools.search._libraries import Library
 
 
 class Site:
@@ -31,7 +27,7 @@ class Site:
     """
 
     def __init__(
-        self, context: amanda.OpContext, name: str, candidates: Sequence[Candidate], seed: int,
+        self, context: amanda.OpContext, name: str, candidates: Sequence[Candidate],
         residual: tuple[int, frozenset[int]] | None, keep: Callable[..., Any],
     ) -> None:  # fmt: skip
         self.name, self.type, self.module = name, context["type"], context.get_scope()
@@ -56,14 +52,14 @@ class Site:
         self.calls = 0
         self.left: dict[str, str] = {}
         self._keep = keep
+        self._gradients: dict[str, Any] = {}
+        self._lock = Lock()
         for one in candidates:
             reason = one.fit(context, self)
             if reason:
                 self.left[one.label] = reason
         self.candidates = {one.label: one for one in candidates if one.label not in self.left}
-        self.chosen = next(iter(self.candidates), "")
-        numbers = np.random.default_rng([seed, crc32(name.encode())])
-        self._start = _SPREAD * numbers.standard_normal(len(self.candidates))
+        self.decision: Decision
 
     def _bias(self, context: amanda.OpContext) -> int | None:
         inputs = context.get_inputs()
@@ -73,8 +69,13 @@ class Site:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of its candidates."""
-        return tuple(self.candidates)
+        """The labels of the candidates that may be chosen."""
+        return self.decision.labels
+
+    @property
+    def chosen(self) -> str:
+        """The label of the candidate that is chosen."""
+        return self.decision.chosen
 
     def keep(self, name: str, make: Callable[[], Any], trained: bool) -> None:
         """Make state, or take that which was loaded."""
@@ -86,28 +87,43 @@ class Site:
             self._trained.append(name)
         self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
 
-    def keep_mixture(self) -> None:
-        """Make the mixture weights."""
-        if len(self.candidates) > 1:
-            self.keep("alpha", lambda: self._start, True)
-
     def close(self) -> None:
         """Drop the tensor and the function that candidates were made with, which hold the op."""
         del self._like, self._keep
 
+    def state(self, name: str) -> Any:
+        """Return state, such as a parameter, as it is kept."""
+        return self._states[name]
+
     def read(self, name: str, like: Any) -> Any:
         """Return state in the element type of a tensor."""
-        return self.library.cast(self._xp.read(self._states[name]), like)
+        value = self._xp.read(self._states[name])
+        if name in self._trained:
+            value = self.library.collected(value, partial(self._collect, name))
+        return self.library.cast(value, like)
+
+    def _collect(self, name: str, gradient: Any) -> None:
+        with self._lock:
+            known = self._gradients.get(name)
+            self._gradients[name] = gradient if known is None else known + gradient
+
+    def take_gradient(self, name: str) -> Any:
+        """Return the sum of a parameter's gradients since it was taken, None without one; forget it."""
+        with self._lock:
+            return self._gradients.pop(name, None)
+
+    def within(self, library: Library) -> Site:
+        """Return the op with the functions of another mode of its framework, and the same state."""
+        if library is self.library:
+            return self
+        other = copy(self)
+        other.library = library
+        return other
 
     def array(self, name: str) -> Any:
         """Return state as an array of NumPy."""
         state = self._states[name]
         return tensors_of(state).to_numpy(self._xp.detach(self._xp.read(state)))
-
-    @property
-    def alpha(self) -> Any:
-        """The mixture weights ahead of softmax; None without."""
-        return self._states.get("alpha")
 
     def weights(self) -> Iterator[Any]:
         """Yield the parameters of candidates."""
@@ -118,19 +134,11 @@ class Site:
         """The names of its state that an optimizer trains."""
         return self._trained
 
-    def probabilities(self) -> dict[str, float]:
-        """Return softmax of the mixture weights, by label; nothing without them."""
-        if self.alpha is None:
-            return {}
-        exponents = np.exp(self.array("alpha") - self.array("alpha").max())
-        return dict(zip(self.labels, map(float, exponents / exponents.sum()), strict=True))
-
     def compute(self, inputs: Sequence[Any], original: Original, mixed: bool) -> Any:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
-        self.calls += 1
-        if not mixed or self.alpha is None:
+        if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
             return self.library.fresh(output) if any(output is one for one in inputs) else output
-        outputs = [one.compute(inputs, self, original) for one in self.candidates.values()]
-        shares = self.library.softmax(self.read("alpha", outputs[0]))
-        return sum(shares[i] * one for i, one in enumerate(outputs))
+        outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
+        shares = self.decision.shares(next(iter(outputs.values())), self.library)
+        return sum(shares[label] * one for label, one in outputs.items())

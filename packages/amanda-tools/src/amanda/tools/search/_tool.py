@@ -3,70 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from math import log
 from pathlib import Path
 from typing import Any, Literal
 
 import amanda
-from amanda.tools.kit import Dataflow, DataflowNode, check_one_of, leaves
+from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.search._candidates import Candidate, Original, SearchError, candidate
+from amanda.tools.search._candidates import Original
+from amanda.tools.search._checks import SearchError, check_integer, check_limits, check_type
+from amanda.tools.search._choice import Choice
 from amanda.tools.search._costs import Costs
+from amanda.tools.search._decision import Decision
+from amanda.tools.search._libraries import Library, frameworks
+from amanda.tools.search._residual import residual
 from amanda.tools.search._result import ChoicesResult
-from amanda.tools.search._rules import frameworks
+from amanda.tools.search._settle import settled
 from amanda.tools.search._site import Site
-from amanda.tools.select import Selection, as_remarks
-
-_AROUND = 1000
-"""Tensors among which the input of a residual block is looked for."""
-
-
-class Choice:
-    """Candidates for the ops of a selection; the first is in force as long as no other is chosen.
-
-    candidates: "keep", the op itself; "skip", its input, or of an addition that ends a residual block the
-        input of the block; an activation, such as "gelu"; "conv5", another kernel size, and "conv3g2", other
-        groups too; "width0.5", the half of the output channels, the others masked; "bits4", the weight
-        quantised; or a function that gets the op's inputs and gives its output.
-    type, module: words of `amanda.tools.select`.
-
-    Raises SearchError for what is no candidate, and SelectionError.
-
-    >>> choice = Choice(["keep", "conv5", "conv3g2"], type="conv2d", module="features")
-    """
-
-    def __init__(
-        self,
-        candidates: Sequence[str | Callable[..., Any]],
-        type: str | Sequence[str] = (),
-        module: str | Sequence[str] = (),
-    ) -> None:
-        self.selection = Selection(type, module)
-        where = f"the choice at {self.selection}"
-        if isinstance(candidates, str) or len(candidates) < 2:
-            raise SearchError(
-                f"SearchTool: {where} has candidates {candidates!r}; give a list of two or more"
-            )
-        self.candidates = [candidate(one, where) for one in candidates]
-        labels = [one.label for one in self.candidates]
-        twice = {label for label in labels if labels.count(label) > 1}
-        if twice:
-            raise SearchError(f"SearchTool: {where} has {', '.join(sorted(twice))} twice; name each once")
-
-    @classmethod
-    def of(cls, text: str) -> Choice:
-        """Return the choice that a text describes: "conv2d@features=keep|conv5|conv3g2".
-
-        Raises SearchError for another text.
-        """
-        selection, found, candidates = text.partition("=")
-        type, _, module = selection.partition("@")
-        if not found or not (type or module):
-            raise SearchError(f"SearchTool: a choice is {text!r}; write type@module=candidate|candidate")
-        return cls(candidates.split("|"), type=[type] if type else (), module=[module] if module else ())
+from amanda.tools.select import as_remarks
 
 
 class SearchTool(amanda.Tool):
@@ -91,7 +47,10 @@ class SearchTool(amanda.Tool):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        listed = [choices] if isinstance(choices, (str, Choice)) else list(choices)
+        listed = [choices] if isinstance(choices, (str, Choice)) else choices
+        check_type("SearchTool: choices", listed, Sequence, "a list of Choices or texts")
+        check_type("SearchTool: mixture", mixture, bool, "True or False")
+        check_integer("SearchTool: seed", seed, 0)
         self.choices = [one if isinstance(one, Choice) else Choice.of(one) for one in listed]
         self.mixture, self._seed = mixture, seed
         self._has_alphas = mixture
@@ -99,6 +58,8 @@ class SearchTool(amanda.Tool):
         self._flow = Dataflow()
         self._nodes: dict[int, DataflowNode] = {}
         self._sites: dict[str, Site] = {}
+        self._decisions: dict[str, Decision] = {}
+        self._refused: set[str] = set()
         self._unfit: dict[str, Mapping[str, str]] = {}
         self._untrained = ""
         self._wanted: dict[str, str] = {}
@@ -116,39 +77,52 @@ class SearchTool(amanda.Tool):
 
     @property
     def space(self) -> dict[str, tuple[str, ...]]:
-        """The labels of the candidates of each op, by its name."""
-        return {site.name: site.labels for site in self._sites.values()}
+        """The labels of the candidates of each op, or of all ops that share a choice, by name."""
+        return {one.name: one.labels for one in self._decisions.values()}
 
     @property
     def architecture(self) -> dict[str, str]:
-        """The label of the candidate that is chosen at each op.
+        """The label of the candidate that is chosen at each op, or at all that share a choice.
 
-        Assign one, of all ops or some.  Raises SearchError for an op or a candidate that there is not; what
-        is assigned before any op was met is checked when the op is.
+        Assign one, of all names or some.  Raises SearchError for a name or a candidate that there is not;
+        what is assigned before any op was met is checked when the op is.
         """
-        return {site.name: site.chosen for site in self._sites.values()}
+        return {one.name: one.chosen for one in self._decisions.values()}
 
     @architecture.setter
     def architecture(self, chosen: Mapping[str, str]) -> None:
-        for name, label in chosen.items():
-            if self._sites and name not in self._sites:
-                near = get_close_matches(name, self._sites, n=3, cutoff=0) or list(self._sites)[:3]
-                raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
-            if self._sites:
-                _check(self._sites[name], label)
+        self._check("architecture", chosen)
         self._wanted.update(chosen)
         for name, label in chosen.items():
-            if name in self._sites:
-                self._sites[name].chosen = label
+            if name in self._decisions:
+                self._decisions[name].chosen = label
 
     def alphas(self) -> Iterator[Any]:
-        """Yield the mixture weights ahead of softmax, of each op, for an optimizer of their own."""
-        yield from (site.alpha for site in self._sites.values() if site.alpha is not None)
+        """Yield the mixture weights ahead of softmax, of each choice, for an optimizer of their own."""
+        yield from (one.alpha for one in self._decisions.values() if one.alpha is not None)
 
     def weights(self) -> Iterator[Any]:
         """Yield the parameters of candidates, which are trained with the model's."""
         for site in self._sites.values():
             yield from site.weights()
+
+    def gradients(self, parameters: Iterable[Any]) -> list[Any]:
+        """Return the gradients of parameters that functions of TensorFlow computed since they were taken.
+
+        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps; None where
+        there was none, as in eager mode, where a tape leads to the parameters.  Raises SearchError for what
+        is no parameter of the tool.
+        """
+        owners = [(site, name) for site in self._sites.values() for name in site.parameters]
+        found = []
+        for one in parameters:
+            owner = next((pair for pair in owners if pair[0].state(pair[1]) is one), None)
+            if owner is None:
+                raise SearchError(
+                    f"SearchTool.gradients: {one!r} is no parameter; give those of weights() or alphas()"
+                )
+            found.append(owner[0].take_gradient(owner[1]))
+        return found
 
     def settle(self, limits: Mapping[Literal["flops", "size"], float] | None = None) -> dict[str, str]:
         """Choose the candidate with the largest mixture weight at each op; return the architecture.
@@ -157,28 +131,13 @@ class SearchTool(amanda.Tool):
         a cheaper candidate: the op that loses least of the product of probabilities for each unit saved.  No
         change breaks an earlier limit.  Raises SearchError where no such change is left.
         """
-        shares = {site.name: site.probabilities() for site in self._sites.values() if site.probabilities()}
-        found = self.architecture | {name: max(one, key=one.__getitem__) for name, one in shares.items()}
         measures = {"flops": self.flops, "size": self.size}
-        for cost in limits or ():
-            check_one_of("SearchTool.settle: a limit", cost, tuple(measures), SearchError)
-        kept: list[tuple[Callable[[Mapping[str, str]], float], float]] = []
-        for cost, most in (limits or {}).items():
-            measure = measures[cost]
-            while (present := measure(found)) > most:
-                steps = []
-                for name, one in shares.items():
-                    for label, share in one.items():
-                        changed = found | {name: label}
-                        saved = present - measure(changed)
-                        if saved > 0 and all(other(changed) <= bound for other, bound in kept):
-                            steps.append((log(one[found[name]] / share) / saved, name, label))
-                if not steps:
-                    raise SearchError(f"SearchTool.settle: {cost} are {present:g} at least, above {most:g}")
-                found |= [min(steps)[1:]]
-            kept.append((measure, most))
+        check_limits("SearchTool.settle: a limit", limits, tuple(measures))
+        found = {name: one.probabilities() for name, one in self._decisions.items()}
+        shares = {name: one for name, one in found.items() if one}
+        architecture = settled(shares, self.architecture, limits or {}, measures)
         self.mixture = False
-        self.architecture = found
+        self.architecture = architecture
         return self.architecture
 
     def flops(self, architecture: Mapping[str, str] | None = None) -> float:
@@ -187,11 +146,11 @@ class SearchTool(amanda.Tool):
         They are those of FlopsTool, without ops of blocks that are skipped; of other kernel sizes and groups,
         and masked channels, by their share of the weight.  Raises SearchError before `prepare`.
         """
-        return self.costs.flops(self.sites, self.architecture | dict(architecture or {}))
+        return self.costs.flops(self.sites, self._completed("flops", architecture))
 
     def size(self, architecture: Mapping[str, str] | None = None) -> float:
         """Return bytes of the parameters that the ops of `prepare` read in an architecture; see `flops`."""
-        return self.costs.size(self.sites, self.architecture | dict(architecture or {}))
+        return self.costs.size(self.sites, self._completed("size", architecture))
 
     def finalize(self, model: Any) -> Any:
         """Return a copy of a model with the chosen candidates as modules or layers of its framework.
@@ -210,12 +169,17 @@ class SearchTool(amanda.Tool):
 
     def save(self, path: str | Path) -> Path:
         """Write the architecture as JSON, which the option `architecture` reads."""
+        check_type("SearchTool.save: path", path, (str, Path), "the path of a file")
         path = Path(path)
-        path.write_text(json.dumps(self.architecture, indent=1) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(self.architecture, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SearchError(f"SearchTool.save: {path} cannot be written: {error}") from error
         return path
 
     def load(self, path: str | Path) -> None:
         """Take the architecture of a file; raise SearchError for a file that has none."""
+        check_type("SearchTool: architecture", path, (str, Path), "the path of a file that `save` wrote")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             self.architecture = {str(name): str(label) for name, label in found.items()}
@@ -248,7 +212,7 @@ class SearchTool(amanda.Tool):
         """Return which choices no op fitted, with the nearest names, and which names of an architecture."""
         unmet = [
             f"the architecture chooses {label} at {name}, which is no op with a choice"
-            for name, label in self._wanted.items() if name not in self._sites
+            for name, label in self._wanted.items() if name not in self._decisions
         ]  # fmt: skip
         selected = (text for one in self.choices for text in one.selection.unmatched())
         return [*super().unmatched(), *selected, *unmet]
@@ -256,13 +220,32 @@ class SearchTool(amanda.Tool):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take parameters of candidates that `state_dict` gave; the architecture stays."""
         self._wanted |= self.architecture
-        self._sites, self._unfit, self._namers = {}, {}, {}
+        self._sites, self._decisions, self._unfit, self._namers = {}, {}, {}, {}
+        self._refused = set()
         super().load_state_dict(state, strict)
 
     def preparing(self) -> AbstractContextManager[Any]:
         """Return a scope that measures what each op costs."""
         self.costs = Costs()
         return amanda.apply(self.costs)
+
+    def _check(self, what: str, architecture: Any) -> None:
+        """Raise SearchError for what is no architecture of the ops that were met."""
+        is_dict = isinstance(architecture, Mapping)
+        if not is_dict or not all(isinstance(one, str) for pair in architecture.items() for one in pair):
+            told = "give a dict from names of ops to labels of candidates"
+            raise SearchError(f"SearchTool.{what}: the architecture is {architecture!r}; {told}")
+        known = self._decisions
+        for name, label in architecture.items() if known else ():
+            if name not in known:
+                near = get_close_matches(name, known, n=3, cutoff=0) or list(known)[:3]
+                raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
+            known[name].check(label)
+
+    def _completed(self, what: str, architecture: Mapping[str, str] | None) -> dict[str, str]:
+        """Return an architecture of all choices, the present one where it names none."""
+        self._check(what, {} if architecture is None else architecture)
+        return self.architecture | dict(architecture or {})
 
     def _analyse(self, context: amanda.OpContext) -> None:
         if context["phase"] != "forward":
@@ -273,8 +256,8 @@ class SearchTool(amanda.Tool):
             return
         namer = self._namers.setdefault(str(context.namespace), amanda.Tool())
         name = namer.place(context)
-        if name not in self._sites and name not in self._unfit:
-            self._meet(context, name, choice.candidates, node)
+        if name not in self._sites and name not in self._refused:
+            self._meet(context, name, choice, node)
         site = self._sites.get(name)
         if site is None:
             return
@@ -282,23 +265,27 @@ class SearchTool(amanda.Tool):
         library = context["search"]
         if library.trains and site.parameters:
             self._untrained = library.trains
-        context.replace_op(self._compute, site=site)
+        context.replace_op(self._compute, site=site, library=library)
 
-    def _meet(
-        self, context: amanda.OpContext, name: str, candidates: Sequence[Candidate], node: DataflowNode
-    ) -> None:
+    def _meet(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
             return self.keep(context, label, make, **options)
 
-        site = Site(context, name, candidates, self._seed, _residual(self._flow, node), keep)
-        self._unfit[name] = site.left
-        if len(site.candidates) > 1:
+        site = Site(context, name, choice.candidates, residual(self._flow, node), keep)
+        called = choice.name if choice.shared else name
+        decision = self._decisions.get(called) or Decision(called, choice.shared)
+        if decision.join(site):
+            self._sites[name], self._decisions[called], site.decision = site, decision, decision
+            self._unfit[called] = decision.left
             if self._has_alphas:
-                site.keep_mixture()
-            self._sites[name] = site
-            if name in self._wanted:
-                _check(site, self._wanted[name])
-                site.chosen = self._wanted[name]
+                decision.keep_mixture(self._seed)
+            if called in self._wanted:
+                decision.check(self._wanted[called])
+                decision.chosen = self._wanted[called]
+        else:
+            self._refused.add(name)
+            shares = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
+            self._unfit[name] = site.left or {called: shares}
         site.close()
 
     def _note_outputs(self, context: amanda.OpContext) -> None:
@@ -307,39 +294,6 @@ class SearchTool(amanda.Tool):
             self._flow.made(node, leaves(context.get_outputs() or []))
 
     @amanda.differentiable
-    def _compute(self, *inputs: Any, site: Site, original: Original) -> Any:
-        return site.compute(inputs, original, self.mixture)
-
-
-def _check(site: Site, label: str) -> None:
-    """Raise SearchError for a label that is none of an op's candidates."""
-    if label not in site.candidates:
-        reason = f", since {site.left[label]}" if label in site.left else ""
-        raise SearchError(
-            f"SearchTool: {label!r} is no candidate of {site.name}{reason}; it has {', '.join(site.labels)}"
-        )
-
-
-def _residual(flow: Dataflow, node: DataflowNode) -> tuple[int, frozenset[int]] | None:
-    """Return where an addition reads the input of its other summand, and the ids of the ops in between."""
-    if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
-        return None
-    for shortcut in (0, 1):
-        start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
-        seen, ops = _behind(flow, branch, start)
-        if start in seen and ops and node.shapes[0] == node.shapes[1]:
-            return shortcut, frozenset(ops - _behind(flow, start)[1])
-    return None
-
-
-def _behind(flow: Dataflow, number: int | None, until: int | None = None) -> tuple[set[int | None], set[int]]:
-    """Return the tensors that one was made of, back to another, and the ids of the ops that made them."""
-    waiting, seen, ops = [number], set[int | None](), set[int]()
-    while waiting and len(seen) < _AROUND:
-        one = waiting.pop()
-        maker = None if one in seen or one == until else flow.maker(one)
-        seen.add(one)
-        if maker is not None:
-            ops.add(maker.op_id)
-            waiting.extend(maker.reads)
-    return seen, ops
+    def _compute(self, *inputs: Any, site: Site, library: Library, original: Original) -> Any:
+        site.calls += 1
+        return site.within(library).compute(inputs, original, self.mixture)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar, get_args
 
 import amanda
@@ -126,6 +126,8 @@ def _names(context: amanda.OpContext) -> tuple[str, ...]:
 
 
 def _listed(name: str, value: str | Sequence[str]) -> list[str]:
+    if not isinstance(value, Iterable):
+        raise SelectionError(f"{name} is {value!r}; give names, or patterns with * and ?")
     values = [value] if isinstance(value, str) else list(value)
     for one in values:
         if not isinstance(one, str) or not one:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, Generic, Literal, TypeVar
@@ -10,14 +9,12 @@ from typing import Any, Generic, Literal, TypeVar
 import amanda
 from amanda.action import ActionType, Routine
 from amanda.errors import AmandaError
-from amanda.tools.kit import Progress, check_number
+from amanda.tools.kit import Progress, attempt, check_finite, check_number
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.sweep._result import ALL, Point, Site, SweepResult
 
 Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
-
-logger = logging.getLogger("amanda")
 
 
 class SweepError(AmandaError, ValueError):
@@ -110,17 +107,13 @@ class Sweep(Generic[Level]):
             return
         told = f"{site.name or 'all ops'}, {self._names[0]} {level:g}"
         progress.begin(total, told, 1 + len(self._points))
-        tool, metric, error = self._tool(site, level), None, ""
-        try:
-            found = check_number(self._evaluated(tool), self._evaluate, SweepError)
-            if not isfinite(found):
-                raise ValueError(f"{self._names[1]} is {found}")
-            metric = found
-        except AmandaError:
-            raise
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-            logger.warning("no %s of %s: %s", self._names[1], told, error)
+        tool = self._tool(site, level)
+
+        def measure() -> float:
+            metric = check_number(self._evaluated(tool), self._evaluate, SweepError)
+            return check_finite(self._names[1], metric)
+
+        metric, error = attempt(measure, f"no {self._names[1]} of {told}")
         self._points[site.name, level] = Point(site, level, metric, error)
         progress.done(error or f"{self._names[1]} {metric:g}")
 

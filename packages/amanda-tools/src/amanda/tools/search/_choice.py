@@ -1,0 +1,89 @@
+"""Choices: which ops have candidates, and candidates by their labels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from amanda.tools.search._candidates import ACTIVATIONS, Activation, Candidate, Function, Keep, Skip
+from amanda.tools.search._checks import SearchError, check_type
+from amanda.tools.search._weight_candidates import Bits, Convolution, Width
+from amanda.tools.select import Selection
+
+_FORMS = "keep, skip, conv5, conv3g2 (kernel 3, 2 groups), width0.5, bits4"
+_SHARED = "all "
+
+
+class Choice:
+    """Candidates for the ops of a selection; the first is in force as long as no other is chosen.
+
+    candidates: "keep", the op itself; "skip", its input, or of an addition that ends a residual block the
+        input of the block; an activation, such as "gelu"; "conv5", another kernel size, and "conv3g2", other
+        groups too; "width0.5", the half of the output channels, the others masked; "bits4", the weight
+        quantised; or a function that gets the op's inputs and gives its output.
+    type, module: words of `amanda.tools.select`.
+    shared: whether all the ops have the same candidate, one of those that each of them can have; `name` is
+        then what architectures call the decision. Otherwise each op chooses for itself.
+
+    Raises SearchError for what is no candidate, and SelectionError.
+
+    >>> choice = Choice(["keep", "conv5", "conv3g2"], type="conv2d", module="features")
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[str | Callable[..., Any]],
+        type: str | Sequence[str] = (),
+        module: str | Sequence[str] = (),
+        shared: bool = False,
+    ) -> None:
+        self.selection, self.shared = Selection(type, module), shared
+        self.name = f"all {self.selection}"
+        where = f"the choice at {self.selection}"
+        is_list = isinstance(candidates, Sequence) and not isinstance(candidates, str)
+        if not is_list or len(candidates) < 2:
+            raise SearchError(
+                f"SearchTool: {where} has candidates {candidates!r}; give a list of two or more"
+            )
+        check_type(f"SearchTool: shared of {where}", shared, bool, "True or False")
+        self.candidates = [candidate(one, where) for one in candidates]
+        labels = [one.label for one in self.candidates]
+        twice = {label for label in labels if labels.count(label) > 1}
+        if twice:
+            raise SearchError(f"SearchTool: {where} has {', '.join(sorted(twice))} twice; name each once")
+
+    @classmethod
+    def of(cls, text: str) -> Choice:
+        """Return the choice of a text: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is a shared one.
+
+        Raises SearchError for another text.
+        """
+        check_type("SearchTool: a choice", text, str, "a Choice or a text such as 'conv2d=keep|conv5'")
+        selection, found, candidates = text.partition("=")
+        shared = selection.startswith(_SHARED)
+        type, _, module = selection.removeprefix(_SHARED).partition("@")
+        if not found or not (type or module):
+            raise SearchError(f"SearchTool: a choice is {text!r}; write type@module=candidate|candidate")
+        return cls(candidates.split("|"), [type] if type else (), [module] if module else (), shared)
+
+
+def candidate(given: str | Callable[..., Any], where: str) -> Candidate:
+    """Return the candidate of a label, or of a function; where: the choice, for errors.
+
+    Raises SearchError for a label that is none.
+    """
+    if callable(given):
+        return Function(given)
+    if given == "keep" or given == "skip":
+        return Keep(given) if given == "keep" else Skip(given)
+    if given in ACTIVATIONS:
+        return Activation(given)
+    found = re.fullmatch(r"conv([1-9]\d*)(?:g([1-9]\d*))?", str(given))
+    if found:
+        return Convolution(given, int(found[1]), int(found[2] or 1))
+    found = re.fullmatch(r"width(0?\.\d+|1)|bits([2-8])", str(given))
+    if found and (found[2] or float(found[1])):
+        return Bits(given, int(found[2])) if found[2] else Width(given, float(found[1]))
+    told = f"{_FORMS}, {', '.join(ACTIVATIONS)}, or a function"
+    raise SearchError(f"SearchTool: a candidate of {where} is {given!r}; it is one of {told}")

@@ -1,0 +1,205 @@
+"""Mapping rules of the tool: what differs from framework to framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import erf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import amanda
+from amanda.tools.kit import tensors_of
+from amanda.tools.mapping import MappingTool
+from amanda.tools.search._candidates import Original
+from amanda.tools.search._checks import SearchError
+
+if TYPE_CHECKING:
+    from amanda.tools.search._site import Site
+
+_GELU = np.vectorize(erf, otypes=[np.float32])
+_NUMPY: dict[str, Callable[[Any], Any]] = {
+    "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6), "tanh": np.tanh,
+    "gelu": lambda x: x * (0.5 + 0.5 * _GELU(x / np.sqrt(2))), "silu": lambda x: x / (1 + np.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "elu": lambda x: np.where(x > 0, x, np.expm1(x)),
+    "softplus": lambda x: np.logaddexp(0, x),
+}  # fmt: skip
+
+
+class Library:
+    """Functions of a framework that candidates call; this class computes on arrays of NumPy."""
+
+    trains = ""
+    """Why no gradient reaches the parameters of candidates; "" where gradients do."""
+
+    def activation(self, word: str) -> Callable[[Any], Any]:
+        """Return the activation of a word."""
+        return lambda x: _NUMPY[word](x).astype(x.dtype)
+
+    def softmax(self, x: Any) -> Any:
+        """Return softmax of a row."""
+        exponents = np.exp(x - x.max())
+        return exponents / exponents.sum()
+
+    def cast(self, value: Any, like: Any) -> Any:
+        """Return a tensor in the element type of another, within autodiff."""
+        return tensors_of(like).cast(value, like)
+
+    def fresh(self, x: Any) -> Any:
+        """Return an input as the output of an op."""
+        return x
+
+    def collected(self, value: Any, collect: Callable[[Any], None]) -> Any:
+        """Return a parameter whose gradient is handed to a function where no tape leads to the parameter."""
+        return value
+
+    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+        """Return why a convolution cannot have another window or groups; change: of its sizes."""
+        return "the padding and groups of the graph are fixed"
+
+    def convolve(
+        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+    ) -> Any:
+        """Return the convolution by another weight, which is among the inputs already."""
+        raise NotImplementedError
+
+    def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
+        """Return a model with the chosen modules; raise SearchError where it cannot be made of modules."""
+        raise SearchError(f"SearchTool.finalize: no modules of {type(model).__name__} are known here")
+
+
+class TorchLibrary(Library):
+    """PyTorch."""
+
+    def activation(self, word: str) -> Callable[[Any], Any]:
+        """Return the function of torch."""
+        from torch.nn import functional
+
+        found: Callable[[Any], Any] = getattr(functional, word)
+        return found
+
+    def softmax(self, x: Any) -> Any:
+        """Return torch's."""
+        import torch
+
+        return torch.softmax(x, -1)
+
+    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+        """Refuse calls that leave padding or groups out, and padding that would be negative."""
+        inputs = context.get_inputs()
+        if len(inputs) < 7:
+            return "it is called without groups; call the convolution as a module"
+        if isinstance(inputs[4], str):
+            return "" if inputs[4] == "same" else "its padding is 'valid'"
+        pads = padded(inputs[4], inputs[5], change)
+        return "" if min(pads) >= 0 else f"its padding is {inputs[4]}: a smaller window would give more"
+
+    def convolve(
+        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+    ) -> Any:
+        """Return the convolution, padded so that the output has its shape."""
+        if not isinstance(inputs[4], str):
+            inputs[4] = padded(inputs[4], inputs[5], change)
+        inputs[6] = groups
+        return original(*inputs)
+
+    def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
+        """Return a copy of a module with the chosen ones."""
+        from amanda.tools.search._finalize_torch import finalized
+
+        return finalized(model, sites)
+
+
+class TensorFlowLibrary(Library):
+    """TensorFlow, eager and in functions."""
+
+    def __init__(self, trains: str = "") -> None:
+        self.trains = trains
+
+    def activation(self, word: str) -> Callable[[Any], Any]:
+        """Return the function of tf.nn."""
+        import tensorflow
+
+        found: Callable[[Any], Any] = getattr(tensorflow.nn, word)
+        return found
+
+    def softmax(self, x: Any) -> Any:
+        """Return TensorFlow's."""
+        import tensorflow
+
+        return tensorflow.nn.softmax(x)
+
+    def fresh(self, x: Any) -> Any:
+        """Return an equal tensor, since a tape takes no op whose output is its input."""
+        import tensorflow
+
+        return tensorflow.identity(x)
+
+    def collected(self, value: Any, collect: Callable[[Any], None]) -> Any:
+        """Return an equal tensor; in functions its gradient is handed over as the routine's is computed."""
+        import tensorflow
+
+        if not self.trains:
+            return value
+
+        def passed(x: Any) -> Any:
+            def backward(gradient: Any) -> Any:
+                collect(gradient)
+                return gradient
+
+            return tensorflow.identity(x), backward
+
+        return tensorflow.custom_gradient(passed)(value)
+
+    def refusal(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+        """Refuse other padding than "same", and groups in the model's own convolution."""
+        attributes = context.get_attrs()
+        if attributes.get("padding") not in ("SAME", b"SAME") and any(change):
+            return f"its padding is {attributes.get('padding')}, not 'same'"
+        return "" if groups == 1 else "it has groups"
+
+    def convolve(
+        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+    ) -> Any:
+        """Return the convolution, group by group, since the kernels of groups have no gradient on a CPU."""
+        import tensorflow as tf
+
+        if groups == 1:
+            return original(*inputs)
+        axis = site.channels
+        parts = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
+        return tf.concat([original(*part) for part in parts], axis)
+
+    def finalized(self, model: Any, sites: Iterable[Site]) -> Any:
+        """Return a clone of a Keras model with the chosen layers."""
+        from amanda.tools.search._finalize_keras import finalized
+
+        return finalized(model, sites)
+
+
+def padded(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
+    """Return the padding that leaves the output its shape with a window of another size."""
+    pads, steps = (list(one) if isinstance(one, (list, tuple)) else [one] for one in (padding, dilation))
+    rank = len(change)
+    pads, steps = pads * (rank // len(pads)), steps * (rank // len(steps))
+    return [pad + more * step // 2 for pad, step, more in zip(pads, steps, change, strict=True)]
+
+
+def frameworks() -> MappingTool:
+    """Return the rules, which put the library of an op's framework under "search"."""
+    graph = (
+        "no tape leads to the parameters of candidates in functions of TensorFlow, nor in sessions: hand "
+        "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
+    )
+    rules: list[list[Any]] = [
+        ["*", _put(Library())], ["pytorch", _put(TorchLibrary())],
+        ["tensorflow", _put(TensorFlowLibrary(graph))], ["tensorflow/*/eager", _put(TensorFlowLibrary())],
+    ]  # fmt: skip
+    return MappingTool(rules)
+
+
+def _put(library: Library) -> Callable[[amanda.OpContext], None]:
+    def rule(context: amanda.OpContext) -> None:
+        context["search"] = library
+
+    return rule
