@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -23,8 +24,11 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
-from amanda.tools.partition._channel import receive, send
+from amanda.tools.partition._channel import Link, receive, send
+from amanda.tools.partition._enclave import Enclave
 from amanda.tools.partition._pytorch_bytes import packed, unpacked
+from amanda.tools.partition._pytorch_optimizers import Optimizers
+from amanda.tools.partition._pytorch_stand_ins import StandIns
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -271,6 +275,98 @@ def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], 
     passes(plain)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+class Breaking(nn.Module):
+    """A model whose backward pass can fail after it has reached the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.breaks = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x)
+        if self.breaks:
+            hidden.register_hook(self._break)
+        made: Tensor = self.last(hidden)
+        return made
+
+    def _break(self, gradient: Tensor) -> None:
+        raise ArithmeticError("broken")
+
+
+@pytest.mark.slow
+def test_gradients_of_a_pass_that_failed_are_forgotten(
+    protect: Callable[[str], PartitionTool], monkeypatch: Any
+) -> None:
+    plain, model, tool, x = Breaking(), Breaking(), protect("module=last"), torch.rand(3, 4)
+    failed, call = [], Link.call
+
+    def listening(link: Link, header: Any, tensors: Any = ()) -> Any:
+        failed.extend(header.get("failed", ()))
+        return call(link, header, tensors)
+
+    monkeypatch.setattr(Link, "call", listening)
+    with amanda.apply(tool):
+        model.breaks = True
+        with pytest.raises(ArithmeticError, match="broken"):
+            model(x).sum().backward()
+        model.breaks = False
+        descend(model, [x, x])
+    tool.release()
+    descend(plain, [x, x])
+    assert len(failed) == 1
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_process_forgets_the_gradients_of_a_pass_that_failed() -> None:
+    enclave, weight, x = Enclave(), torch.rand(2, 2), torch.rand(1, 2)
+    enclave.hold([packed(weight)], "weight", True)
+    inputs = [{"given": 0}, {"held": "weight"}]
+
+    def forward(number: int, failed: Sequence[int]) -> None:
+        enclave.forward(
+            [packed(x)], "torch._C._nn.linear", inputs, number, [True], records=True, random=False,
+            in_place=False, dropped=[], failed=failed,
+        )  # fmt: skip
+
+    forward(0, [])
+    enclave.backward([packed(torch.ones(1, 2))], 0, [0], backward_pass=7)
+    assert list(enclave._arrived) == [7]
+    forward(1, [7])
+    assert not enclave._arrived
+
+
+@pytest.mark.slow
+def test_process_ends_with_the_tool(caplog: pytest.LogCaptureFixture) -> None:
+    hooks, tool = len(_global_optimizer_pre_hooks), PartitionTool(protect="module=0")
+    with amanda.apply(tool):
+        nn.Sequential(nn.Linear(4, 4))(torch.rand(1, 4))
+    assert isinstance(tool.result, ProtectedResult)
+    pid = tool.result.pid
+    assert pid is not None
+    os.kill(pid, 0)
+    del tool
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert f"dropped without release(); the parameters in process {pid} are lost" in caplog.text
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
+    linear = nn.Linear(2, 2)
+    stand_ins = StandIns()
+    stand_ins.move("weight", linear.weight, lambda *_: None)
+    optimizers, numbers = Optimizers(stand_ins), []
+    alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]
+    for _ in range(2):
+        numbers += [optimizers.step(one, (one,), {}) for one in alive]
+        del alive[0]
+        gc.collect()
+        alive = [torch.optim.SGD(linear.parameters())]
+    assert [one["optimizer"] for one in numbers if one is not None] == [0, 1, 2]
 
 
 @pytest.mark.slow
